@@ -1,0 +1,58 @@
+"""Accelerators as plugins: the interface, the built-in backends, and the choice among those that are installed.
+
+Trainers call `select()` and get a backend; plugins use the types and `hookimpl`. Importing this package does not
+import torch: some runtimes read their environment at that moment, and the chosen backend sets it first.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from accelerators.hookspecs import hookimpl, hookspec
+from accelerators.registry import Report, Selection, available, select, verify_agreement
+from accelerators.shapes import ShapePolicy
+from accelerators.types import (
+    API_VERSION,
+    OPERATIONS,
+    AcceleratorError,
+    AcceleratorSpec,
+    DeviceInfo,
+    KernelImpl,
+    Memory,
+    Precision,
+    Probe,
+    Problem,
+    Support,
+)
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+
+__all__ = [
+    "API_VERSION",
+    "OPERATIONS",
+    "Accelerator",
+    "AcceleratorError",
+    "AcceleratorSpec",
+    "DeviceInfo",
+    "KernelImpl",
+    "Memory",
+    "Precision",
+    "Probe",
+    "Problem",
+    "Report",
+    "Selection",
+    "ShapePolicy",
+    "Support",
+    "available",
+    "hookimpl",
+    "hookspec",
+    "select",
+    "verify_agreement",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Accelerator":  # its module imports torch
+        from accelerators.accelerator import Accelerator
+
+        return Accelerator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

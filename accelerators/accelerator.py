@@ -1,0 +1,228 @@
+# ruff: noqa: B027 (methods that do nothing by default are meant)
+"""The interface between the trainers and the hardware.
+
+A trainer calls these methods and nothing of a vendor's; a backend overrides what differs from the defaults, which
+suit a device that runs eagerly and needs no special care. Only the abstract methods have to be written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from accelerators import kernels
+from accelerators.shapes import ShapePolicy
+from accelerators.types import OPERATIONS, AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+
+Batch = TypeVar("Batch")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Accelerator(ABC):
+    """One backend in one process."""
+
+    name: ClassVar[str]
+    """The name that the backend's spec carries."""
+
+    deepspeed_name: ClassVar[str]
+    """What DeepSpeed calls this device, in DS_ACCELERATOR."""
+
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Operations that this backend has no implementation of, each with the reason."""
+
+    _device: torch.device | None = None
+    _contributed: tuple[KernelImpl, ...] = ()
+
+    # placement
+
+    @abstractmethod
+    def bind(self, local_rank: int) -> torch.device:
+        """Initialize the runtime, give this process the device of its rank on this machine, and return it."""
+
+    def device(self) -> torch.device:
+        """The device that `bind` gave this process."""
+        if self._device is None:
+            raise AcceleratorError(f"{self.name}: no device is bound to this process; call bind(local_rank) first")
+        return self._device
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The same structure (tensors in dicts, lists, tuples, dataclasses) with every tensor on the device."""
+        return _map_tensors(batch, lambda tensor: tensor.to(self.device(), non_blocking=True))
+
+    @abstractmethod
+    def info(self) -> DeviceInfo:
+        """Model, number and software of the devices; does not need `bind`."""
+
+    # synchronization
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued."""
+
+    def step_boundary(self, tag: str) -> None:
+        """End a part of a step, named for reports; a backend that records operators lazily runs them here."""
+
+    def capture(self, fn: Function, key: str) -> Function:
+        """`fn`, recorded once per `key` and replayed where the device can; else `fn` itself.
+
+        The shapes of `fn`'s arguments must not change between calls.
+        """
+        return fn
+
+    def is_lazy(self) -> bool:
+        """Whether operators wait for a step boundary."""
+        return False
+
+    def compilations(self) -> int | None:
+        """Graphs compiled so far in this process; None where nothing is compiled or counted."""
+        return None
+
+    # precision
+
+    @abstractmethod
+    def precision(self, wish: str = "auto") -> Precision:
+        """The precision to compute in; `wish` is auto, bf16, fp16 or fp32.
+
+        Raises:
+            AcceleratorError: the device does not support `wish`; the message says why and what to use.
+        """
+
+    # kernels
+
+    def kernels(self) -> Iterable[KernelImpl]:
+        """Implementations that this backend brings; those of plugins compete with them."""
+        return kernels.PORTABLE
+
+    def contribute(self, implementations: Iterable[KernelImpl]) -> None:
+        """Add implementations that plugins offer for this backend."""
+        self._contributed += tuple(implementations)
+
+    def candidates(self, operation: str) -> list[tuple[KernelImpl, Support]]:
+        """The implementations of an operation, best first: the supported ones by priority, then the others."""
+        found = [impl for impl in (*self.kernels(), *self._contributed) if impl.operation == operation]
+        judged = [(impl, _supported(impl, self)) for impl in found]
+        return sorted(judged, key=lambda pair: (pair[1].ok, pair[0].priority), reverse=True)
+
+    def capabilities(self) -> dict[str, Support]:
+        """For every operation, whether it is available, by which implementation, and why or why not."""
+        offered = [impl.operation for impl in (*self.kernels(), *self._contributed)]
+        return {operation: self._capability(operation) for operation in dict.fromkeys((*OPERATIONS, *offered))}
+
+    def kernel(self, operation: str, required: bool = False) -> Any:
+        """The best implementation of an operation, or None where there is none.
+
+        What comes back depends on the operation:
+            adamw, adamw_cpu_offload: (params, lr=, betas=, eps=, weight_decay=) -> torch.optim.Optimizer
+            clip_grad_norm: (parameters, max_norm) -> total norm, a scalar tensor
+            attention: a name for transformers' `attn_implementation`
+
+        Raises:
+            AcceleratorError: `required`, and there is none; the message carries the reason.
+        """
+        ranked = self.candidates(operation)
+        if ranked and ranked[0][1].ok:
+            return ranked[0][0].factory(self)
+        if required:
+            raise AcceleratorError(f"{self.name}: no {operation} here: {self._capability(operation).reason}")
+        return None
+
+    def _capability(self, operation: str) -> Support:
+        ranked = self.candidates(operation)
+        if not ranked:
+            return Support(False, self.absent.get(operation, f"the {self.name} backend has no {operation}"))
+        implementation, support = ranked[0]
+        if support.ok:
+            return Support(True, support.reason, implementation.name)
+        return Support(False, "; ".join(f"{impl.name}: {refused.reason}" for impl, refused in ranked))
+
+    # shapes
+
+    def shape_policy(self) -> ShapePolicy:
+        """How batches are padded where the user names no policy."""
+        return ShapePolicy("dynamic")
+
+    # memory and random numbers
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Bytes in use, at most since `reset_peak`, and in all."""
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak anew."""
+
+    def empty_cache(self) -> None:
+        """Return memory that is held but not in use."""
+
+    def seed(self, n: int) -> None:
+        """Seed the generators of Python, torch and the device."""
+        random.seed(n)
+        torch.manual_seed(n)
+
+    def rng_state(self) -> dict[str, Any]:
+        """The state of the generators that `seed` sets, in values that `torch.load(weights_only=True)` reads."""
+        return {"python": random.getstate(), "torch": torch.get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `rng_state` returned."""
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+
+    # distributed
+
+    def dist_backend(self) -> str:
+        """Name of the torch.distributed backend for collectives on this device."""
+        return "gloo"
+
+    def visible_devices_env(self) -> str | None:
+        """The environment variable that hides devices from a process, or None."""
+        return None
+
+    def prepare_deepspeed(self) -> None:
+        """Make DeepSpeed use this device; call it before anything else imports deepspeed.
+
+        Raises:
+            AcceleratorError: DeepSpeed has settled on another device.
+        """
+        wanted = os.environ.setdefault("DS_ACCELERATOR", self.deepspeed_name)
+        if wanted != self.deepspeed_name:
+            raise AcceleratorError(
+                f"{self.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
+                f"unset it, or set it to {self.deepspeed_name}"
+            )
+        from deepspeed.accelerator import get_accelerator
+
+        found = get_accelerator().device_name()
+        if found != self.deepspeed_name:
+            raise AcceleratorError(
+                f"{self.name}: DeepSpeed was set to {found!r} earlier in this process; "
+                f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={self.deepspeed_name}"
+            )
+
+
+def _supported(implementation: KernelImpl, accelerator: Accelerator) -> Support:
+    """A plugin's check that raises is a refusal, not the end of the run."""
+    try:
+        return implementation.supported(accelerator)
+    except Exception as error:
+        return Support(False, f"its check failed ({type(error).__name__}: {error})")
+
+
+def _map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, fn) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(item, fn) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(item, fn) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _map_tensors(getattr(value, f.name), fn) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
+    return value

@@ -1,0 +1,79 @@
+"""The three hooks through which a plugin takes part, and the marks for them.
+
+A plugin is a distribution with an entry point in the group `rlhf.accelerators` that names a module. The module holds
+functions marked `@hookimpl` with the names below, and must not import torch: it is loaded before a backend is
+chosen, and some runtimes read their environment when torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from accelerators.types import AcceleratorSpec, KernelImpl, Problem
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+
+PROJECT = "rlhf"
+ENTRY_POINT_GROUP = "rlhf.accelerators"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body]
+    """Backends that this plugin offers.
+
+    The probe runs in the launcher, before a fork: it looks at files or a vendor's command-line tool and opens nothing.
+
+        from pathlib import Path
+        from accelerators import AcceleratorSpec, Probe, hookimpl
+
+        def probe():
+            nodes = list(Path("/dev").glob("npu[0-9]*"))
+            return Probe(ok=bool(nodes), reason=f"{len(nodes)} files /dev/npu*", count=len(nodes), model="NPU")
+
+        @hookimpl
+        def rlhf_accelerators():
+            return [AcceleratorSpec(name="npu", api_version=1, factory="my_npu.backend:NPU", probe=probe, priority=50)]
+    """
+
+
+@hookspec
+def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ignore[empty-body]
+    """Further implementations of operations, for any backend; torch may be imported here.
+
+    The supported one with the highest priority is used; `rlhf accelerators explain` says why others were not.
+
+        from accelerators import KernelImpl, Support, hookimpl
+
+        def supported(accelerator):
+            return Support(accelerator.name == "npu", "needs an NPU")
+
+        def factory(accelerator):
+            from my_npu.optimizers import AdamW
+            return AdamW
+
+        @hookimpl
+        def rlhf_kernels(accelerator):
+            return [KernelImpl(operation="adamw", name="npu", factory=factory, supported=supported, priority=50)]
+    """
+
+
+@hookspec
+def rlhf_check_run(accelerator: Accelerator, run: Mapping[str, Any]) -> Iterable[Problem]:  # type: ignore[empty-body]
+    """Reasons why a run must not start; `run` is its configuration as nested plain values.
+
+    A plugin objects or stays silent, it changes nothing; the user sees the objections of all plugins together.
+
+    from accelerators import Problem, hookimpl
+
+    @hookimpl
+    def rlhf_check_run(accelerator, run):
+        if accelerator.name == "npu" and run["engine"]["zero_stage"] == 3:
+            yield Problem("ZeRO-3 hangs on NPU driver 1.2", "set engine.zero_stage to 2, or update the driver")
+    """

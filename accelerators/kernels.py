@@ -1,0 +1,60 @@
+"""Implementations that run on any device with plain PyTorch.
+
+They are every backend's defaults: a backend or a plugin that has something faster offers it with a higher priority.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerators.types import KernelImpl, Support
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+
+
+def adamw(accelerator: Accelerator) -> Any:
+    """torch's AdamW over lists of tensors."""
+    import torch
+
+    return torch.optim.AdamW
+
+
+def fused_adamw(accelerator: Accelerator) -> Any:
+    """torch's AdamW in one pass over memory; a constructor like `torch.optim.AdamW`."""
+    from functools import partial
+
+    import torch
+
+    return partial(torch.optim.AdamW, fused=True)
+
+
+def clip_grad_norm(accelerator: Accelerator) -> Any:
+    """torch's clipping by the global norm."""
+    import torch
+
+    return torch.nn.utils.clip_grad_norm_
+
+
+def _always(reason: str) -> Any:
+    return lambda accelerator: Support(True, reason)
+
+
+PORTABLE = (
+    KernelImpl(operation="adamw", name="torch-foreach", factory=adamw, supported=_always("plain torch operators")),
+    KernelImpl(
+        operation="adamw_cpu_offload",
+        name="torch-fused",
+        factory=fused_adamw,
+        supported=_always("torch's fused AdamW also runs on the host, with nothing to compile"),
+    ),
+    KernelImpl(
+        operation="clip_grad_norm", name="torch", factory=clip_grad_norm, supported=_always("plain torch operators")
+    ),
+    KernelImpl(
+        operation="attention",
+        name="sdpa",
+        factory=lambda accelerator: "sdpa",
+        supported=_always("torch's scaled_dot_product_attention picks its own kernel"),
+    ),
+)

@@ -1,0 +1,25 @@
+"""The `rlhf` command: thin commands over `rlhf.launch`, and one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+
+def main() -> None:
+    """Entry point of the `rlhf` script.
+
+    Exit codes: 0 done; 2 the user can fix it; 1 a defect of rlhf; 130 interrupted.
+    """
+    from typer.main import get_command
+
+    from rlhf.cli.app import app
+    from rlhf.outcome import Outcome
+
+    try:
+        code = get_command(app).main(prog_name="rlhf", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        code = Outcome.of(error).report()
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,170 @@
+"""`rlhf accelerators`: which backends are installed, and what one of them can do here.
+
+`list` reports on every plugin, broken ones too, and imports no torch; `explain` creates a backend and asks it.
+Tables on a terminal, tab-separated lines in a pipe, JSON on request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import accelerators
+from accelerators import AcceleratorError, KernelImpl, Report, Support
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Show the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
+    "distributions or entry points, with commas between, or none for the built-in backends alone.",
+)
+
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_backends(as_json: AsJSON = False) -> None:
+    """List every backend and every plugin that could not be used, with the reason."""
+    reports = accelerators.available()
+    if as_json:
+        _print_json([_listed(report) for report in reports])
+        return
+    columns = ("name", "state", "devices", "priority", "provided by", "reason")
+    _print_table("Accelerators", columns, [_row(report) for report in reports])
+
+
+@app.command()
+def explain(
+    name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would take.")] = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Explain what a backend can do on this machine, and why not what it cannot."""
+    environ = {key: value for key, value in os.environ.items() if name == "auto" or key != "RLHF_ACCELERATOR"}
+    selection = accelerators.select(name, environ=environ)
+    selection.export(os.environ)
+    accelerator = selection.create()
+    accelerator.bind(0)
+    chosen = {"name": selection.name, "provider": selection.provider, "reason": selection.reason}
+    facts = chosen | _facts(accelerator)
+    if as_json:
+        _print_json(facts)
+    else:
+        _print_facts(facts)
+
+
+def _listed(report: Report) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "available": report.available,
+        "broken": report.error is not None,
+        "devices": report.probe.count if report.probe else 0,
+        "model": report.probe.model if report.probe else "",
+        "priority": report.priority,
+        "distribution": report.distribution,
+        "version": report.version,
+        "reason": report.error or report.reason,
+    }
+
+
+def _row(report: Report) -> tuple[str, ...]:
+    state = "available" if report.available else "broken" if report.error else "not available"
+    devices = f"{report.probe.count} x {report.probe.model}" if report.probe and report.probe.count else ""
+    priority = "" if report.priority is None else str(report.priority)
+    return report.name, state, devices, priority, report.provider, report.error or report.reason
+
+
+def _facts(accelerator: Accelerator) -> dict[str, Any]:
+    return {
+        "device": asdict(accelerator.info()),
+        "precisions": {wish: _precision(accelerator, wish) for wish in ("auto", "bf16", "fp16", "fp32")},
+        "operations": {
+            operation: asdict(support) | {"candidates": _candidates(accelerator.candidates(operation))}
+            for operation, support in accelerator.capabilities().items()
+        },
+        "memory": asdict(accelerator.memory()),
+        "shapes": asdict(accelerator.shape_policy()),
+        "lazy": accelerator.is_lazy(),
+        "dist_backend": accelerator.dist_backend(),
+        "visible_devices_env": accelerator.visible_devices_env(),
+    }
+
+
+def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
+    try:
+        precision = accelerator.precision(wish)
+    except AcceleratorError as error:
+        return {"ok": False, "name": wish, "reason": str(error)}
+    return {"ok": True, "name": precision.name, "reason": precision.reason}
+
+
+def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, Any]]:
+    """Every implementation, best first, with why it was taken or not."""
+    listed = []
+    for place, (implementation, support) in enumerate(ranked):
+        beaten = place > 0 and support.ok
+        reason = f"{ranked[0][0].name} has the higher priority" if beaten else support.reason
+        listed.append(
+            {
+                "name": implementation.name,
+                "priority": implementation.priority,
+                "ok": support.ok,
+                "used": place == 0 and support.ok,
+                "reason": reason,
+            }
+        )
+    return listed
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    device, memory, shapes = facts["device"], facts["memory"], facts["shapes"]
+    rows = [
+        ("chosen", facts["reason"]),
+        ("provided by", facts["provider"]),
+        ("device", f"{device['count']} x {device['model']}, {device['software']}"),
+        ("memory", f"{_gib(memory['total'])}, of which this process uses {_gib(memory['allocated'])}"),
+        ("shapes", shapes["kind"]),
+        ("execution", "lazy" if facts["lazy"] else "eager"),
+        ("between processes", facts["dist_backend"]),
+        ("devices hidden by", facts["visible_devices_env"] or "nothing"),
+    ]
+    _print_table(facts["name"], ("what", "here"), rows)
+    precisions = [
+        (wish, found["name"] if found["ok"] else "no", found["reason"]) for wish, found in facts["precisions"].items()
+    ]
+    _print_table("Precisions", ("wish", "used", "reason"), precisions)
+    operations = []
+    for operation, support in facts["operations"].items():
+        for found in support["candidates"] or [support | {"name": "", "used": False}]:
+            operations.append((operation, found["name"], "yes" if found["used"] else "no", found["reason"]))
+    _print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        for row in (columns, *rows):
+            typer.echo("\t".join(row))
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: a reason in [brackets] is no markup
+    console.print(table)

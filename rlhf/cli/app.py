@@ -1,0 +1,114 @@
+"""All commands of `rlhf`; what is slow to import is imported when a command runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import rlhf
+from rlhf.cli import accelerators, chat, schema
+from rlhf.cli.options import RUN, Options, shared
+from rlhf.config import STAGES, Stage
+
+app = typer.Typer(
+    name="rlhf",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_EXAMPLES = {
+    "rlhf": "the embedded example",
+    "rlhf --config recipe.yaml --output runs/a": "a recipe of your own",
+    "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
+    "rlhf ppo --output runs/a --resume": "continue a stopped stage",
+    "rlhf ppo --output runs/a --ranks 2": "with two processes",
+    "rlhf chat runs/a": "talk to the result",
+    "rlhf config > recipe.yaml": "every key, with its default",
+}
+_EPILOG = "[bold]Examples[/]\n" + "\n".join(
+    f"  [cyan]{command:43}[/]{meaning}" for command, meaning in _EXAMPLES.items()
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rlhf {rlhf.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True, epilog=_EPILOG)
+@shared(*RUN)
+def run(
+    context: typer.Context,
+    options: Options,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", metavar="", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train a language model with human feedback: SFT, then a reward model, then PPO.
+
+    Without a command, all three stages run. Options may stand before or after a command.
+    """
+    if context.invoked_subcommand:
+        context.obj = options
+    else:
+        _start(options, STAGES)
+
+
+@app.command()
+@shared(*RUN)
+def sft(context: typer.Context, options: Options) -> None:
+    """Stage 1: supervised fine-tuning on demonstrations."""
+    _start(options, ("sft",))
+
+
+@app.command()
+@shared(*RUN)
+def reward(context: typer.Context, options: Options) -> None:
+    """Stage 2: a reward model from preferences.
+
+    It starts from the SFT model in the folder, or from [bold]reward.model[/].
+    """
+    _start(options, ("reward",))
+
+
+@app.command()
+@shared(*RUN)
+def ppo(context: typer.Context, options: Options) -> None:
+    """Stage 3: PPO against the reward model.
+
+    It takes the SFT and reward models in the folder, or [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
+    """
+    _start(options, ("ppo",))
+
+
+app.command()(chat.chat)
+app.command()(schema.config)
+app.add_typer(accelerators.app, name="accelerators", short_help="Show the installed accelerator backends.")
+
+
+def _start(options: Options, stages: tuple[Stage, ...]) -> None:
+    from rlhf import launch, ranks
+    from rlhf.run import RunDirectory
+
+    config = options.load()
+    if ranks.must_start(options.ranks):
+        assert options.ranks is not None
+        # What is wrong with the command line shows here, once, and not on every rank.
+        RunDirectory.check(config, stages=stages, resume=options.resume, overwrite=options.overwrite)
+        launch.select(config, options.accelerator)
+        outcome = ranks.start(options.ranks, [sys.executable, "-m", "rlhf", *sys.argv[1:]], debug=options.debug)
+        if outcome:
+            raise typer.Exit(outcome.report())
+    else:
+        launch.run(
+            config,
+            stages=stages,
+            accelerator=options.accelerator,
+            resume=options.resume,
+            overwrite=options.overwrite,
+        )

@@ -1,0 +1,220 @@
+"""`rlhf chat`: talk to the model of a run, or to any model folder, in a terminal or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rlhf.cli.options import Options, shared
+from rlhf.config import Config, ModelConfig
+from rlhf.errors import ModelError, RunError
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Message
+
+Show = Callable[[str], None]
+
+
+@shared("accelerator", "precision", "seed", "debug")
+def chat(
+    context: typer.Context,
+    options: Options,
+    run_or_model: Annotated[Path, typer.Argument(help="Folder of a run, or of a model.", metavar="RUN_OR_MODEL_DIR")],
+    stage: Annotated[
+        Literal["sft", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the most likely token.", metavar="T")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")] = 256,
+    memory: Annotated[
+        bool | None,
+        typer.Option(help="Whether an answer sees the turns before it; without this, if there is a chat template."),
+    ] = None,
+) -> None:
+    """Talk to a trained model.
+
+    In a pipe, every line is a prompt of its own: [cyan]echo "Where does the bee live?" | rlhf chat runs/default[/].
+    """
+    from rlhf.metrics.progress import console
+
+    folder = model_folder(run_or_model, stage)
+    interactive = sys.stdin.isatty()
+    with console.status(f"loading {folder}") if interactive else nullcontext():
+        model = ChatModel(folder, options, temperature=temperature, max_tokens=max_tokens)
+    if interactive:
+        _converse(model, model.has_template if memory is None else memory, f"{folder} on {model.accelerator.name}")
+    else:
+        for line in sys.stdin:
+            if line.strip():
+                _answer(model, [("user", line.strip())])
+
+
+def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path:
+    """The model to talk to: of a run the one of `stage`, or of its last finished stage; else `path` itself.
+
+    Raises:
+        RunError: the run has no such model.
+        ModelError: `path` is neither a run nor a folder.
+    """
+    from rlhf.run import RunDirectory
+
+    run = RunDirectory(path)
+    if run.description.is_file():
+        wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
+        for candidate in wanted:
+            if candidate.done:
+                return candidate.model
+        names = " or ".join(candidate.name for candidate in wanted)
+        raise RunError(f"{path}: has no finished {names} stage; finish it with --resume, or name a model folder")
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such folder; name a run (it holds run.json) or a model (it holds config.json)")
+    if stage:
+        raise RunError(f"{path}: --stage chooses a model of a run, and there is no run.json here; leave it out")
+    return path
+
+
+class ChatModel:
+    """A causal language model and its tokenizer on the chosen accelerator, ready to answer."""
+
+    def __init__(self, folder: Path, options: Options, *, temperature: float, max_tokens: int) -> None:
+        from rlhf import launch
+        from rlhf.models.loading import check_model_folder
+
+        config: Config = options.load()
+        check_model_folder(str(folder))
+        selection = launch.select(config, options.accelerator)
+        from rlhf.models.loading import load_causal_lm, load_model_tokenizer
+
+        self.accelerator = selection.create()
+        device = self.accelerator.bind(0)
+        self.accelerator.seed(config.seed)
+        source = ModelConfig(path=str(folder))
+        self.tokenizer, _ = load_model_tokenizer(source)
+        attention = self.accelerator.kernel("attention", required=True)
+        model = load_causal_lm(source, self.tokenizer, attention=attention)
+        self.model: Any = model.to(device, self.accelerator.precision(config.precision).dtype).eval()
+        self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
+        self.max_tokens = max_tokens
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
+        """Answer a conversation of (role, text); `show` gets the answer piece by piece.
+
+        The oldest turns are left out where the model cannot hold them all.
+
+        Raises:
+            ModelError: the last message alone is too long.
+        """
+        import torch
+
+        ids = self._prompt(turns)
+        prompt = torch.tensor([ids], device=self.accelerator.device())
+        stream = _Stream(self.tokenizer, show)
+        self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=min(self.max_tokens, self._room - len(ids)),
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+            streamer=stream,
+            use_cache=True,
+            **self.sampling,
+        )
+        return stream.shown
+
+    @property
+    def _room(self) -> int:
+        return getattr(self.model.config, "max_position_embeddings", None) or 1_000_000
+
+    def _prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        from rlhf.data.encoding import encode_conversation
+        from rlhf.data.rows import Message
+
+        messages: list[Message] = [Message(role, text) for role, text in turns]
+        while True:
+            ids = encode_conversation(self.tokenizer, messages, chat_template=True)
+            if len(ids) + min(self.max_tokens, self._room // 4) <= self._room:
+                return ids
+            if len(messages) == 1:
+                raise ModelError(
+                    f"a message of {len(ids)} tokens is too long for this model ({self._room}); shorten it"
+                )
+            messages = messages[2:]
+
+
+class _Stream:
+    """Receives tokens from `generate` and shows their text as soon as it is certain."""
+
+    def __init__(self, tokenizer: Any, show: Show) -> None:
+        self._tokenizer, self._show = tokenizer, show
+        self._ids: list[int] | None = None  # None until the prompt, which comes first, has passed
+        self.shown = ""
+
+    def put(self, value: Any) -> None:
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids.extend(value.flatten().tolist())
+        text = self._text()
+        if not text.endswith("\ufffd"):  # the rest of a character comes with the next token
+            self._emit(text)
+
+    def end(self) -> None:
+        self._emit(self._text())
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._ids or [], skip_special_tokens=True)
+        return text.lstrip()
+
+    def _emit(self, text: str) -> None:
+        self._show(text[len(self.shown) :])
+        self.shown = text
+
+
+def _answer(model: ChatModel, turns: Sequence[tuple[str, str]]) -> str:
+    text = model.reply(turns, lambda piece: print(piece, end="", flush=True))
+    print(flush=True)
+    return text
+
+
+def _converse(model: ChatModel, memory: bool, title: str) -> None:
+    import readline  # noqa: F401  # gives input() editing and history
+
+    from rlhf.metrics.progress import console
+
+    console.print(f"[bold]{title}[/]", soft_wrap=True)
+    remembers = "" if memory else "each message is answered on its own (--memory changes that); "
+    console.print(f"[dim]{remembers}/reset forgets the conversation; /exit or Ctrl-D leaves[/]\n")
+    turns: list[tuple[str, str]] = []
+    while True:
+        try:
+            message = input("you    ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if message == "/exit":
+            return
+        if message == "/reset":
+            turns.clear()
+            console.print("[dim]forgotten[/]\n")
+            continue
+        if not message:
+            continue
+        turns = [*(turns if memory else []), ("user", message)]
+        print("model  ", end="", flush=True)
+        try:
+            turns.append(("assistant", _answer(model, turns)))
+        except KeyboardInterrupt:  # stops this answer only
+            turns.pop()
+            print(" ...")
+        except ModelError as error:
+            turns.pop()
+            print(f"({error})")
+        print()

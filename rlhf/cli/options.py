@@ -1,0 +1,97 @@
+"""The options that commands share, each defined once.
+
+They may stand before or after a subcommand: `rlhf --accelerator cpu ppo` is `rlhf ppo --accelerator cpu`.
+A command takes them as one `Options`; see `shared`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from rlhf.config import Config, load_config
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says of a run; None where it says nothing and the config decides."""
+
+    config: Annotated[Path | None, typer.Option(help="YAML file with the run's settings.", metavar="FILE")] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Set one key, above the file: [bold]--set ppo.steps=50[/]. Repeatable.", metavar="KEY=VALUE"
+        ),
+    ] = None
+    accelerator: Annotated[
+        str | None, typer.Option(help="Backend to run on; see [bold]rlhf accelerators list[/].", metavar="NAME")
+    ] = None
+    precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", metavar="NAME")] = None
+    output: Annotated[Path | None, typer.Option(help="Folder of the run.", metavar="DIR")] = None
+    seed: Annotated[int | None, typer.Option(help="Decides weights, data order and sampling.", metavar="N")] = None
+    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run in the folder.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the stages in the folder.")] = (
+        False
+    )
+    ranks: Annotated[int | None, typer.Option(help="Processes to run on this machine.", min=1, metavar="N")] = None
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show tracebacks, and what all ranks print.")] = (
+        False
+    )
+
+    def load(self) -> Config:
+        """The configuration: defaults, then the file, then `--set`, then the options that are keys.
+
+        Raises:
+            ConfigError: the file or a value is wrong.
+        """
+        keys = {"precision": self.precision, "output": self.output, "seed": self.seed}
+        given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items() if value is not None]
+        return load_config(self.config, [*(self.overrides or ()), *given])
+
+
+RUN = tuple(field.name for field in fields(Options))
+SETTINGS = ("config", "overrides", "precision", "output", "seed", "debug")
+
+
+def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options `names` after its own parameters; it receives them as `options`.
+
+    Typer reads a command's signature, so the decorated function shows one that lists them.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = {
+            name: parameter
+            for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
+            if name not in {"context", "options"}
+        }
+        hints = get_type_hints(Options, include_extras=True)
+        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own.values()]
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            )
+            for field in fields(Options)
+            if field.name in names
+        ]
+
+        def command(context: typer.Context, **values: Any) -> None:
+            before: Options = context.obj or Options()
+            given = {name: values[name] for name in names if values[name] not in (None, False, [])}
+            if before.overrides and "overrides" in given:
+                given["overrides"] = [*before.overrides, *given["overrides"]]
+            function(context, replace(before, **given), **{name: values[name] for name in own})
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate

@@ -1,0 +1,349 @@
+"""The one schema of a run: YAML files, `--set key=value` and Python all build a `Config`.
+
+A section holds what one part of the program needs and is handed to that part alone. Unknown keys and
+bad values raise `ConfigError` with the key's full path, and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlhf.errors import ConfigError
+
+Stage = Literal["sft", "reward", "ppo"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """The causal language model that fine-tuning starts from."""
+
+    path: str | None = Field(
+        None, description="folder or hub name of a causal language model; empty: the embedded tiny Llama, from scratch"
+    )
+    gguf_file: str | None = Field(
+        None, description="name of a GGUF file inside `path`; its weights are de-quantized when loaded"
+    )
+    tokenizer: str | None = Field(None, description="folder or hub name of the tokenizer; empty: the model's own")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+
+class ColumnsConfig(Section):
+    """Names of a data set's columns, where they differ from the known formats."""
+
+    prompt: str | None = Field(None, description="column that holds the prompt")
+    response: str | None = Field(None, description="column that holds the demonstration")
+    chosen: str | None = Field(None, description="column that holds the preferred response")
+    rejected: str | None = Field(None, description="column that holds the dispreferred response")
+    messages: str | None = Field(None, description="column that holds a conversation: a list of {role, content}")
+
+
+class DatasetConfig(Section):
+    """One source of rows."""
+
+    path: str = Field(
+        description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
+    )
+    heldout: str | None = Field(
+        None, description="a second source, used for evaluation only; empty: a fraction of `path`"
+    )
+    split: str = Field("train", description="split to read where the source has several")
+    heldout_split: str = Field("test", description="split to read of `heldout` where that has several")
+    stages: tuple[Stage, ...] = Field(STAGES, min_length=1, description="stages that may use this source")
+    weight: float = Field(
+        1.0, gt=0, description="share in the blend: rows of this source per row of a source of weight 1"
+    )
+    columns: ColumnsConfig = Field(ColumnsConfig(), description="column names, where they are not standard")
+
+
+class DataConfig(Section):
+    """Where the rows come from and how they are shared among the stages."""
+
+    datasets: tuple[DatasetConfig, ...] = Field(
+        (DatasetConfig(path="world"),), min_length=1, description="the sources; several are blended by weight"
+    )
+    stage_split: tuple[float, float, float] = Field(
+        (2, 4, 4), description="proportions of a source's rows that go to sft, reward and ppo"
+    )
+    heldout_fraction: float = Field(
+        0.05, gt=0, lt=1, description="part of each stage's rows kept for evaluation, where no held-out source is named"
+    )
+    max_prompt_length: int = Field(256, ge=1, description="longest prompt, in tokens; longer rows are left out")
+    max_completion_length: int = Field(
+        256, ge=1, description="longest completion, in tokens, its end-of-sequence token included"
+    )
+    chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template where it has one")
+
+
+class EngineConfig(Section):
+    """How DeepSpeed holds and steps the models."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1, description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights)"
+    )
+    zero_persistence_threshold: int = Field(
+        100_000, ge=0, description="ZeRO-3: parameters smaller than this stay whole on every rank"
+    )
+    shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
+        "auto", description="how batches are padded; auto: the accelerator's own policy"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; biases and norms are exempt")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the first and second moment")
+    eps: float = Field(1e-8, gt=0, description="term added to the denominator")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape after the warm-up")
+    warmup: Fraction = Field(0.05, description="part of the steps over which the learning rate rises from 0")
+    min_lr_ratio: Fraction = Field(0.1, description="the schedule's last value, as a part of the peak")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+
+
+class TrainingConfig(Section):
+    """What every stage has: batches, steps, evaluation, checkpoints."""
+
+    batch_size: int = Field(32, ge=1, description="rows in one optimizer step, over all ranks")
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="rows in one forward pass of one rank; empty: batch_size / ranks"
+    )
+    eval_rows: int = Field(256, ge=1, description="held-out rows used for evaluation, at most")
+    log_every: int = Field(1, ge=1, description="steps between records in metrics.jsonl and TensorBoard")
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+
+    def micro_batch(self, world_size: int, *, section: str) -> int:
+        """Rows in one forward pass of one rank.
+
+        Raises:
+            ConfigError: `batch_size` is not a whole number of micro-batches on `world_size` ranks.
+        """
+        return _divide(self.batch_size, self.micro_batch_size, world_size, f"{section}.batch_size", section)
+
+
+class EpochConfig(TrainingConfig):
+    """Length of a stage that passes over a data set."""
+
+    epochs: int = Field(1, ge=1, description="passes over the stage's rows")
+    max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps; empty: after `epochs`")
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the stage."""
+        steps = self.epochs * steps_per_epoch
+        return min(steps, self.max_steps) if self.max_steps else steps
+
+
+class SFTConfig(EpochConfig):
+    """Stage 1: supervised fine-tuning on demonstrations."""
+
+    loss_on: Literal["completion", "all"] = Field("completion", description="tokens that enter the loss")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
+
+
+class RewardConfig(EpochConfig):
+    """Stage 2: a reward model from preferences."""
+
+    model: str | None = Field(
+        None, description="folder or hub name of the model to start from; empty: this run's SFT model"
+    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn from the policy."""
+
+    temperature: float = Field(1.0, ge=0, description="0: the most likely token")
+    top_k: int = Field(0, ge=0, description="draw from the k most likely tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set with this probability; 1: all")
+
+
+class PPOConfig(TrainingConfig):
+    """Stage 3: reinforcement learning from the reward model with PPO (arXiv:1707.06347, arXiv:2203.02155)."""
+
+    actor: str | None = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
+    reward_model: str | None = Field(
+        None, description="folder or hub name of the reward model; empty: this run's reward model"
+    )
+    steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
+    ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
+    minibatch_size: int | None = Field(
+        None, ge=1, description="rows in one PPO update, over all ranks; empty: batch_size"
+    )
+    kl_coef: float = Field(0.1, ge=0, description="weight of the KL penalty against the reference")
+    kl_target: float | None = Field(
+        None, gt=0, description="KL per sequence that an adaptive coefficient aims at; empty: kl_coef is fixed"
+    )
+    kl_horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive coefficient reacts")
+    score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    gamma: Fraction = Field(1.0, description="discount of later rewards")
+    lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
+    clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    value_clip: float = Field(0.2, gt=0, description="clip range of the value update")
+    whiten_advantages: bool = Field(True, description="scale each batch's advantages to mean 0, deviation 1")
+    sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
+    critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
+
+    def minibatch(self, world_size: int) -> tuple[int, int]:
+        """(rows of one PPO update over all ranks, rows of one forward pass of one rank).
+
+        Raises:
+            ConfigError: the batch does not divide into minibatches, or those over ranks.
+        """
+        minibatch = self.minibatch_size or self.batch_size
+        if self.batch_size % minibatch:
+            raise ConfigError(
+                f"ppo.batch_size: {self.batch_size} is not a multiple of ppo.minibatch_size {minibatch}; "
+                "change one of them"
+            )
+        return minibatch, _divide(minibatch, self.micro_batch_size, world_size, "ppo.minibatch_size", "ppo")
+
+
+class Config(Section):
+    """A run of one or more stages."""
+
+    output: Path = Field(Path("runs/default"), description="folder that the run writes to")
+    seed: int = Field(0, ge=0, description="decides initial weights, data order and sampling")
+    accelerator: str = Field("auto", description="backend, as `rlhf accelerators list` names it; auto: the best available")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto", description="numbers the models compute in; auto: the accelerator's best"
+    )
+    model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)
+    data: DataConfig = Field(DataConfig(), description=DataConfig.__doc__)
+    engine: EngineConfig = Field(EngineConfig(), description=EngineConfig.__doc__)
+    sft: SFTConfig = Field(SFTConfig(), description=SFTConfig.__doc__)
+    reward: RewardConfig = Field(RewardConfig(), description=RewardConfig.__doc__)
+    ppo: PPOConfig = Field(PPOConfig(), description=PPOConfig.__doc__)
+
+    @model_validator(mode="after")
+    def _known_shares(self) -> Config:
+        if min(self.data.stage_split) < 0 or sum(self.data.stage_split) == 0:
+            raise ValueError(f"data.stage_split: {list(self.data.stage_split)} needs shares >= 0, one of them positive")
+        return self
+
+
+def load_config(path: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Build a `Config` from a YAML file and `key.path=value` overrides (values are YAML too).
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
+    """
+    values = _read_yaml(path) if path else {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {override!r}: expected key=value, for example --set ppo.steps=50")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override!r}: the value is not YAML ({_first_line(error)})") from error
+        _set(values, key.split("."), value, override)
+    return build_config(values, source=str(path) if path else "the configuration")
+
+
+def build_config(values: dict[str, Any], *, source: str = "the configuration") -> Config:
+    """Validate nested values; the first problem becomes a one-line `ConfigError`."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(problem["loc"][:-1])
+            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {key!r}; {hint}") from error
+        message = problem["msg"].removeprefix("Value error, ")
+        given = "" if problem["type"] in {"value_error", "missing"} else f", found {problem['input']!r}"
+        raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}{given}") from error
+
+
+def _divide(rows: int, micro: int | None, world_size: int, key: str, section: str) -> int:
+    if rows % world_size:
+        raise ConfigError(f"{key}: {rows} rows cannot be shared among {world_size} ranks; use a multiple of {world_size}")
+    micro = micro or rows // world_size
+    if rows % (micro * world_size):
+        raise ConfigError(
+            f"{key}: {rows} is not a multiple of {section}.micro_batch_size {micro} x {world_size} ranks; change one of them"
+        )
+    return micro
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check --config") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a UTF-8 text file; check --config") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not readable as YAML ({_first_line(error)}); fix this line") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values, found a {type(values).__name__}")
+    return values
+
+
+def _first_line(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or error).splitlines()[0]
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    """Set a nested value; digits index lists (data.datasets.0.weight)."""
+    node: Any = values
+    for part, following in zip(keys[:-1], keys[1:]):
+        try:
+            if isinstance(node, list):
+                if int(part) == len(node):  # one more item
+                    node.append({})
+                node = node[int(part)]
+            else:
+                if node.get(part) is None:
+                    node[part] = [] if following.isdigit() else {}
+                node = node[part]
+        except (ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(f"--set {override!r}: {part!r} is not a key here") from error
+    try:
+        if isinstance(node, list):
+            position = int(keys[-1])
+            if position == len(node):
+                node.append(value)
+            else:
+                node[position] = value
+        elif isinstance(node, dict):
+            node[keys[-1]] = value
+        else:
+            raise ValueError
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"--set {override!r}: {keys[-1]!r} is not a key here") from error
+
+
+def _known_keys(location: tuple[str | int, ...]) -> list[str]:
+    """Keys of the section at `location`."""
+    section: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = section.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(section.model_fields)

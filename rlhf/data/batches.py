@@ -1,0 +1,148 @@
+"""From examples to tensors: padding (collation), and each rank's share of every global batch.
+
+Every batch of a loader has the same number of rows: rows that only fill it up carry a mask of 0. Masks come
+from lengths, never from token values, because the pad token may equal the end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from accelerators import ShapePolicy
+from rlhf.data.tokenization import Demonstration, Pair, Prompt
+
+Batch = dict[str, Tensor]
+E = TypeVar("E")
+
+
+def collate_sft(
+    examples: Sequence[Demonstration],
+    real: int | None = None,
+    *,
+    policy: ShapePolicy,
+    maximum: int,
+    pad_token_id: int,
+    loss_on: Literal["completion", "all"] = "completion",
+) -> Batch:
+    """Pad demonstrations on the right.
+
+    Args:
+        examples: B of them; the first `real` count (default: all), the others only fill the batch up.
+        maximum: the most tokens a row may have, prompt and completion together.
+        loss_on: tokens that are targets: those of the completion, or all but the first.
+
+    Returns:
+        input_ids, attention_mask (int64) and loss_mask (bool), all [B, T]; loss_mask marks tokens to be predicted.
+    """
+    rows = [example.prompt_ids + example.completion_ids for example in examples]
+    input_ids, attention_mask = _pad_right(rows, policy, maximum, pad_token_id)
+    first = [len(example.prompt_ids) if loss_on == "completion" else 1 for example in examples]
+    targets = torch.arange(input_ids.shape[1]) >= torch.tensor(first)[:, None]
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "loss_mask": targets & attention_mask.bool() & _real(examples, real)[:, None],
+    }
+
+
+def collate_reward(
+    examples: Sequence[Pair], real: int | None = None, *, policy: ShapePolicy, maximum: int, pad_token_id: int
+) -> Batch:
+    """Pad pairs on the right, the chosen replies first.
+
+    Returns:
+        input_ids, attention_mask (int64), both [2B, T]: B rows with the chosen reply, then B with the rejected;
+        pair_mask (bool) [B]: False for pairs that only fill the batch up.
+    """
+    rows = [example.prompt_ids + example.chosen_ids for example in examples]
+    rows += [example.prompt_ids + example.rejected_ids for example in examples]
+    input_ids, attention_mask = _pad_right(rows, policy, maximum, pad_token_id)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "pair_mask": _real(examples, real)}
+
+
+def collate_ppo(
+    examples: Sequence[Prompt], real: int | None = None, *, policy: ShapePolicy, maximum: int, pad_token_id: int
+) -> Batch:
+    """Pad prompts on the left, so that completions begin in one column.
+
+    Returns:
+        prompt_ids, prompt_mask (int64), both [B, P]; row_mask (bool) [B]: False for rows that only fill the batch up.
+    """
+    rows = [example.prompt_ids[::-1] for example in examples]
+    prompt_ids, prompt_mask = _pad_right(rows, policy, maximum, pad_token_id)
+    return {"prompt_ids": prompt_ids.flip(1), "prompt_mask": prompt_mask.flip(1), "row_mask": _real(examples, real)}
+
+
+class Batches(Generic[E]):
+    """Global batches in a seeded order, reshuffled every epoch; `step` gives one rank its share.
+
+    Global batch k holds positions k * batch_size to (k + 1) * batch_size of the epoch's order. Rank r takes the
+    r-th of `world_size` equal slices and cuts it, in order, into micro-batches: whatever the number of ranks and
+    micro-batches, a step sees the same rows. The last batch of an epoch is filled up with masked rows.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[E],
+        collate: Callable[[Sequence[E], int], Batch],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        self._examples = examples
+        self._collate = collate
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._share = range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return -(-len(self._examples) // self._batch_size)
+
+    def examples(self, index: int) -> list[E]:
+        """The real examples of global batch `index`, over all ranks."""
+        epoch, position = divmod(index, len(self))
+        if epoch != self._epoch:
+            self._order = list(range(len(self._examples)))
+            if self._shuffle:
+                random.Random(f"epoch {self._seed} {epoch}").shuffle(self._order)
+            self._epoch = epoch
+        start = position * self._batch_size
+        return [self._examples[i] for i in self._order[start : start + self._batch_size]]
+
+    def step(self, index: int) -> list[Batch]:
+        """This rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
+        real = self.examples(index)
+        rows = real + [real[0]] * (self._batch_size - len(real))
+        batches = []
+        for start in range(self._share.start, self._share.stop, self._micro_batch_size):
+            part = rows[start : start + self._micro_batch_size]
+            batches.append(self._collate(part, max(0, min(len(part), len(real) - start))))
+        return batches
+
+
+def _pad_right(
+    rows: Sequence[Sequence[int]], policy: ShapePolicy, maximum: int, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """(token ids, mask of real tokens), both int64 [rows, T]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = policy.length(int(lengths.max()), maximum)
+    ids = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in rows])
+    return ids, (torch.arange(width) < lengths[:, None]).long()
+
+
+def _real(examples: Sequence[object], real: int | None) -> Tensor:
+    return torch.arange(len(examples)) < (len(examples) if real is None else real)

@@ -1,0 +1,205 @@
+"""The canonical row, and how records of the known formats become one.
+
+A record (column -> value, as a source yields it) goes in; a `Row` comes out, or `Rejected` says why not.
+The formats are recognized by their columns alone; `ColumnsConfig` names columns that differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.config import ColumnsConfig
+from rlhf.errors import DataError
+
+MALFORMED = "malformed"
+EMPTY_PROMPT = "empty prompt"
+
+FORMATS = (
+    "prompt/chosen/rejected, chosen/rejected (Human:/Assistant: transcripts or message lists), prompt/response, "
+    "prompt/completion, instruction/input/output, question/answer, messages, prompt"
+)
+
+_PROMPT_COLUMNS = ("prompt", "question", "instruction")
+_RESPONSE_COLUMNS = ("response", "completion", "answer", "output")
+_ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
+_TURN = re.compile(r"(?:\A|\n\n)\s*(Human|Assistant):")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation; `role` is user, assistant or system."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One usable record of a data set.
+
+    Attributes:
+        prompt: the conversation up to the reply, usually one user message.
+        text: the same as plain text, for tokenizers without a chat template.
+        response: the demonstration (the preferred reply where the data has none of its own); None: the record has none.
+        chosen, rejected: the preferred and the dispreferred reply; None: the record is not a preference.
+        source: where the record came from, for messages ("file.jsonl:17").
+    """
+
+    prompt: tuple[Message, ...]
+    text: str
+    response: str | None
+    chosen: str | None
+    rejected: str | None
+    source: str
+
+
+class Rejected(Exception):
+    """A record that cannot become a row; `reason` is what the data report counts."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column that holds each field of a row; None: the source has no such column."""
+
+    prompt: str | None = None
+    input: str | None = None
+    response: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    messages: str | None = None
+
+
+def recognize(found: Collection[str], names: ColumnsConfig, source: str) -> Columns:
+    """Match the columns of a source to the known formats; `names` wins over the usual column names.
+
+    Raises:
+        DataError: a named column is missing, or no format fits the columns found.
+    """
+    listed = ", ".join(sorted(found)) or "none"
+    named = {field: name for field, name in names.model_dump().items() if name}
+    for field, name in named.items():
+        if name not in found:
+            raise DataError(f"{source}: no column {name!r} (columns.{field}); found: {listed}")
+
+    def first(field: str, *usual: str) -> str | None:
+        return named.get(field) or next((name for name in usual if name in found), None)
+
+    prompt = first("prompt", *_PROMPT_COLUMNS)
+    columns = Columns(
+        prompt=prompt,
+        input="input" if prompt == "instruction" and "input" in found else None,
+        response=first("response", *_RESPONSE_COLUMNS),
+        chosen=first("chosen", "chosen"),
+        rejected=first("rejected", "rejected"),
+        messages=first("messages", "messages"),
+    )
+    if (columns.chosen is None) != (columns.rejected is None):
+        missing = "rejected" if columns.rejected is None else "chosen"
+        raise DataError(
+            f"{source}: a preference needs a {missing!r} column too; found: {listed}; see columns.{missing}"
+        )
+    if not (columns.prompt or columns.messages or columns.chosen):
+        raise DataError(f"{source}: no known format fits its columns; found: {listed}; known: {FORMATS}; see `columns`")
+    return columns
+
+
+def parse(record: Mapping[str, Any], columns: Columns, source: str) -> Row:
+    """Build the row of one record.
+
+    Raises:
+        Rejected: the record is malformed or has no prompt.
+    """
+    chosen = rejected = response = None
+    prompt: tuple[Message, ...] = ()
+    if columns.chosen and columns.rejected:
+        prompt, chosen = _context_and_reply(record.get(columns.chosen))
+        other, rejected = _context_and_reply(record.get(columns.rejected))
+        if prompt != other:
+            raise Rejected(MALFORMED)
+        response = chosen
+    if columns.response:
+        response = _context_and_reply(record.get(columns.response))[1]
+    is_conversation = bool(prompt)
+    if not prompt and columns.prompt:
+        value = record.get(columns.prompt)
+        prompt, is_conversation = _conversation(value), _is_conversation(value)
+        if columns.input and (more := _text(record.get(columns.input))):
+            prompt = (Message("user", f"{prompt[0].content}\n\n{more}"),) if prompt else ()
+    elif not prompt and columns.messages:
+        prompt, response = _demonstration(record.get(columns.messages))
+        is_conversation = True
+    if not any(message.role == "user" and message.content.strip() for message in prompt):
+        raise Rejected(EMPTY_PROMPT)
+    text = transcript(prompt) if is_conversation else plain_prompt(prompt)
+    return Row(prompt, text, response, chosen, rejected, source)
+
+
+def transcript(messages: Collection[Message]) -> str:
+    """`Human: ...` and `Assistant: ...` turns separated by blank lines, open for the assistant's next reply."""
+    names = {"user": "Human: ", "assistant": "Assistant: ", "system": ""}
+    turns = [f"{names[message.role]}{message.content}" for message in messages]
+    return "\n\n".join([*turns, "Assistant:"])
+
+
+def plain_prompt(messages: Collection[Message]) -> str:
+    """A conversation without a chat template: a lone user message is used as it is, any other as a transcript."""
+    alone = next(iter(messages)) if len(messages) == 1 else None
+    return alone.content if alone and alone.role == "user" else transcript(messages)
+
+
+def _text(value: Any) -> str:
+    """The text of a column; an absent value counts as empty."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise Rejected(MALFORMED)
+    return value
+
+
+def _is_conversation(value: Any) -> bool:
+    return not isinstance(value, str) or value.lstrip().startswith("Human:")
+
+
+def _conversation(value: Any) -> tuple[Message, ...]:
+    """Messages of a list of {role, content}, of a Human:/Assistant: transcript, or of a lone prompt."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return _turns(value) if _is_conversation(value) else (Message("user", value),)
+    try:
+        messages = tuple(Message(_ROLES[turn["role"]], _text(turn["content"])) for turn in value)
+    except (TypeError, KeyError, IndexError) as error:
+        raise Rejected(MALFORMED) from error
+    return messages
+
+
+def _turns(text: str) -> tuple[Message, ...]:
+    """Messages of a Human:/Assistant: transcript; an assistant turn left open at its end is not one of them."""
+    parts = _TURN.split(text.strip())[1:]
+    named = zip(parts[::2], parts[1::2], strict=True)
+    turns = tuple(Message(_ROLES[name.lower()], content.strip()) for name, content in named)
+    return turns[:-1] if turns[-1] == Message("assistant", "") else turns
+
+
+def _context_and_reply(value: Any) -> tuple[tuple[Message, ...], str]:
+    """(conversation before the reply if the column repeats it, the reply)."""
+    if value is None or (isinstance(value, str) and not _is_conversation(value)):
+        return (), _text(value).strip()
+    messages = _conversation(value)
+    if not messages or messages[-1].role != "assistant":
+        raise Rejected(MALFORMED)
+    return messages[:-1], messages[-1].content.strip()
+
+
+def _demonstration(value: Any) -> tuple[tuple[Message, ...], str | None]:
+    """(conversation before the last assistant message, that message); without one, all of it is a prompt."""
+    messages = _conversation(value)
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=None)
+    return (messages, None) if last is None else (messages[:last], messages[last].content.strip())

@@ -1,0 +1,147 @@
+"""Reading: the name of a source goes in, its records and where each of them stands come out.
+
+A source is a file (JSON, JSONL, CSV, Parquet), a `save_to_disk` folder, a hub name or the embedded world.
+Only a hub name may reach for the network.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.data import world
+from rlhf.errors import DataError
+
+WORLD = "world"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a source; `values` is None where it cannot be read (a broken line of JSONL, say)."""
+
+    values: dict[str, Any] | None
+    source: str
+
+
+def read(source: str, *, split: str = "train", seed: int = 0) -> list[Record]:
+    """All records of a source, in its order. `seed` decides the rows of the embedded world.
+
+    Raises:
+        DataError: the source does not exist, cannot be reached, or cannot be read as a whole.
+    """
+    if source == WORLD:
+        return _numbered(world.records(seed), lambda number: f"{WORLD}:{number}")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _numbered(_saved_folder(path, split), lambda number: f"{path.name}, row {number}")
+    if path.suffix in _READERS:
+        return _file(path)
+    if path.is_file():
+        raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise DataError(f"{source}: no such file or folder; check data.datasets")
+    return _numbered(_hub(source, split), lambda number: f"{source}, row {number}")
+
+
+def _numbered(values: Iterable[Any], name: Any) -> list[Record]:
+    return [
+        Record(value if isinstance(value, dict) else None, name(number)) for number, value in enumerate(values, start=1)
+    ]
+
+
+def _file(path: Path) -> list[Record]:
+    try:
+        return list(_READERS[path.suffix](path))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; check data.datasets") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({_first_line(error)})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a UTF-8 text file (byte {error.start}); save it as UTF-8") from error
+
+
+def _jsonl(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    values = json.loads(line)
+                except json.JSONDecodeError:
+                    values = None
+                yield Record(values if isinstance(values, dict) else None, f"{path.name}:{number}")
+
+
+def _json(path: Path) -> list[Record]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not readable as JSON ({error.msg}); is it JSONL?") from error
+    rows = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        raise DataError(f'{path}: expected a list of objects, or {{"data": [...]}}')
+    return _numbered(rows, lambda number: f"{path.name}, row {number}")
+
+
+def _csv(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines)
+        try:
+            end = 1 if reader.fieldnames else 0
+            for values in reader:
+                whole = None not in values and None not in values.values()
+                yield Record(dict(values) if whole else None, f"{path.name}:{end + 1}")
+                end = reader.line_num  # a quoted field may span lines, and a row is named by its first
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: not readable as CSV ({error})") from error
+
+
+def _parquet(path: Path) -> list[Record]:
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import read_table
+
+    try:
+        rows = read_table(path).to_pylist()
+    except ArrowInvalid as error:
+        raise DataError(f"{path}: not readable as Parquet ({_first_line(error)})") from error
+    return _numbered(rows, lambda number: f"{path.name}, row {number}")
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+
+
+def _saved_folder(path: Path, split: str) -> Iterable[dict[str, Any]]:
+    if not ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
+        raise DataError(f"{path}: not a folder that datasets.save_to_disk wrote; name a file, or save it with that")
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        dataset = load_from_disk(str(path))
+    except Exception as error:  # the reader's errors have no common base
+        raise DataError(f"{path}: cannot be read as a saved data set ({_first_line(error)})") from error
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{path}: no split {split!r}; found: {', '.join(dataset)}; set `split`")
+        return dataset[split]
+    return dataset
+
+
+def _hub(name: str, split: str) -> Iterable[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split=split)
+    except Exception as error:  # network, hub and reader errors have no common base
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"} else ""
+        raise DataError(
+            f"{name}: neither a local file nor a data set that the hub gave{offline}: {_first_line(error)}; "
+            "check the name and the network, or name a local copy"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

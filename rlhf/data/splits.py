@@ -1,0 +1,67 @@
+"""Sharing rows: among the stages, between training and evaluation, and among blended sources.
+
+Rows with the same prompt always stay together, so that no stage and no evaluation sees another's prompts.
+Everything is decided by the seed and the rows alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+from rlhf.data.rows import Row
+
+T = TypeVar("T")
+
+
+def prompt_key(row: Row) -> str:
+    """Identity of a row's prompt; letter case and white space do not count."""
+    return " ".join(row.text.split()).casefold()
+
+
+def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Callable[[T], str]) -> dict[str, list[T]]:
+    """Cut `items` into disjoint parts of about the given shares.
+
+    Items of one key form a group; groups are ordered by a seeded hash and cut where the count of items comes
+    nearest to each share. Every part gets at least one group while there are enough of them. Within a part,
+    items keep their order. Parts with a share of 0 are empty.
+    """
+    order = {name: _hash(seed, name) for name in {key(item) for item in items}}
+    sizes: dict[str, int] = dict.fromkeys(sorted(order, key=order.__getitem__), 0)
+    for item in items:
+        sizes[key(item)] += 1
+    filled = [0, *accumulate(sizes.values())]  # items in the first n groups
+    named = [name for name, share in shares.items() if share > 0]
+    total = sum(shares.values())
+    part_of: dict[str, str] = {}
+    start, reached = 0, 0.0
+    for position, name in enumerate(named):
+        reached += shares[name] / total * len(items)
+        later = len(named) - position - 1
+        nearest = min(range(len(filled)), key=lambda cut: abs(filled[cut] - reached)) if later else len(sizes)
+        end = max(min(nearest, len(sizes) - later), min(start + 1, len(sizes)))
+        part_of.update(dict.fromkeys(list(sizes)[start:end], name))
+        start = end
+    parts: dict[str, list[T]] = {name: [] for name in shares}
+    for item in items:
+        parts[part_of[key(item)]].append(item)
+    return parts
+
+
+def blend(counts: Sequence[int], weights: Sequence[float], *, seed: int) -> list[list[int]]:
+    """Indices of the rows to keep of each source, so that the sources are in proportion to their weights.
+
+    No row is repeated: the source that is scarcest for its weight is kept whole, of the others a seeded sample.
+    """
+    scale = min((count / weight for count, weight in zip(counts, weights, strict=True) if count), default=0.0)
+    return [
+        sorted(random.Random(f"blend {seed} {number}").sample(range(count), min(count, max(1, round(scale * weight)))))
+        for number, (count, weight) in enumerate(zip(counts, weights, strict=True))
+    ]
+
+
+def _hash(seed: int, key: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:{key}".encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,204 @@
+"""What one stage trains on: `load_stage` reads the sources, shares and tokenizes their rows, and blends them.
+
+A `DataConfig` and a tokenizer go in; examples of token ids and a report per source come out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
+from rlhf.data.encoding import encode_prompts, encode_replies
+from rlhf.data.report import DataReport
+from rlhf.data.rows import MALFORMED, Rejected, Row, parse, recognize
+from rlhf.data.sources import Record, read
+from rlhf.data.splits import blend, prompt_key, split
+from rlhf.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the reply to imitate (stage sft)."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    row: Row
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with a preferred and a dispreferred reply (stage reward)."""
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    row: Row
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to answer (stage ppo)."""
+
+    prompt_ids: list[int]
+    row: Row
+
+
+Example = Demonstration | Pair | Prompt
+
+_EXAMPLE = {"sft": Demonstration, "reward": Pair, "ppo": Prompt}
+_REPLIES: dict[Stage, tuple[str, ...]] = {"sft": ("response",), "reward": ("chosen", "rejected"), "ppo": ()}
+
+
+@dataclass(frozen=True)
+class StageData:
+    """What one stage trains on and is evaluated on, and what became of each source's rows."""
+
+    train: list[Example]
+    heldout: list[Example]
+    reports: list[DataReport]
+
+
+@dataclass
+class _Source:
+    """One source on its way to a `StageData`."""
+
+    examples: list[Example]
+    report: DataReport
+    weight: float
+
+
+def load_stage(config: DataConfig, stage: Stage, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> StageData:
+    """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
+
+    The same config and seed give the same examples, and every stage has prompts of its own. Held-out examples
+    come in a seeded random order, so that the first few are a sample of all.
+
+    Raises:
+        DataError: a source cannot be read or has no usable row, or the training or held-out part would be empty.
+    """
+    shares = dict(zip(STAGES, config.stage_split, strict=True))
+    datasets = [dataset for dataset in config.datasets if stage in dataset.stages]
+    if not datasets:
+        raise DataError(f"{stage}: no data set is for this stage; add {stage} to data.datasets.*.stages")
+    if not shares[stage]:
+        raise DataError(f"{stage}: data.stage_split {list(config.stage_split)} leaves it no rows; give it a share")
+
+    def load(path: str, split_name: str, dataset: DatasetConfig, *, whole: bool) -> _Source:
+        report = DataReport(stage, path)
+        rows = _rows(read(path, split=split_name, seed=seed), dataset.columns, report)
+        if not whole:
+            rows = split(rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)[stage]
+        return _Source(_examples(rows, config, tokenizer, report), report, dataset.weight)
+
+    sources = [load(dataset.path, dataset.split, dataset, whole=False) for dataset in datasets]
+    named = [load(d.heldout, d.heldout_split, d, whole=True) for d in datasets if d.heldout is not None]
+    for source in named:
+        source.report.heldout = len(source.examples)
+    heldout = [example for source in named for example in source.examples]
+    undivided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is None]
+    heldout += _hold_out(undivided, config.heldout_fraction, seed)
+    _blend(sources, seed)
+
+    random.Random(f"heldout {seed}").shuffle(heldout)
+    train = [example for source in sources for example in source.examples]
+    reports = [source.report for source in [*sources, *named]]
+    if not heldout or not train:
+        listed = ", ".join(dataset.path for dataset in datasets)
+        raise DataError(
+            f"{stage}: {listed}: {len(train) + len(heldout)} usable rows, but too few prompts for a held-out part; "
+            "name a second source in data.datasets.*.heldout"
+        )
+    return StageData(train, heldout, reports)
+
+
+def _rows(records: Sequence[Record], names: ColumnsConfig, report: DataReport) -> list[Row]:
+    """Rows of the records that have a prompt and are whole."""
+    found = dict.fromkeys(column for record in records for column in record.values or ())
+    columns = recognize(found, names, report.source) if found else None
+    rows = []
+    for record in records:
+        try:
+            if columns is None or record.values is None:
+                raise Rejected(MALFORMED)
+            rows.append(parse(record.values, columns, record.source))
+        except Rejected as error:
+            report.drop(error.reason, record.source)
+    return rows
+
+
+def _examples(
+    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: DataReport
+) -> list[Example]:
+    """Examples of the rows that the stage can use and that are short enough; at least one."""
+    rows = [row for row in rows if not _dropped(row, _unusable(row, report.stage), report)]
+    prompts = encode_prompts(tokenizer, rows, chat_template=config.chat_template)
+    replies = []
+    for name in _REPLIES[report.stage]:
+        texts = [getattr(row, name) for row in rows]
+        replies.append(encode_replies(tokenizer, rows, texts, prompts, chat_template=config.chat_template))
+    examples = []
+    for row, prompt_ids, *completions in zip(rows, prompts, *replies, strict=True):
+        if prompt_ids is None or None in completions:
+            reason = "refused by the chat template"
+        elif len(prompt_ids) > config.max_prompt_length:
+            reason = "prompt too long"
+        elif any(len(ids) > config.max_completion_length for ids in completions):
+            reason = "completion too long"
+        else:
+            reason = None
+        if not _dropped(row, reason, report):
+            examples.append(_EXAMPLE[report.stage](prompt_ids, *completions, row))
+    if not examples:
+        why = f"left out: {report.reasons()}" if report.dropped else "too few distinct prompts for data.stage_split"
+        raise DataError(
+            f"{report.stage}: {report.source}: no usable row ({why}); see data.datasets.*.stages and .columns"
+        )
+    return examples
+
+
+def _unusable(row: Row, stage: Stage) -> str | None:
+    """Why the stage cannot use a row."""
+    replies = [getattr(row, name) for name in _REPLIES[stage]]
+    if None in replies:
+        return "no demonstration" if stage == "sft" else "no preference"
+    if "" in replies:
+        return "empty response"
+    if stage == "reward" and row.chosen == row.rejected:
+        return "chosen equals rejected"
+    return None
+
+
+def _dropped(row: Row, reason: str | None, report: DataReport) -> bool:
+    if reason:
+        report.drop(reason, row.source)
+    return reason is not None
+
+
+def _hold_out(sources: Sequence[_Source], fraction: float, seed: int) -> list[Example]:
+    """Move a part of the examples out of the sources; a prompt that several of them have stays on one side."""
+    parts = split(
+        [(number, example) for number, source in enumerate(sources) for example in source.examples],
+        {"train": 1 - fraction, "heldout": fraction},
+        seed=seed,
+        key=lambda item: prompt_key(item[1].row),
+    )
+    for number, source in enumerate(sources):
+        source.examples = [example for n, example in parts["train"] if n == number]
+        source.report.heldout = sum(n == number for n, _ in parts["heldout"])
+    return [example for _, example in parts["heldout"]]
+
+
+def _blend(sources: Sequence[_Source], seed: int) -> None:
+    """Leave out what the weights leave no room for."""
+    kept = blend([len(source.examples) for source in sources], [source.weight for source in sources], seed=seed)
+    for source, indices in zip(sources, kept, strict=True):
+        for index in sorted(set(range(len(source.examples))) - set(indices)):
+            source.report.drop("left out by weight", source.examples[index].row.source)
+        source.examples = [source.examples[index] for index in indices]
+        source.report.train = len(source.examples)

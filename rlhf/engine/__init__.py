@@ -1,0 +1,1 @@
+"""DeepSpeed behind a small surface: processes, training engines, frozen models, checkpoints."""

@@ -1,0 +1,77 @@
+"""Checkpoints of a stage: DeepSpeed's shards of every engine and the stage's own state, complete or absent.
+
+A checkpoint is written beside its final name and renamed when every rank has finished, so a crash leaves
+the one before it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf.engine import distributed
+from rlhf.errors import RunError
+from rlhf.run import publish
+
+if TYPE_CHECKING:
+    from rlhf.engine.training import TrainingEngine
+    from rlhf.run import StageDirectory
+
+_STATE = "state-rank{rank}.pt"
+
+
+def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine], state: dict[str, Any]) -> None:
+    """Write the checkpoint of `step` and remove older ones; every rank calls it.
+
+    Args:
+        state: this rank's own numbers and tensors (random generators, counters).
+    """
+    before = directory.latest_checkpoint
+    final = directory.checkpoints / f"step-{step:08d}"
+    if distributed.world().is_main:
+        shutil.rmtree(_partial(final), ignore_errors=True)
+        _partial(final).mkdir(parents=True)
+    distributed.barrier()
+    for name, engine in engines.items():
+        engine.engine.save_checkpoint(str(_partial(final) / name), tag="weights", save_latest=False)
+    torch.save(state, _partial(final) / _STATE.format(rank=distributed.world().rank))
+    with distributed.on_main("writing the checkpoint") as main:
+        if main:
+            publish(_partial(final), final)
+            if before and before != final:
+                shutil.rmtree(before)
+
+
+def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest complete checkpoint of a stage into its engines.
+
+    Returns:
+        (step, this rank's state), or None where there is no checkpoint.
+
+    Raises:
+        RunError: it was written by another number of ranks, or cannot be read.
+    """
+    path = directory.latest_checkpoint
+    if path is None:
+        return None
+    ranks = len(list(path.glob(_STATE.format(rank="*"))))
+    if ranks != distributed.world().size:
+        raise RunError(
+            f"{path}: written by {ranks} ranks, resumed by {distributed.world().size}; resume with --ranks {ranks}"
+        )
+    try:
+        for name, engine in engines.items():
+            engine.engine.load_checkpoint(str(path / name), tag="weights")
+        state = torch.load(path / _STATE.format(rank=distributed.world().rank), weights_only=True)
+    except Exception as error:  # whatever the reader met, the remedy is the same
+        raise RunError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); remove this folder to resume from an earlier one"
+        ) from error
+    return int(path.name.removeprefix("step-")), state
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

@@ -1,0 +1,125 @@
+"""The process group of a run, and the few collectives that the stages need.
+
+`session` starts it on the selected accelerator and takes it down again; a single process needs no
+launcher. The helpers work alike with one rank and with many.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accelerators import AcceleratorError
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Selection
+
+
+@dataclass(frozen=True)
+class World:
+    """Place of this process in the run."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def session(selection: Selection) -> Iterator[Accelerator]:
+    """Bind this process to its device, start the process group, and end it when the block is left.
+
+    Raises:
+        AcceleratorError: the backend cannot be created, DeepSpeed disagrees with it, or the ranks chose
+            different backends.
+    """
+    accelerator = selection.create()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    accelerator.bind(int(os.environ["LOCAL_RANK"]))
+    accelerator.prepare_deepspeed()
+    import deepspeed
+
+    with tempfile.TemporaryDirectory() as folder:
+        if int(os.environ["WORLD_SIZE"]) == 1:  # no launcher, so no address to meet at: a file will do
+            dist.init_process_group(
+                accelerator.dist_backend(), init_method=f"file://{Path(folder)}/rendezvous", rank=0, world_size=1
+            )
+        # DeepSpeed joins the process group above, or makes one from the launcher's environment.
+        deepspeed.init_distributed(dist_backend=accelerator.dist_backend(), verbose=False)
+        try:
+            _verify_agreement(accelerator)
+            yield accelerator
+        finally:
+            # Collectives of a failed rank may be pending; the group ends with the process either way.
+            dist.destroy_process_group()
+
+
+def world() -> World:
+    """This process's place; a world of one where no process group is running."""
+    if not dist.is_initialized():
+        return World(0, 1)
+    return World(dist.get_rank(), dist.get_world_size())
+
+
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor summed over ranks, in place; no host read."""
+    if world().size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """One picklable value of each rank, in rank order."""
+    if world().size == 1:
+        return [value]
+    values: list[Any] = [None] * world().size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if world().size > 1:
+        # An object collective rather than dist.barrier(): it needs no device index.
+        all_gather_objects(None)
+
+
+@contextmanager
+def on_main(what: str) -> Iterator[bool]:
+    """Do something on rank 0 while the others wait; if it fails there, it fails everywhere.
+
+    The block receives True on rank 0 only.
+
+    Raises:
+        RuntimeError: on the other ranks, when rank 0 failed.
+    """
+    error: BaseException | None = None
+    try:
+        yield world().is_main
+    except BaseException as caught:
+        error = caught
+    failures = [text for text in all_gather_objects(repr(error) if error else None) if text]
+    if error:
+        raise error
+    if failures:
+        raise RuntimeError(f"{what} failed on rank 0: {failures[0]}")
+
+
+def _verify_agreement(accelerator: Accelerator) -> None:
+    names = all_gather_objects(accelerator.name)
+    if len(set(names)) > 1:
+        chosen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise AcceleratorError(
+            f"the ranks chose different accelerators ({chosen}); name one with --accelerator, the same on each machine"
+        )

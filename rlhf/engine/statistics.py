@@ -1,0 +1,30 @@
+"""Sums of statistics over micro-batches and ranks, read from the device once, at the end of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf.engine import distributed
+
+
+class Sums:
+    """Named running sums of this rank."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, **numbers: Tensor) -> None:
+        """Add scalars, on the device."""
+        for name, number in numbers.items():
+            number = number.detach().float()
+            self._sums[name] = self._sums[name] + number if name in self._sums else number
+
+    def extend(self, other: Sums, **names: str) -> None:
+        """Add sums of another, each under a name of its own: extend(other, loss="policy_loss")."""
+        self.add(**{new: other._sums[old] for old, new in names.items()})
+
+    def read(self) -> dict[str, float]:
+        """The sums over all ranks: one collective and one host read."""
+        stacked = distributed.all_sum(torch.stack([number.reshape(()) for number in self._sums.values()]))
+        return dict(zip(self._sums, stacked.tolist()))

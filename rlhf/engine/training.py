@@ -1,0 +1,200 @@
+"""A model under DeepSpeed: trained (`TrainingEngine`) or frozen (`freeze`).
+
+The engine turns a list of micro-batches and a loss into one optimizer step. Losses arrive already
+divided by the totals of the global batch, so the gradient is a sum over micro-batches and ranks and does
+not depend on how rows are split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+
+from rlhf.config import EngineConfig, OptimizerConfig
+from rlhf.engine import distributed
+from rlhf.engine.statistics import Sums
+from rlhf.engine.optimizer import learning_rate, parameter_groups
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Precision
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
+"""(model, micro-batch) -> (its part of the global loss, statistics that add up over micro-batches and ranks)."""
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# deepspeed 0.19 calls collectives by the names they had before torch 2.13, hundreds of times a step.
+warnings.filterwarnings("ignore", message=".*(reduce_scatter|all_gather).* is deprecated", category=FutureWarning)
+
+
+class TrainingEngine:
+    """A model, its optimizer and its learning-rate schedule."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        *,
+        accelerator: Accelerator,
+        precision: Precision,
+        engine: EngineConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        micro_batch_size: int,
+        accumulation: int,
+    ) -> None:
+        self.name = name
+        self.accelerator = accelerator
+        self.optimizer_config = optimizer
+        self.total_steps = total_steps
+        self.zero_stage = engine.zero_stage
+        self.precision = precision
+        # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
+        self._clips_itself = engine.zero_stage == 0 and precision.name == "fp32"
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._norm: Tensor | None = None
+        adamw = accelerator.kernel("adamw", required=True)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=adamw(
+                parameter_groups(model, optimizer.weight_decay),
+                # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
+                lr=0.0,
+                betas=optimizer.betas,
+                eps=optimizer.eps,
+            ),
+            config=_deepspeed_config(
+                engine,
+                precision,
+                micro_batch_size,
+                accumulation,
+                max_grad_norm=None if self._clips_itself else optimizer.max_grad_norm,
+            ),
+        )
+        _forget_setup_step(self.engine)
+
+    @property
+    def module(self) -> nn.Module:
+        """The bare model."""
+        return self.engine.module
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self.engine.global_steps
+
+    @property
+    def scheduled_rate(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self.optimizer_config, self.steps, self.total_steps)
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
+        """One optimizer step over this rank's micro-batches of one global batch.
+
+        Returns:
+            The statistics of `loss`, summed on the device; the loss itself is one of them.
+        """
+        world_size = distributed.world().size
+        boundary = self.accelerator.step_boundary
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = self.scheduled_rate
+        self.engine.train()
+        sums = Sums()
+        for batch in micro_batches:
+            boundary(f"{self.name}/before-forward")
+            with self.precision.autocast():
+                value, statistics = loss(self.engine, batch)
+            boundary(f"{self.name}/loss")
+            # DeepSpeed averages over ranks; the loss is a part of a sum.
+            self.engine.backward(value * world_size, scale_wrt_gas=False)
+            boundary(f"{self.name}/backward")
+            if self._clips_itself and self.engine.is_gradient_accumulation_boundary():
+                clip = self.accelerator.kernel("clip_grad_norm", required=True)
+                self._norm = clip(list(self.module.parameters()), self._max_grad_norm)
+            self.engine.step()
+            boundary(f"{self.name}/step")
+            sums.add(loss=value, **statistics)
+        return sums
+
+    def grad_norm(self) -> float:
+        """Norm of the last step's gradient, before clipping."""
+        return float(self._norm if self._clips_itself else self.engine.get_global_grad_norm())
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[nn.Module]:
+        """The bare model with whole weights on every rank, for reading and for generation.
+
+        At ZeRO 0-2 the weights are used where they are. At ZeRO-3 they are gathered once for the block, and
+        DeepSpeed's hooks, which would release them after every layer, are off meanwhile.
+        """
+        if self.zero_stage < 3:
+            yield self.module
+            return
+        offload = self.engine.optimizer.parameter_offload
+        with GatheredParameters(list(self.module.parameters())):
+            offload._remove_module_hooks()
+            try:
+                yield self.module
+            finally:
+                offload.forward_hooks.clear()
+                offload.backward_hooks.clear()
+                offload.setup_zero_stage3_hooks()
+
+
+def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, engine: EngineConfig) -> nn.Module:
+    """A model for scoring only: on the device, in the compute precision, its weights sharded at ZeRO-3."""
+    model.requires_grad_(False).eval()
+    if engine.zero_stage < 3:
+        return model.to(device=accelerator.device(), dtype=precision.dtype)
+    frozen, *_ = deepspeed.initialize(
+        model=model, config=_deepspeed_config(engine, precision, micro_batch_size=1, accumulation=1)
+    )
+    frozen.eval()
+    return frozen
+
+
+def _deepspeed_config(
+    engine: EngineConfig,
+    precision: Precision,
+    micro_batch_size: int,
+    accumulation: int,
+    max_grad_norm: float | None = None,
+) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": engine.zero_stage}
+    if engine.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = engine.zero_persistence_threshold
+        if engine.zero_persistence_threshold == 0:  # shard all of a small model: keep nothing gathered
+            zero |= {
+                "stage3_max_live_parameters": 0,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 0,
+            }
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # AdamW of the accelerator's choice
+        "steps_per_print": 10**9,
+        **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
+        **precision.deepspeed_config(),
+    }
+
+
+def _forget_setup_step(engine: Any) -> None:
+    """Undo the step with zero gradients that DeepSpeed's 16-bit wrapper takes at ZeRO 0 to allocate states.
+
+    It would shift Adam's bias correction by one (deepspeed 0.19: FP16_UnfusedOptimizer); with a learning
+    rate of 0 it changes no weight.
+    """
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    for state in getattr(optimizer, "state", {}).values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].zero_()

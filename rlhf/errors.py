@@ -1,0 +1,36 @@
+"""The errors a user can meet.
+
+Every error is one line: what is wrong, where, and what to do. The command line prints it and exits
+with the error's `exit_code`; `--debug` adds the traceback. Anything else that escapes is our defect.
+"""
+
+from accelerators import AcceleratorError
+
+
+class RLHFError(Exception):
+    """Base of every error the user can fix; the command line exits with 2."""
+
+    exit_code = 2
+
+
+class ConfigError(RLHFError):
+    """The configuration is wrong: an unknown key, a bad value, settings that contradict each other."""
+
+
+class DataError(RLHFError):
+    """A data set cannot be read, or has no usable row."""
+
+
+class ModelError(RLHFError):
+    """A model or tokenizer cannot be loaded, or two of them do not fit together."""
+
+
+class RunError(RLHFError):
+    """A run directory or a checkpoint is not what the command needs."""
+
+
+class DivergedError(RLHFError):
+    """Training produced a number that is not finite; the last good checkpoint stays."""
+
+
+USER_ERRORS = (RLHFError, AcceleratorError)

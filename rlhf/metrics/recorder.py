@@ -1,0 +1,102 @@
+"""Records of a stage that stay: `metrics.jsonl` for programs, TensorBoard events for eyes.
+
+Steps with named numbers or texts flow in; each is on disk before the call returns, so a crash loses none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf.run import StageDirectory
+
+
+class Recorder:
+    """Writes one stage's records; a context manager.
+
+    Args:
+        directory: the stage's folder.
+        enabled: True on the one rank that writes; the others' calls do nothing.
+        resume_step: the step of the checkpoint that training continues from; records of later steps are
+            dropped, for they will come again. None starts the records anew.
+    """
+
+    def __init__(self, directory: StageDirectory, *, enabled: bool = True, resume_step: int | None = None) -> None:
+        self._stage = directory.name
+        self._enabled = enabled
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory.path.mkdir(parents=True, exist_ok=True)
+        kept = _records_until(directory, resume_step) if resume_step is not None else []
+        _replace_lines(directory, kept)
+        self._file = directory.metrics.open("a", encoding="utf-8")
+        purge_step = None if resume_step is None else resume_step + 1
+        if resume_step is None:
+            for events in directory.tensorboard.glob("events.out.tfevents.*"):
+                events.unlink()
+        self._events = SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record numbers of one step. A number that is not finite is recorded as null."""
+        if not self._enabled:
+            return
+        self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+        for name, value in metrics.items():
+            self._events.add_scalar(f"{self._stage}/{name}", value, step)
+        self._events.flush()
+
+    def text(self, tag: str, step: int, text: str) -> None:
+        """Record a text of one step, for example a sample completion."""
+        if not self._enabled:
+            return
+        self._write(step, {"tag": tag, "text": text})
+        # TensorBoard renders Markdown; an indented block shows the text as it is.
+        self._events.add_text(f"{self._stage}/{tag}", "".join(f"    {line}\n" for line in text.splitlines()), step)
+        self._events.flush()
+
+    def close(self) -> None:
+        if self._enabled:
+            self._file.close()
+            self._events.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        record = {"stage": self._stage, "step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _records_until(directory: StageDirectory, step: int) -> list[str]:
+    """Lines of the steps up to `step`; a last line that a crash cut short is dropped."""
+    try:
+        lines = directory.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    kept = []
+    for line in lines:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    return kept
+
+
+def _replace_lines(directory: StageDirectory, lines: list[str]) -> None:
+    temporary = directory.metrics.with_name(directory.metrics.name + ".partial")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, directory.metrics)

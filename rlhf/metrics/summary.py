@@ -1,0 +1,90 @@
+"""The end of a run in one look: a table of what each stage changed, and answers before and after PPO.
+
+The stages' summaries (what `stage.json` holds) flow in; a text for the terminal comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.metrics.progress import format_number, format_seconds
+
+_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "PPO"}
+_SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
+
+
+def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print the closing table and, where a stage has `samples`, prompts with their answers.
+
+    Each summary is `{"stage", "before": {measure: number}, "after": {measure: number}, "seconds",
+    "peak_memory" (bytes), "steps", "samples": [{"prompt", "before", "after"}]}`; a measure may be missing
+    on one side.
+    """
+    console.print()
+    console.print(summary_table(summaries))
+    for summary in summaries:
+        if summary.get("samples"):
+            console.print(_samples(summary["stage"], summary["samples"]))
+
+
+def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
+    """A section for each stage, a row for each measure of its `before` and `after`."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("", overflow="fold")
+    for side in ("before", "after"):
+        table.add_column(side, justify="right", no_wrap=True)
+    for position, summary in enumerate(summaries):
+        before, after = summary.get("before", {}), summary.get("after", {})
+        table.add_row(Text(_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
+        for name in dict.fromkeys([*before, *after]):
+            values = (_value(name, before.get(name)), _value(name, after.get(name)))
+            table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
+        table.add_row(Text("  " + _cost(summary), style="dim"), "", "", end_section=position < len(summaries) - 1)
+    return table
+
+
+def _cost(summary: dict[str, Any]) -> str:
+    parts = []
+    if "steps" in summary:
+        parts.append(f"{summary['steps']:,} steps")
+    if "seconds" in summary:
+        parts.append(format_seconds(summary["seconds"]))
+    if summary.get("peak_memory"):
+        parts.append(f"{format_bytes(summary['peak_memory'])} peak")
+    return " · ".join(parts)
+
+
+def format_bytes(count: float) -> str:
+    """A size in MiB below one GiB, in GiB from there."""
+    mebibytes = count / 2**20
+    return f"{mebibytes:,.0f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:,.1f} GiB"
+
+
+def _value(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}%" if name.endswith(_SHARES) else format_number(value)
+
+
+def _samples(stage: str, samples: Sequence[dict[str, str]]) -> RenderableType:
+    parts: list[RenderableType] = [
+        Text(),
+        Rule(Text(f"the same prompts, before and after {_NAMES.get(stage, stage)}", style="dim"), align="left"),
+    ]
+    for sample in samples:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(overflow="fold")
+        grid.add_row("prompt", Text(sample["prompt"].strip(), style="italic"))
+        grid.add_row("before", Text(sample["before"].strip() or "(empty)"))
+        grid.add_row("after", Text(sample["after"].strip() or "(empty)", style="green"))
+        parts.append(Padding(grid, (0, 0, 1, 0)))
+    return Group(*parts)

@@ -1,0 +1,1 @@
+"""Models and tokenizers: loading, the embedded default, the two forward passes, and export."""

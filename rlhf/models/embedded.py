@@ -1,0 +1,33 @@
+"""The embedded default: a Llama of about three million parameters, from scratch, for the embedded world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
+    """A Llama with random weights drawn from `seed`, its vocabulary the tokenizer's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=max(128, max_length),
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        use_cache=False,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)

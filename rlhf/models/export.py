@@ -1,0 +1,31 @@
+"""Writing a trained model in Hugging Face's format, so that plain transformers loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+from rlhf.engine import distributed
+from rlhf.models.forward import ScalarHead
+from rlhf.run import atomic_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engine.training import TrainingEngine
+
+
+def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write the engine's model and the tokenizer to `path`, complete or not at all; every rank calls it."""
+    with engine.whole_weights() as module, distributed.on_main(f"saving {path}") as main:
+        if main:
+            model = module.model if isinstance(module, ScalarHead) else module
+            with atomic_directory(path) as folder:
+                # A user of the saved model wants the cache that training does without.
+                model.config.use_cache = True
+                model.save_pretrained(folder)
+                model.config.use_cache = False
+                tokenizer.save_pretrained(folder)
+
+

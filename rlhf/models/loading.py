@@ -1,0 +1,144 @@
+"""Loading causal language models and scalar-head models from a folder, a hub name or a GGUF file.
+
+A folder is checked before transformers reads it, so that a missing file is one clear line. Weights are
+loaded in float32; the engine casts them to the compute precision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf.config import ModelConfig
+from rlhf.errors import ModelError
+from rlhf.models.tokenizers import load_tokenizer, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
+
+
+def check_model_folder(path: str) -> None:
+    """Raise `ModelError` where a local folder lacks a configuration or weights; hub names pass."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ModelError(f"{path}: no such model folder; check the path")
+        return  # a hub name
+    if not folder.is_dir():
+        raise ModelError(f"{path}: is a file; name the folder that holds the model")
+    has_gguf = any(folder.glob("*.gguf"))
+    if not (folder / "config.json").exists() and not has_gguf:
+        raise ModelError(f"{path}: holds no config.json, so it is not a model folder; name one saved by save_pretrained")
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")
+
+
+def load_causal_lm(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, attention: str, path: str | None = None
+) -> PreTrainedModel:
+    """The causal language model at `path` (default: the one of `config`), its vocabulary fit to the tokenizer.
+
+    Raises:
+        ModelError: the folder is incomplete, or transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return _fit(_load(AutoModelForCausalLM, path or _required(config), config, attention), tokenizer, config)
+
+
+def load_scalar_head(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    attention: str,
+    path: str,
+    seed: int | None = None,
+) -> PreTrainedModel:
+    """The sequence-classification model with one output at `path`.
+
+    Args:
+        seed: draws a new head where `path` holds a language model without one; None: `path` must hold a
+            trained reward model.
+
+    Raises:
+        ModelError: as `load_causal_lm`; or there is no scalar head, in the architecture or in the weights.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    model = _load(AutoModelForSequenceClassification, path, config, attention, trained=seed is None, num_labels=1)
+    if not hasattr(model, "score"):
+        raise ModelError(
+            f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
+        )
+    return _fit(model, tokenizer, config)
+
+
+def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The tokenizer that belongs to the model at `path`, or the one that `config` names; see `load_tokenizer`."""
+    where = path or config.tokenizer or _required(config)
+    if path is None and config.tokenizer is None:
+        check_model_folder(where)
+    return load_tokenizer(where, trust_remote_code=config.trust_remote_code)
+
+
+def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, reward_path: str) -> None:
+    """Raise `ModelError` unless both tokenizers map the same tokens to the same ids."""
+    mine, theirs = actor.get_vocab(), reward.get_vocab()
+    if mine == theirs:
+        return
+    example = next(token for token in (*mine, *theirs) if mine.get(token) != theirs.get(token))
+    raise ModelError(
+        f"{reward_path}: the reward model's vocabulary ({len(theirs)} tokens) is not the actor's ({len(mine)}); "
+        f"they differ in {example!r} (id {theirs.get(example)} against {mine.get(example)}); "
+        "train a reward model with the actor's tokenizer"
+    )
+
+
+def _required(config: ModelConfig) -> str:
+    if config.path is None:
+        raise ModelError("model.path: no model is named; set it to a folder or a hub name")
+    return config.path
+
+
+def _load(
+    auto_class: Any, path: str, config: ModelConfig, attention: str, *, trained: bool = True, **options: Any
+) -> Any:
+    check_model_folder(path)
+    if config.gguf_file and path == config.path:
+        options["gguf_file"] = config.gguf_file
+    try:
+        model, found = auto_class.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        raise ModelError(f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)})") from error
+    if trained and found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise ModelError(f"{path}: its weights lack {missing}; name a model that was saved as {auto_class.__name__}")
+    return model
+
+
+def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Any:
+    """Match the model to the tokenizer: embedding rows, pad and EOS ids; no cache while training."""
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.use_cache = False
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        if model.generation_config.eos_token_id is None:
+            model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model

@@ -1,0 +1,246 @@
+"""The mathematics of the three stages: pure functions of tensors, float32 inside, no loops over rows.
+
+B sequences, T tokens, A completion tokens. A prompt is padded left to P columns, so T = P + A and every
+completion starts at column P. Position t of a [B, T-1] tensor is about the token at column t + 1; the
+first completion token is therefore at `start = P - 1`. Masks are 1 on real completion tokens (an
+end-of-sequence token is a real action), 0 elsewhere.
+
+The definitions are those of DeepSpeed-Chat (arXiv:2308.01320), with explicit masks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 1 << 22  # elements of a float32 working copy of logits: 16 MiB
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """log softmax(logits)[label], a few rows at a time, so that no float32 copy of all logits exists."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
+        normalizers = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+        for rows, out in zip(logits.split(_chunk_rows(logits)), normalizers.split(_chunk_rows(logits))):
+            torch.logsumexp(rows.float(), dim=-1, out=out)
+        ctx.save_for_backward(logits, labels, normalizers)
+        return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float() - normalizers
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels, normalizers = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        size = _chunk_rows(logits)
+        for rows, label, normalizer, g, out in zip(
+            logits.split(size), labels.split(size), normalizers.split(size), grad.split(size), result.split(size)
+        ):
+            softmax = (rows.float() - normalizer.unsqueeze(-1)).exp_()
+            gradient = softmax.mul_(-g.unsqueeze(-1))
+            out.copy_(gradient.scatter_add_(-1, label.unsqueeze(-1), g.unsqueeze(-1)))
+        return result, None
+
+
+def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each label under its logits.
+
+    Args:
+        logits: [B, T, V], of any floating type.
+        labels: [B, T], token ids.
+
+    Returns:
+        [B, T] float32. Neither the forward nor the backward pass makes a [B, T, V] float32 copy.
+    """
+    flat = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    return flat.view(labels.shape)
+
+
+@torch.no_grad()
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy, in nats, of the distribution at each position: [B, T, V] -> [B, T] float32; not differentiable."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    result = torch.empty(flat.shape[0], dtype=torch.float32, device=logits.device)
+    for rows, out in zip(flat.split(_chunk_rows(flat)), result.split(_chunk_rows(flat))):
+        values = rows.float()
+        normalizer = values.logsumexp(-1, keepdim=True)
+        probabilities = (values - normalizer).exp_()
+        # H = log Z - E[logit]; a logit of -inf has probability 0 and adds nothing.
+        out.copy_(normalizer.squeeze(-1) - (probabilities * values.clamp_min(torch.finfo(values.dtype).min)).sum(-1))
+    return result.view(logits.shape[:-1])
+
+
+def masked_mean(values: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
+    """Sum of `values` where `mask` is 1, over `total` (by default the mask's own sum, at least 1)."""
+    total = mask.sum() if total is None else total
+    return (values * mask).sum() / total.clamp_min(1)
+
+
+def shaped_rewards(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    scores: Tensor,
+    action_mask: Tensor,
+    start: int,
+    *,
+    kl_coef: float | Tensor = 0.1,
+    score_clip: float = 5.0,
+) -> Tensor:
+    """Per-token rewards: a KL penalty everywhere, and the score on each row's last action.
+
+    Args:
+        log_probs, ref_log_probs: [B, T-1], of the policy that acted and of the reference.
+        scores: [B], the reward model's; clipped to +-`score_clip`.
+        action_mask: [B, T-1], 1 on completion tokens.
+        start: column of the first action, P - 1.
+
+    Returns:
+        [B, T-1] float32: -kl_coef * (log_probs - ref_log_probs), plus the clipped score on the last real
+        action; 0 before `start` and after the last action. A row without actions gets no reward.
+    """
+    mask = action_mask.float()
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    mask = mask * (columns >= start)
+    last = (columns * mask).argmax(-1, keepdim=True)
+    is_last = (columns == last) * mask
+    penalty = -kl_coef * (log_probs.float() - ref_log_probs.float())
+    # where, not a product: log-probabilities of padding may be infinite.
+    penalty = torch.where(mask > 0, penalty, torch.zeros_like(penalty))
+    return penalty + is_last * scores.float().clamp(-score_clip, score_clip).unsqueeze(-1)
+
+
+def advantages_and_returns(
+    values: Tensor, rewards: Tensor, start: int, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16).
+
+    Args:
+        values, rewards: [B, T-1], 0 past each row's last action.
+        start: column of the first action, P - 1.
+
+    Returns:
+        advantages and returns, [B, A] float32 each, detached.
+    """
+    values, rewards = values[:, start:].detach().float(), rewards[:, start:].detach().float()
+    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    # The recursion A_t = delta_t + gamma * lam * A_(t+1), written out: one product instead of a loop over tokens.
+    columns = torch.arange(deltas.shape[1], device=deltas.device)
+    distance = columns.unsqueeze(1) - columns
+    decay = torch.full_like(distance, gamma * lam, dtype=torch.float32).pow(distance.clamp_min(0))
+    advantages = deltas @ torch.where(distance >= 0, decay, 0.0)
+    return advantages, advantages + values
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
+    """Scale masked values to mean 0 and deviation 1; masked-out positions become 0.
+
+    Args:
+        values, mask: [B, A].
+        moments: [3], sums over all ranks of (mask, values, values squared); default: of this tensor.
+    """
+    count, total, squares = masked_moments(values, mask) if moments is None else moments
+    mean = total / count.clamp_min(1)
+    variance = (squares / count.clamp_min(1) - mean**2).clamp_min(0)
+    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+
+def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """[3]: the sums of the mask, of the masked values and of their squares; they add up over ranks."""
+    masked = values * mask
+    return torch.stack([mask.sum().float(), masked.sum(), (masked * values).sum()])
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: float = 0.2,
+    total: Tensor | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), as a loss.
+
+    Args:
+        log_probs, old_log_probs, advantages, mask: [B, A].
+        total: real tokens of the whole global batch, where this is a part of it; default: the mask's sum.
+    """
+    ratio = torch.exp((log_probs.float() - old_log_probs.float()) * mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + clip)
+    return masked_mean(torch.max(unclipped, clipped), mask, total)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float = 0.2,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Half the squared error of the values, each kept within +-`clip` of its old value. Shapes as `policy_loss`."""
+    values, old_values = values.float(), old_values.float()
+    clipped = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * masked_mean(torch.max((values - returns) ** 2, (clipped - returns) ** 2), mask, total)
+
+
+class PairwiseLoss(NamedTuple):
+    """loss: scalar, the mean over pairs; chosen_scores, rejected_scores: [B], at each row's last real token."""
+
+    loss: Tensor
+    chosen_scores: Tensor
+    rejected_scores: Tensor
+
+
+def pairwise_reward_loss(
+    token_rewards: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    pair_mask: Tensor | None = None,
+    total: Tensor | None = None,
+) -> PairwiseLoss:
+    """Ranking loss on every token from where two replies part (arXiv:2308.01320, section 3.2; arXiv:2203.02155, eq. 1).
+
+    Args:
+        token_rewards, input_ids, attention_mask: [2B, T]; the first B rows are the chosen replies, the last
+            B the rejected ones; row i and row B + i share a prompt; padded right.
+        pair_mask: [B], 0 for pairs that only fill up the batch.
+        total: pairs of the whole global batch, where this is a part of it; default: the real pairs here.
+
+    Returns:
+        The loss is the mean over pairs of the mean of -log sigmoid(chosen - rejected), from the first
+        differing token to the last real token of the longer reply.
+    """
+    chosen, rejected = token_rewards.float().chunk(2)
+    chosen_ids, rejected_ids = input_ids.chunk(2)
+    chosen_mask, rejected_mask = attention_mask.bool().chunk(2)
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+
+    either = chosen_mask | rejected_mask
+    differs = ((chosen_ids != rejected_ids) | (chosen_mask != rejected_mask)) & either
+    # Past the shorter reply's end its padding columns are compared, as in the source.
+    span = (differs.int().cumsum(-1) > 0) & either
+    per_token = -F.logsigmoid(chosen - rejected)
+    per_pair = masked_row_mean(per_token, span)
+
+    pair_mask = torch.ones_like(per_pair) if pair_mask is None else pair_mask.to(per_pair.dtype)
+    return PairwiseLoss(
+        masked_mean(per_pair, pair_mask, total),
+        chosen.gather(-1, (columns * chosen_mask).argmax(-1, keepdim=True)).squeeze(-1),
+        rejected.gather(-1, (columns * rejected_mask).argmax(-1, keepdim=True)).squeeze(-1),
+    )
+
+
+def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row where `mask` is 1: [B, T] -> [B]; 0 for a row without any."""
+    mask = mask.to(values.dtype)
+    return (values * mask).sum(-1) / mask.sum(-1).clamp_min(1)
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    return max(1, _CHUNK_ELEMENTS // logits.shape[-1])

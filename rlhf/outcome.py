@@ -1,0 +1,108 @@
+"""How a command ends: the exit code and the one line that goes with it.
+
+Every exception that reaches the command line becomes an `Outcome`. Processes that a launcher started leave
+theirs in a folder, so that the launcher can tell the cause from its consequences on the other ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from typer import TyperException
+
+FOLDER_VARIABLE = "RLHF_OUTCOMES"
+"""Environment variable that names the folder in which a rank leaves its outcome."""
+
+USER, DEFECT, INTERRUPTED = 2, 1, 130
+_DISK = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
+
+
+class Interrupted(Exception):
+    """The user stopped the run; the message says what is saved."""
+
+    exit_code = INTERRUPTED
+
+
+class Defect(Exception):
+    """An error that no user could have caused; the message says where its traceback is."""
+
+    exit_code = DEFECT
+
+    @classmethod
+    def of(cls, error: BaseException, folder: Path | None = None) -> Defect:
+        """Save the traceback of `error` in `folder`, or where temporary files go."""
+        rank = os.environ.get("RANK", "0")
+        try:
+            if folder is None or not folder.is_dir():
+                folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
+            path = folder / (f"traceback-rank{rank}.txt" if rank != "0" else "traceback.txt")
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            where = f"its traceback is in {path}"
+        except OSError:
+            where = "its traceback could not be saved"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return cls(f"this is a defect of rlhf: {_shortened(text)}; {where}; please report it")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An exit code, the line for standard error, and when it was known (seconds since the epoch)."""
+
+    code: int
+    line: str
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> Outcome:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            where = f"{error.filename}: " if error.filename else ""
+            return cls(USER, f"rlhf: error: {where}{error.strerror}; make room or choose another --output", time.time())
+        if isinstance(error, KeyboardInterrupt):
+            error = Interrupted("nothing was started")
+        if not isinstance(getattr(error, "exit_code", None), int):
+            error = Defect.of(error)
+        code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
+        text = " ".join(str(error).split())
+        if isinstance(error, TyperException):
+            command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
+            text = f"{error.format_message().rstrip('.')}; see `{command} --help`"
+        return cls(code, f"rlhf: interrupted; {text}" if code == INTERRUPTED else f"rlhf: error: {text}", time.time())
+
+    def report(self) -> int:
+        """Tell the launcher, or the user where there is none; gives the exit code."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if folder:
+            self.leave(Path(folder), int(os.environ.get("RANK", "0")))
+        else:
+            print(self.line, file=sys.stderr)
+        return self.code
+
+    def leave(self, folder: Path, rank: int) -> None:
+        """Leave the outcome of a rank for the process that started it."""
+        path = folder / f"{rank}.json"
+        path.with_suffix(".partial").write_text(json.dumps([self.code, self.line, self.time]), encoding="utf-8")
+        path.with_suffix(".partial").rename(path)
+
+    @classmethod
+    def left(cls, folder: Path, rank: int) -> Outcome | None:
+        """The outcome that a rank left; None where it was ended before it could."""
+        path = folder / f"{rank}.json"
+        return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def cause(outcomes: list[Outcome]) -> Outcome:
+    """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
+    order = (USER, INTERRUPTED, DEFECT)
+    return min(outcomes, key=lambda outcome: (order.index(outcome.code), outcome.time))
+
+
+def _shortened(text: str, length: int = 300) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

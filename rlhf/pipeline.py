@@ -1,0 +1,134 @@
+"""Stages one after the other: SFT, reward model, PPO, each from what the ones before left in the run directory.
+
+A configuration, an accelerator and a run directory flow in; models, records and a closing table flow out.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import accelerators
+from rlhf.config import STAGES, Config, ModelConfig, Stage
+from rlhf.data import world as embedded_world
+from rlhf.data.tokenization import StageData, load_stage
+from rlhf.engine import distributed
+from rlhf.errors import RunError
+from rlhf.metrics.recorder import Recorder
+from rlhf.metrics.summary import print_summary
+from rlhf.models.embedded import build_llama
+from rlhf.models.loading import check_same_vocabulary, load_causal_lm, load_model_tokenizer, load_scalar_head
+from rlhf.stages import ppo, reward, sft
+from rlhf.stages.loop import StageContext
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.run import RunDirectory
+
+
+def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stages: Sequence[Stage] = STAGES) -> None:
+    """Run the stages that are not complete yet and print the closing table.
+
+    Raises:
+        RLHFError, AcceleratorError: anything the user can mend.
+    """
+    world = distributed.world()
+    precision = accelerator.precision(config.precision)
+    shapes = accelerator.shape_policy()
+    if config.engine.shapes != "auto":
+        shapes = accelerators.ShapePolicy(config.engine.shapes)
+    for stage in stages:
+        place = directory.stage(stage)
+        if place.done:
+            continue
+        checkpoint = place.latest_checkpoint
+        step = int(checkpoint.name.removeprefix("step-")) if checkpoint else None
+        with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
+            context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+            _run_stage(stage, context)
+    if world.is_main:
+        from rlhf.metrics.progress import console
+
+        print_summary([place.summary() for place in directory.stages if place.done], console)
+
+
+def _run_stage(stage: Stage, context: StageContext) -> None:
+    begun = time.perf_counter()
+    context.accelerator.reset_peak()
+    summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
+    gc.collect()  # engines refer to themselves; the next stage needs their memory
+    context.accelerator.empty_cache()
+    peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
+    with distributed.on_main(f"finishing {stage}") as main:
+        if main:
+            seconds = time.perf_counter() - begun
+            context.directory.finish({"stage": stage, **summary, "seconds": seconds, "peak_memory": peak})
+
+
+def _sft(context: StageContext) -> dict[str, Any]:
+    config = context.config
+    if config.model.path is None:
+        tokenizer = embedded_world.tokenizer(config.seed)
+        model = build_llama(
+            tokenizer, attention=context.attention, seed=config.seed, max_length=context.max_length
+        )
+    else:
+        tokenizer = _tokenizer(context)
+        model = load_causal_lm(config.model, tokenizer, attention=context.attention)
+    return sft.run(context, model, tokenizer, _data(context, tokenizer))
+
+
+def _reward(context: StageContext) -> dict[str, Any]:
+    config = context.config
+    path = config.reward.model or _earlier(context, "sft", "reward.model")
+    tokenizer = _tokenizer(context, path)
+    model = load_scalar_head(
+        config.model, tokenizer, attention=context.attention, path=path, seed=config.seed
+    )
+    return reward.run(context, model, tokenizer, _data(context, tokenizer))
+
+
+def _ppo(context: StageContext) -> dict[str, Any]:
+    config = context.config
+    actor_path = config.ppo.actor or _earlier(context, "sft", "ppo.actor")
+    reward_path = config.ppo.reward_model or _earlier(context, "reward", "ppo.reward_model")
+    tokenizer = _tokenizer(context, actor_path)
+    check_same_vocabulary(tokenizer, load_model_tokenizer(config.model, reward_path)[0], reward_path)
+    policy = [load_causal_lm(config.model, tokenizer, attention=context.attention, path=actor_path) for _ in range(2)]
+    scalar = [
+        load_scalar_head(config.model, tokenizer, attention=context.attention, path=reward_path)
+        for _ in range(2)
+    ]
+    models = ppo.Models(actor=policy[0], reference=policy[1], critic=scalar[0], reward=scalar[1])
+    on_world = any(dataset.path == embedded_world.NAME for dataset in config.data.datasets)
+    judge = embedded_world.approves if on_world else None
+    return ppo.run(context, models, tokenizer, _data(context, tokenizer), judge)
+
+
+def _earlier(context: StageContext, stage: Stage, key: str) -> str:
+    """The model that an earlier stage of this run left."""
+    place = context.run.stage(stage)
+    if not place.done:
+        raise RunError(
+            f"{context.run.path}: holds no finished {stage} stage to start from; run `rlhf {stage}` first, or set {key}"
+        )
+    return str(place.model)
+
+
+def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:
+    tokenizer, notes = load_model_tokenizer(context.config.model, path)
+    for note in notes:
+        context.say(f"note: {note}")
+    return tokenizer
+
+
+def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase) -> StageData:
+    data = load_stage(context.config.data, context.directory.name, tokenizer, seed=context.config.seed)
+    for report in data.reports:
+        for line in report.lines():
+            context.say(line)
+    return data

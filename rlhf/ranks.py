@@ -1,0 +1,145 @@
+"""Several processes of one run on this machine: what `--ranks N` does.
+
+A command line flows in; N processes of it run, each with its rank in the environment. They end together, and
+the one that failed first decides how: its line is reported, not the noise of those that it brought down.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rlhf.errors import ConfigError
+from rlhf.outcome import DEFECT, FOLDER_VARIABLE, INTERRUPTED, Outcome, cause
+
+_SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
+_SECONDS_TO_END = 30.0  # for ranks to save their state, once a signal has arrived
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def current_rank() -> int:
+    """This process's rank, as its launcher set it; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def must_start(ranks: int | None) -> bool:
+    """Whether `ranks` processes have to be started, rather than this one being a rank already.
+
+    Raises:
+        ConfigError: a launcher started another number of them.
+    """
+    if "RANK" not in os.environ:
+        return ranks is not None and ranks > 1
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks is not None and ranks != started:
+        raise ConfigError(f"--ranks {ranks}: a launcher has started {started} already; leave --ranks out")
+    return False
+
+
+def start(ranks: int, command: Sequence[str], *, debug: bool = False) -> Outcome | None:
+    """Run `command` as `ranks` processes and wait for them; signals that arrive here are passed on.
+
+    Rank 0 talks; what the others print is shown with `debug` only.
+
+    Returns:
+        None if all succeeded, else how the run ended.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-ranks-"))
+    port = str(_free_port())
+    processes = [
+        _start_rank(rank, ranks, port, command, folder, quiet=bool(rank) and not debug) for rank in range(ranks)
+    ]
+    with _passing_signals_to(processes) as signals:
+        ended = _wait(processes, signals)
+    if signals and not ended:
+        return Outcome(INTERRUPTED, f"rlhf: interrupted; the ranks did not end in {_SECONDS_TO_END:.0f} s", time.time())
+    left = {rank: Outcome.left(folder, rank) for rank, code in ended.items() if code != 0}
+    if all(left.values()):
+        shutil.rmtree(folder, ignore_errors=True)
+    outcomes = [outcome or _unexplained(rank, ended[rank], folder) for rank, outcome in left.items()]
+    return cause(outcomes) if outcomes else None
+
+
+def _start_rank(
+    rank: int, ranks: int, port: str, command: Sequence[str], folder: Path, *, quiet: bool
+) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        FOLDER_VARIABLE: str(folder),
+    }
+    log = (folder / f"{rank}.log").open("wb") if quiet else None
+    try:
+        # A session of their own: Ctrl-C then reaches the ranks once, through this process.
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    finally:
+        if log:
+            log.close()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], signals: list[int]) -> dict[int, int]:
+    """Exit codes by rank, of the processes that ended by themselves."""
+    deadline = None
+    while any(process.poll() is None for process in processes):
+        failed = any(process.poll() for process in processes)
+        if deadline is None and (signals or failed):
+            deadline = time.monotonic() + (_SECONDS_TO_END if signals else _SECONDS_TO_FAIL)
+        if deadline is not None and (time.monotonic() > deadline or len(signals) > 1):
+            break
+        time.sleep(0.05)
+    ended = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode is not None}
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return ended
+
+
+@contextmanager
+def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """The signals that have arrived; each process gets them too."""
+    arrived: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _unexplained(rank: int, code: int, folder: Path) -> Outcome:
+    how = f"exit code {code}"
+    if code < 0:
+        how = signal.Signals(-code).name + (", often for lack of memory" if code == -signal.SIGKILL else "")
+    log = folder / f"{rank}.log"
+    where = f"; its output is in {log}" if log.exists() else ""
+    # Time 0: a process that ends without a word is the cause of what the other ranks report, not a consequence.
+    return Outcome(DEFECT, f"rlhf: error: rank {rank} ended without a word ({how}){where}", 0.0)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

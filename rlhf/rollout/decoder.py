@@ -1,0 +1,151 @@
+"""Generation with a static KV cache: one prefill, then one token a step, every shape fixed beforehand.
+
+The step reads and writes buffers in place, takes its randomness from a table drawn before the first step
+and never waits for the device, so an accelerator can capture it once and replay it. Whether all rows have
+ended is asked every few steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.config import SamplingConfig
+from rlhf.models.forward import accepts_positions, position_ids
+from rlhf.rollout.sampling import sample
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, ShapePolicy
+
+_STEPS_BETWEEN_STOP_CHECKS = 4
+
+
+class Completions(NamedTuple):
+    """ids: [B, A], padded right; mask: [B, A], 1 on the tokens drawn, the end-of-sequence token included."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+class Decoder:
+    """Draws completions from one model. Buffers and the cache are kept from call to call of the same shape."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        max_new_tokens: int,
+        shapes: ShapePolicy | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.eos_ids = torch.tensor(list(eos_ids), device=accelerator.device())
+        self.pad_id = pad_id
+        self.max_new_tokens = max_new_tokens
+        self.shapes = shapes or accelerator.shape_policy()
+        self._session: _Session | None = None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        model: nn.Module,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        sampling: SamplingConfig,
+    ) -> Completions:
+        """Complete each prompt until it ends or has `max_new_tokens` tokens.
+
+        Args:
+            model: a causal language model of transformers with whole weights, in evaluation mode.
+            prompt_ids, prompt_mask: [B, P], padded left.
+
+        Returns:
+            A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
+        """
+        session = self._session
+        if session is None or not session.fits(model, prompt_ids, sampling):
+            session = self._session = _Session(self, model, prompt_ids, sampling)
+        session.start(prompt_ids, prompt_mask)
+        done = 1
+        while done < self.max_new_tokens:
+            if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and bool(session.finished.all()):
+                break
+            session.step()
+            self.accelerator.step_boundary("rollout/decode")
+            done += 1
+        length = self.shapes.length(done, self.max_new_tokens)
+        return Completions(session.ids[:, :length].clone(), session.mask[:, :length].clone())
+
+
+class _Session:
+    """The buffers of one model, shape and way of sampling: everything a decoding step touches."""
+
+    def __init__(self, decoder: Decoder, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> None:
+        from transformers import StaticCache
+
+        rows, prompt_length = prompt_ids.shape
+        device = prompt_ids.device
+        self.decoder = decoder
+        self.model = model
+        self.sampling = sampling
+        self.shape = prompt_ids.shape
+        length = decoder.max_new_tokens
+        self.cache = StaticCache(config=model.config, max_cache_len=prompt_length + length)
+        self.with_positions = accepts_positions(model)
+        self.attention_mask = torch.ones(rows, prompt_length + length, dtype=torch.long, device=device)
+        self.ids = torch.empty(rows, length, dtype=torch.long, device=device)
+        self.mask = torch.empty(rows, length, dtype=torch.long, device=device)
+        self.token = torch.empty(rows, 1, dtype=torch.long, device=device)
+        self.position = torch.empty(rows, 1, dtype=torch.long, device=device)
+        self.column = torch.empty(1, dtype=torch.long, device=device)
+        self.finished = torch.empty(rows, dtype=torch.bool, device=device)
+        self.uniform = torch.empty(length, rows, device=device)
+        self.step = decoder.accelerator.capture(self._step, key=f"decode {rows} x {prompt_length} + {length}")
+
+    def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> bool:
+        return self.model is model and self.shape == prompt_ids.shape and self.sampling == sampling
+
+    def start(self, prompt_ids: Tensor, prompt_mask: Tensor) -> None:
+        """Reset the buffers, read the prompts and draw the first token."""
+        prompt_length = prompt_ids.shape[1]
+        self.cache.reset()
+        # Columns after the prompt stay 1: causality hides those not yet written.
+        self.attention_mask[:, :prompt_length] = prompt_mask
+        self.ids.fill_(self.decoder.pad_id)
+        self.mask.zero_()
+        self.column.zero_()
+        self.finished.zero_()
+        self.uniform.uniform_()
+        positions = position_ids(prompt_mask)
+        self.position.copy_(positions[:, -1:])
+        self._draw(self._forward(prompt_ids, positions))
+
+    def _step(self) -> None:
+        """One token for each row."""
+        self.position.add_(1)
+        self._draw(self._forward(self.token, self.position))
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        inputs = {"position_ids": positions} if self.with_positions else {}
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self.attention_mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **inputs,
+        )
+        return output.logits[:, -1]
+
+    def _draw(self, logits: Tensor) -> None:
+        drawn = sample(logits, self.uniform.index_select(0, self.column).squeeze(0), self.sampling)
+        drawn = torch.where(self.finished, self.decoder.pad_id, drawn)
+        self.ids.index_copy_(1, self.column, drawn.unsqueeze(1))
+        self.mask.index_copy_(1, self.column, (~self.finished).long().unsqueeze(1))
+        self.finished.logical_or_(torch.isin(drawn, self.decoder.eos_ids))
+        self.token.copy_(drawn.unsqueeze(1))
+        self.column.add_(1)

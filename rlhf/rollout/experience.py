@@ -1,0 +1,49 @@
+"""What one rollout leaves for training: the sequences, what the models made of them, and what to learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Experience:
+    """B sequences of T = P + A tokens; a prompt is padded left to P columns, completions start at column P.
+
+    Masks are 1 on completion tokens that were drawn, the end-of-sequence token included; rows that only
+    fill up the batch have none. Everything else is 0 where the mask is 0.
+    """
+
+    # the sequences
+    input_ids: Tensor  # [B, T]
+    attention_mask: Tensor  # [B, T]
+    action_mask: Tensor  # [B, A] float32
+
+    # what the policy and the critic made of them when they were drawn
+    log_probs: Tensor  # [B, A] float32
+    values: Tensor  # [B, A] float32
+
+    # what to learn from them
+    advantages: Tensor  # [B, A] float32
+    returns: Tensor  # [B, A] float32
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def completion_length(self) -> int:
+        """A, the columns of completions."""
+        return self.action_mask.shape[1]
+
+    def rows(self, index: Tensor) -> Experience:
+        """The rows that `index` [N] names."""
+        return Experience(*(getattr(self, field.name).index_select(0, index) for field in fields(self)))
+
+    def split(self, size: int, generator: torch.Generator | None = None) -> list[Experience]:
+        """Parts of `size` rows, in an order drawn from `generator`, or as they are."""
+        if generator is None and size == len(self):
+            return [self]
+        order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
+        return [self.rows(part.to(self.input_ids.device)) for part in order.split(size)]

@@ -1,0 +1,73 @@
+"""What a policy does on held-out prompts: reward, drift from the reference, length, variety, and a judge's view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.data.tokenization import Prompt
+from rlhf.engine import distributed
+from rlhf.engine.statistics import Sums
+from rlhf.metrics.progress import progress
+from rlhf.stages.loop import StageContext
+
+if TYPE_CHECKING:
+    from rlhf.stages.ppo import PPO
+
+Judge = Callable[[str, str], bool]
+"""(prompt, completion) -> approved; it judges results and is never part of training."""
+
+_SAMPLES = 3
+
+
+def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: str, judge: Judge | None) -> dict[str, Any]:
+    """Complete the held-out prompts, the same ones with the same random numbers each time.
+
+    Returns:
+        `numbers`: means over the prompts; `samples`: the first few prompts with their completions.
+    """
+    from rlhf.stages.ppo import means, rollout_statistics
+
+    state = context.accelerator.rng_state()
+    context.accelerator.seed(context.config.seed + context.world.rank)
+    sums = Sums()
+    mine: list[list[int]] = []
+    with progress(len(ppo.held_out), f"ppo: held-out prompts {when}", unit="batches", enabled=context.world.is_main) as bar:
+        for index in range(len(ppo.held_out)):
+            (prompts,) = (context.accelerator.to_device(batch) for batch in ppo.held_out.step(index))
+            sequences = ppo.generate(prompts)
+            scored = ppo.score(sequences)
+            mask = sequences["action_mask"]
+            sums.add(**rollout_statistics(scored, mask, prompts["row_mask"]))
+            ids = sequences["input_ids"][:, -mask.shape[1] :]
+            lengths = mask.sum(-1).long()
+            mine += [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
+            bar.advance()
+    context.accelerator.set_rng_state(state)
+
+    numbers = means(sums.read())
+    del numbers["tokens"]
+    rows = ppo.batch_rows
+    # Rank r holds the r-th share of each batch; put the rows back into the order of the examples.
+    shares = distributed.all_gather_objects(mine)
+    completions = [
+        row
+        for start in range(0, len(mine), rows)
+        for share in shares
+        for row in share[start : start + rows]
+    ][: len(examples)]
+    texts = [ppo.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
+    numbers["distinct_2"] = distinct_2(completions)
+    if judge is not None:
+        approved = sum(judge(example.row.text, text) for example, text in zip(examples, texts))
+        numbers["approved_share"] = approved / len(texts)
+    samples = [
+        {"prompt": example.row.text, "completion": text} for example, text in zip(examples[:_SAMPLES], texts)
+    ]
+    return {"numbers": numbers, "samples": samples}
+
+
+def distinct_2(completions: Sequence[Sequence[int]]) -> float:
+    """Different pairs of neighbouring tokens, as a part of all such pairs (arXiv:1510.03055): 0 same, 1 varied."""
+    pairs = [pair for ids in completions for pair in zip(ids, ids[1:])]
+    return len(set(pairs)) / max(len(pairs), 1)

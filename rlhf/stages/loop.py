@@ -1,0 +1,185 @@
+"""What the stages share: the context they run in, and the loop of steps with its records and checkpoints.
+
+A stage hands `run_steps` a function that does one step and returns numbers; the loop shows and records
+them, stops at a number that is not finite, writes checkpoints and resumes from them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rlhf.config import Config, OptimizerConfig, TrainingConfig
+from rlhf.data.batches import Batches
+from rlhf.engine import checkpoint, distributed
+from rlhf.engine.training import TrainingEngine
+from rlhf.errors import DivergedError
+from rlhf.metrics.progress import console, progress
+from rlhf.metrics.recorder import Recorder
+from rlhf.run import atomic_write_json, read_json
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Precision, ShapePolicy
+
+    from rlhf.run import RunDirectory, StageDirectory
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Everything around a stage: settings, hardware, place among the ranks, and where results go."""
+
+    config: Config
+    accelerator: Accelerator
+    precision: Precision
+    shapes: ShapePolicy
+    world: distributed.World
+    run: RunDirectory
+    directory: StageDirectory
+    recorder: Recorder
+
+    def say(self, line: str) -> None:
+        """Print a line, once for all ranks."""
+        if self.world.is_main:
+            console.print(line, markup=False, soft_wrap=True)
+
+    @property
+    def attention(self) -> str:
+        """transformers' name of the attention implementation."""
+        return self.accelerator.kernel("attention", required=True)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt and completion."""
+        return self.config.data.max_prompt_length + self.config.data.max_completion_length
+
+    def engine(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        batch_size: int,
+        micro_batch_size: int,
+    ) -> TrainingEngine:
+        """A training engine for global batches of `batch_size` rows."""
+        return TrainingEngine(
+            name,
+            model,
+            accelerator=self.accelerator,
+            precision=self.precision,
+            engine=self.config.engine,
+            optimizer=optimizer,
+            total_steps=total_steps,
+            micro_batch_size=micro_batch_size,
+            accumulation=batch_size // (micro_batch_size * self.world.size),
+        )
+
+    def batches(
+        self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, shuffle: bool = True
+    ) -> Batches:
+        """This rank's share of the global batches over `examples`."""
+        return Batches(
+            examples,
+            collate,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=self.config.seed,
+            shuffle=shuffle,
+        )
+
+    def evaluation_batches(self, examples: list[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:
+        """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
+        size = rows * self.world.size
+        return self.batches(
+            examples[: training.eval_rows], collate, batch_size=size, micro_batch_size=rows, shuffle=False
+        )
+
+
+def run_steps(
+    context: StageContext,
+    *,
+    total_steps: int,
+    step: Callable[[int], Numbers],
+    engines: dict[str, TrainingEngine],
+    settings: TrainingConfig,
+    unit: str,
+    shown: tuple[str, ...],
+    save_state: Callable[[], dict[str, Any]] = dict,
+    load_state: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> None:
+    """Run `step(index)` for every step that no checkpoint holds yet.
+
+    Args:
+        step: one step; returns numbers that are the same on all ranks. One of them, `unit`, counts what the
+            step worked on and gives the rate. All are recorded; `shown` appear in the progress display.
+        save_state, load_state: the stage's own numbers that a checkpoint must carry.
+
+    Raises:
+        DivergedError: a number is not finite; nothing more is written.
+    """
+    name = context.directory.name
+    first = 0
+    restored = checkpoint.restore(context.directory, engines)
+    if restored:
+        first, state = restored
+        load_state(state["stage"])
+        context.accelerator.set_rng_state(state["rng"])
+        context.say(f"{name}: resumed after step {first:,}")
+    else:
+        context.accelerator.seed(_rank_seed(context))
+    with progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main) as bar:
+        for index in range(first, total_steps):
+            begun = time.perf_counter()
+            numbers = step(index)
+            numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
+            done = index + 1
+            _check_finite(numbers, context, done)
+            if done % settings.log_every == 0 or done == total_steps:
+                context.recorder.log(done, numbers)
+            bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
+            if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < total_steps:
+                state = {"stage": save_state(), "rng": context.accelerator.rng_state()}
+                checkpoint.save(context.directory, done, engines, state)
+
+
+def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` found when the stage began; kept in `before.json`, so that a resumed stage has it too."""
+    path = context.directory.path / "before.json"
+    known = read_json(path) if context.world.is_main and path.is_file() else None
+    known = distributed.all_gather_objects(known)[0]  # rank 0 decides: every rank measures, or none
+    if known is not None:
+        return known
+    found = measure()
+    with distributed.on_main(f"writing {path}") as main:
+        if main:
+            atomic_write_json(path, found)
+    return found
+
+
+def _rank_seed(context: StageContext) -> int:
+    """Different samples on every rank, the same ones in every run with this seed."""
+    return context.config.seed * 100_003 + context.world.rank
+
+
+def _check_finite(numbers: Numbers, context: StageContext, step: int) -> None:
+    bad = [key for key, value in numbers.items() if not math.isfinite(value)]
+    if context.precision.loss_scaling:  # a step whose gradients overflow is skipped, and the scale lowered
+        bad = [key for key in bad if not key.endswith("grad_norm")]
+    if not bad:
+        return
+    stage, kept = context.directory.name, context.directory.latest_checkpoint
+    remedy = f"the last good checkpoint is {kept}" if kept else f"no checkpoint yet ({stage}.checkpoint_every)"
+    raise DivergedError(
+        f"{stage}: {bad[0]} became {numbers[bad[0]]} at step {step} (batch {step - 1}); {remedy}; "
+        f"lower {stage}.optimizer.learning_rate, or look for extreme rows in that batch"
+    )

@@ -1,0 +1,115 @@
+"""Stage 2, the reward model: give the preferred reply of each pair the higher score.
+
+Preference pairs flow in; a model with a scalar head, its accuracy and its mean scores on held-out pairs,
+before and after, flow out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.data.batches import Batches, collate_reward
+from rlhf.data.tokenization import StageData
+from rlhf.engine import distributed
+from rlhf.engine.statistics import Sums
+from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.metrics.progress import progress
+from rlhf.models.export import save_model
+from rlhf.models.forward import ScalarHead
+from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
+from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
+
+
+def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData) -> dict[str, Any]:
+    """Train `model` (a sequence-classification model) on `data.train`, save it, and return the stage's summary."""
+    settings = context.config.reward
+    micro = settings.micro_batch(context.world.size, section="reward")
+    collate = partial(
+        collate_reward, pad_token_id=tokenizer.pad_token_id, policy=context.shapes, maximum=context.max_length
+    )
+    batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
+    held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
+    total_steps = settings.total_steps(len(batches))
+    engine = context.engine(
+        "reward",
+        ScalarHead(model),
+        settings.optimizer,
+        total_steps=total_steps,
+        batch_size=settings.batch_size,
+        micro_batch_size=micro,
+    )
+
+    def step(index: int) -> Numbers:
+        micro_batches = [context.accelerator.to_device(batch) for batch in batches.step(index)]
+        total = distributed.all_sum(sum(batch["pair_mask"].sum() for batch in micro_batches).float())
+
+        def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            result = pair_loss(model, batch, total)
+            return result.loss, pair_statistics(result, batch)
+
+        rate = engine.scheduled_rate
+        numbers = averages(engine.step(micro_batches, loss).read())
+        return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
+
+    before = measure_once(context, lambda: evaluate(context, engine, held_out, "before"))
+    context.recorder.log(0, {f"heldout_{key}": value for key, value in before.items()})
+    run_steps(
+        context,
+        total_steps=total_steps,
+        step=step,
+        engines={"model": engine},
+        settings=settings,
+        unit="pairs",
+        shown=("loss", "accuracy"),
+    )
+    after = evaluate(context, engine, held_out, "after")
+    context.recorder.log(total_steps, {f"heldout_{key}": value for key, value in after.items()})
+    save_model(engine, tokenizer, context.directory.model)
+    return {"before": before, "after": after, "steps": total_steps}
+
+
+def pair_loss(model: nn.Module, batch: Batch, total: Tensor | None = None) -> PairwiseLoss:
+    """The pairwise loss of one micro-batch; `total` is the number of pairs of the global batch."""
+    scores = model(batch["input_ids"], batch["attention_mask"])
+    return pairwise_reward_loss(
+        scores, batch["input_ids"], batch["attention_mask"], pair_mask=batch["pair_mask"], total=total
+    )
+
+
+def pair_statistics(result: PairwiseLoss, batch: Batch) -> dict[str, Tensor]:
+    """Sums over the real pairs of a micro-batch; `averages` divides them."""
+    mask = batch["pair_mask"]
+    return {
+        "pairs": mask.sum(),
+        "accuracy": ((result.chosen_scores > result.rejected_scores) * mask).sum(),
+        "chosen_score": (result.chosen_scores * mask).sum(),
+        "rejected_score": (result.rejected_scores * mask).sum(),
+    }
+
+
+def averages(sums: Numbers) -> Numbers:
+    """Means over pairs of what `pair_statistics` summed; other numbers stay."""
+    pairs = max(sums["pairs"], 1)
+    return sums | {key: sums[key] / pairs for key in ("accuracy", "chosen_score", "rejected_score")}
+
+
+@torch.no_grad()
+def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Numbers:
+    """Accuracy and mean scores on the held-out pairs."""
+    engine.engine.eval()
+    sums = Sums()
+    with progress(len(held_out), f"reward: accuracy {when}", unit="batches", enabled=context.world.is_main) as bar:
+        for index in range(len(held_out)):
+            for batch in held_out.step(index):
+                batch = context.accelerator.to_device(batch)
+                with context.precision.autocast():
+                    result = pair_loss(engine.engine, batch)
+                context.accelerator.step_boundary("reward/evaluate")
+                sums.add(**pair_statistics(result, batch))
+            bar.advance()
+    numbers = averages(sums.read())
+    return {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score")}

@@ -1,0 +1,102 @@
+"""Stage 1, supervised fine-tuning: raise the likelihood of demonstrations.
+
+Demonstrations flow in; a causal language model and its held-out perplexity, before and after, flow out.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.data.batches import collate_sft
+from rlhf.data.tokenization import StageData
+from rlhf.engine import distributed
+from rlhf.engine.statistics import Sums
+from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.metrics.progress import progress
+from rlhf.models.export import save_model
+from rlhf.models.forward import model_inputs
+from rlhf.objectives import token_log_probs
+from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
+
+
+def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
+    """Summed over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats."""
+    logits = model(**model_inputs(model, batch["input_ids"], batch["attention_mask"])).logits
+    log_probs = token_log_probs(logits[:, :-1], batch["input_ids"][:, 1:])
+    return -(log_probs * batch["loss_mask"][:, 1:]).sum()
+
+
+def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData) -> dict[str, Any]:
+    """Train on `data.train`, save the model, and return the stage's summary."""
+    settings = context.config.sft
+    micro = settings.micro_batch(context.world.size, section="sft")
+    collate = partial(
+        collate_sft,
+        pad_token_id=tokenizer.pad_token_id,
+        policy=context.shapes,
+        maximum=context.max_length,
+        loss_on=settings.loss_on,
+    )
+    batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
+    held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
+    total_steps = settings.total_steps(len(batches))
+    engine = context.engine(
+        "sft",
+        model,
+        settings.optimizer,
+        total_steps=total_steps,
+        batch_size=settings.batch_size,
+        micro_batch_size=micro,
+    )
+
+    def step(index: int) -> Numbers:
+        micro_batches = [context.accelerator.to_device(batch) for batch in batches.step(index)]
+        # Targets of the whole global batch: the loss is a mean over them, however rows are split.
+        total = distributed.all_sum(sum(batch["loss_mask"][:, 1:].sum() for batch in micro_batches).float())
+
+        def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            tokens = batch["attention_mask"].sum()
+            return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
+
+        rate = engine.scheduled_rate
+        numbers = engine.step(micro_batches, loss).read()
+        return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
+
+    before = measure_once(context, lambda: {"perplexity": perplexity(context, engine, held_out, "before")})
+    context.recorder.log(0, {"heldout_perplexity": before["perplexity"]})
+    run_steps(
+        context,
+        total_steps=total_steps,
+        step=step,
+        engines={"model": engine},
+        settings=settings,
+        unit="tokens",
+        shown=("loss",),
+    )
+    after = {"perplexity": perplexity(context, engine, held_out, "after")}
+    context.recorder.log(total_steps, {"heldout_perplexity": after["perplexity"]})
+    save_model(engine, tokenizer, context.directory.model)
+    return {"before": before, "after": after, "steps": total_steps}
+
+
+@torch.no_grad()
+def perplexity(context: StageContext, engine: TrainingEngine, held_out: Any, when: str) -> float:
+    """exp of the mean negative log-likelihood per target token of the held-out rows."""
+    engine.engine.eval()
+    sums = Sums()
+    with progress(len(held_out), f"sft: perplexity {when}", unit="batches", enabled=context.world.is_main) as bar:
+        for index in range(len(held_out)):
+            for batch in held_out.step(index):
+                batch = context.accelerator.to_device(batch)
+                with context.precision.autocast():
+                    nll = negative_log_likelihood(engine.engine, batch)
+                context.accelerator.step_boundary("sft/evaluate")
+                sums.add(nll=nll, targets=batch["loss_mask"][:, 1:].sum())
+            bar.advance()
+    numbers = sums.read()
+    return math.exp(min(numbers["nll"] / max(numbers["targets"], 1), 700))  # exp(710) is beyond a float

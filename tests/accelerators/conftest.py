@@ -1,0 +1,82 @@
+"""Installs the distributions of `plugins/` for real: built by setuptools, unpacked by pip, found through metadata."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parent / "plugins"
+
+PYPROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "rlhf-{dashed}"
+version = "1.2.3"
+
+[project.entry-points."rlhf.accelerators"]
+{dashed} = "rlhf_{name}"
+
+[tool.setuptools]
+py-modules = {modules}
+"""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], Path]:
+    """The folder in which a plugin is installed; made on first use, once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base if worker_id == "master" else base.parent) / "plugins"
+    shared.mkdir(exist_ok=True)
+
+    def installed(name: str) -> Path:
+        target = shared / name / "site"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _pip_install(SOURCES / name, shared / name / "source", target)
+        return target
+
+    return installed
+
+
+@pytest.fixture(scope="session")
+def run_python(install: Callable[[str], Path]) -> Run:
+    """Run Python with plugins installed: run_python("-m", "rlhf", ..., plugins=["good"], env={...})."""
+
+    def run(
+        *arguments: str, plugins: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RLHF_")}
+        path = os.pathsep.join(map(str, map(install, plugins)))
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def _pip_install(source: Path, copy: Path, target: Path) -> None:
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    modules = sorted(path.stem for path in copy.glob("*.py"))
+    name = source.name
+    text = PYPROJECT.format(name=name, dashed=name.replace("_", "-"), modules=modules)
+    (copy / "pyproject.toml").write_text(text)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(target), str(copy)]
+    subprocess.run(command, check=True, env={**os.environ, "PIP_ROOT_USER_ACTION": "ignore"})

@@ -1,0 +1,148 @@
+"""What users see with good and bad plugins installed: real distributions, the real command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+BAD = ("import_fails", "probe_raises", "future_api", "misspelt_hook", "twin_a", "twin_b")
+
+
+@pytest.fixture
+def rlhf(run_python, tmp_path: Path):
+    def run(*arguments: str, plugins=(), env=None):
+        return run_python("-m", "rlhf", *arguments, plugins=plugins, env=env)
+
+    return run
+
+
+@pytest.fixture
+def refusal(rlhf, tmp_path: Path):
+    """The one line with which a run is refused."""
+
+    def run(*arguments: str, plugins=(), env=None) -> str:
+        output = tmp_path / "run"
+        done = rlhf("--output", str(output), *arguments, plugins=plugins, env=env)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert not output.exists()
+        return done.stderr
+
+    return run
+
+
+def choice(run_python, wish: str, plugins, env=None) -> str:
+    code = f"import accelerators; print(accelerators.select({wish!r}).name)"
+    done = run_python("-c", code, plugins=plugins, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_plugins_the_built_in_cpu_is_listed_and_chosen(rlhf, run_python):
+    listed = json.loads(rlhf("accelerators", "list", "--json").stdout)
+    assert [(entry["name"], entry["available"], entry["distribution"]) for entry in listed] == [("cpu", True, "rlhf")]
+    assert choice(run_python, "auto", ()) == "cpu"
+
+
+def test_a_good_plugin_wins_by_priority_and_its_backend_can_be_created(rlhf, run_python):
+    assert choice(run_python, "auto", ["good"]) == "good"
+    facts = json.loads(rlhf("accelerators", "explain", "good", "--json", plugins=["good"]).stdout)
+    assert facts["device"] == {"model": "Good One", "count": 2, "software": "none"}
+    assert facts["operations"]["attention"]["implementation"] == "good-attention"
+    assert [found["name"] for found in facts["operations"]["attention"]["candidates"]] == ["good-attention", "sdpa"]
+
+
+def test_a_kernel_for_another_backend_says_why_it_is_not_used(rlhf):
+    facts = json.loads(rlhf("accelerators", "explain", "cpu", "--json", plugins=["good"]).stdout)
+    used, other = facts["operations"]["attention"]["candidates"]
+    assert (used["name"], used["used"]) == ("sdpa", True)
+    assert (other["name"], other["used"], other["reason"]) == ("good-attention", False, "only on a Good One")
+
+
+def test_no_bad_plugin_stops_the_list(rlhf):
+    done = rlhf("accelerators", "list", "--json", plugins=["good", "absent", *BAD])
+    assert done.returncode == 0, done.stderr
+    listed = {(entry["name"], entry["distribution"]): entry for entry in json.loads(done.stdout)}
+    assert listed["good", "rlhf-good"]["available"]
+    assert not listed["absent", "rlhf-absent"]["available"]
+    assert listed["absent", "rlhf-absent"]["reason"] == "no file /dev/absent0"
+    reasons = {distribution: entry["reason"] for (_, distribution), entry in listed.items() if entry["broken"]}
+    assert "a_library_that_nobody_has" in reasons["rlhf-import-fails"]
+    assert "OSError: the driver does not answer" in reasons["rlhf-probe-raises"]
+    assert "version 99" in reasons["rlhf-future-api"]
+    assert "this is 1" in reasons["rlhf-future-api"]
+    assert "rlhf_acelerators" in reasons["rlhf-misspelt-hook"]
+
+
+def test_the_plain_list_has_a_line_for_each_plugin(rlhf):
+    lines = rlhf("accelerators", "list", plugins=["import_fails"]).stdout.splitlines()
+    assert [line.split("\t")[:2] for line in lines[1:]] == [["cpu", "available"], ["import-fails", "broken"]]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name", "reason"),
+    [
+        ("import_fails", "import-fails", "ModuleNotFoundError: No module named 'a_library_that_nobody_has'"),
+        ("probe_raises", "shaky", "its probe failed (OSError: the driver does not answer)"),
+        ("future_api", "future", "version 99 of the accelerator interface, this is 1"),
+        ("absent", "absent", "not available here: no file /dev/absent0"),
+    ],
+)
+def test_a_named_backend_that_cannot_be_used_is_an_error_with_reason_and_alternatives(refusal, plugin, name, reason):
+    line = refusal("--accelerator", name, plugins=[plugin])
+    assert reason in line
+    assert line.rstrip().endswith("cpu")
+
+
+def test_an_unknown_name_is_an_error_that_names_the_nearest(refusal):
+    line = refusal("--accelerator", "goood", plugins=["good"])
+    assert "'goood'" in line
+    assert "did you mean 'good'?" in line
+    assert "available: good, cpu" in line
+
+
+def test_two_plugins_with_one_name_are_an_error_that_names_both(refusal, run_python):
+    for wish in ("twin", "auto"):
+        line = refusal("--accelerator", wish, plugins=["twin_a", "twin_b"])
+        assert "rlhf-twin-a 1.2.3 and rlhf-twin-b 1.2.3" in line
+    assert choice(run_python, "cpu", ["twin_a", "twin_b"]) == "cpu"
+
+
+@pytest.mark.parametrize("plugin", ["import_fails", "probe_raises", "future_api", "misspelt_hook"])
+def test_auto_does_not_fall_back_to_the_cpu_while_a_plugin_is_broken(refusal, run_python, plugin):
+    line = refusal(plugins=[plugin])
+    assert f"rlhf-{plugin.replace('_', '-')} 1.2.3 is broken" in line
+    assert "--accelerator cpu" in line
+    assert choice(run_python, "cpu", [plugin]) == "cpu"
+    assert choice(run_python, "auto", [plugin], env={"RLHF_PLUGINS": "none"}) == "cpu"
+
+
+def test_a_broken_plugin_does_not_stand_in_the_way_of_a_better_backend(run_python):
+    assert choice(run_python, "auto", ["good", "import_fails"]) == "good"
+
+
+def test_an_incomplete_backend_is_refused_with_the_missing_methods(rlhf):
+    done = rlhf("accelerators", "explain", "unfinished", plugins=["unfinished"])
+    assert done.returncode == 2
+    assert "rlhf-unfinished 1.2.3" in done.stderr
+    assert "lacks bind, info, precision, synchronize" in done.stderr
+
+
+def test_a_plugin_can_object_to_a_run(refusal):
+    line = refusal("--accelerator", "good", "--seed", "13", plugins=["good"])
+    assert "a Good One does not run with seed 13: choose another seed" in line
+
+
+def test_discovery_selection_and_listing_import_no_torch(run_python):
+    code = (
+        "import sys, accelerators\n"
+        "accelerators.available(); accelerators.select(); accelerators.Precision; accelerators.ShapePolicy('static')\n"
+        "import rlhf.cli.accelerators\n"
+        "rlhf.cli.accelerators.list_backends()\n"
+        "print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
+    done = run_python("-c", code, plugins=["good", "absent", "unfinished"])
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

@@ -1,0 +1,200 @@
+"""The rules by which one backend is chosen, over plugins that exist only here."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from accelerators import AcceleratorError, AcceleratorSpec, Probe, available, hookimpl, registry, select
+from accelerators import verify_agreement as verify
+
+NOTHING: dict[str, str] = {}
+
+
+def backend(name: str, *, priority: int = 0, ok: bool = True, env: dict[str, str] | None = None) -> AcceleratorSpec:
+    probe = Probe(ok, "found" if ok else f"no {name} device")
+    return AcceleratorSpec(
+        name=name,
+        api_version=1,
+        factory="accelerators.cpu:CPU",
+        probe=lambda: probe,
+        priority=priority,
+        env=lambda run: env or {},
+    )
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """Install plugins: keyword = distribution, value = its spec, or the exception that loading it raises."""
+
+    def install(**distributions: AcceleratorSpec | BaseException) -> None:
+        points = [_entry_point(name, offer) for name, offer in distributions.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+
+    return install
+
+
+def _entry_point(distribution: str, offer: AcceleratorSpec | BaseException) -> SimpleNamespace:
+    def load() -> ModuleType:
+        if isinstance(offer, BaseException):
+            raise offer
+        plugin = ModuleType(distribution)
+        plugin.rlhf_accelerators = hookimpl(specname="rlhf_accelerators")(lambda: [offer])
+        return plugin
+
+    module = "accelerators.builtin" if distribution == "rlhf" else distribution
+    dist = SimpleNamespace(name=distribution, version="2.0")
+    return SimpleNamespace(name=f"{distribution}_entry", value=module, module=module, dist=dist, load=load)
+
+
+@pytest.mark.parametrize(
+    ("cli", "env", "config", "chosen"),
+    [
+        ("a", None, "b", "a"),
+        ("a", "a", "b", "a"),
+        (None, "a", "b", "a"),
+        (None, None, "b", "b"),
+        (None, None, "auto", "best"),
+        ("auto", None, "b", "best"),  # the command line overrides the file
+        ("auto", "a", "b", "a"),  # the launcher resolved auto, this is a rank
+        ("a", "auto", "b", "a"),
+    ],
+)
+def test_the_command_line_goes_before_the_environment_before_the_config(installed, cli, env, config, chosen):
+    installed(one=backend("a"), two=backend("b"), three=backend("best", priority=9))
+    assert select(cli, config, {"RLHF_ACCELERATOR": env} if env else {}).name == chosen
+
+
+def test_command_line_and_environment_that_disagree_are_an_error(installed):
+    installed(one=backend("a"), two=backend("b"))
+    with pytest.raises(AcceleratorError, match="--accelerator a contradicts RLHF_ACCELERATOR=b"):
+        select("a", environ={"RLHF_ACCELERATOR": "b"})
+
+
+def test_an_error_says_where_the_name_came_from(installed):
+    installed(one=backend("a"))
+    with pytest.raises(AcceleratorError, match=r"accelerator 'x' \(RLHF_ACCELERATOR\)"):
+        select(environ={"RLHF_ACCELERATOR": "x"})
+    with pytest.raises(AcceleratorError, match=r"accelerator 'x' \(from the config\)"):
+        select(config="x", environ=NOTHING)
+
+
+def test_auto_says_why_it_chose_and_why_not_the_others(installed):
+    installed(one=backend("a", priority=1), two=backend("b", priority=7), three=backend("c", priority=9, ok=False))
+    selection = select(environ=NOTHING)
+    assert selection.name == "b"
+    assert selection.provider == "two 2.0"
+    assert "b has the highest priority (7)" in selection.reason
+    assert "a has priority 1" in selection.reason
+    assert "c: no c device" in selection.reason
+
+
+def test_a_tie_is_an_error_that_names_both(installed):
+    installed(one=backend("a", priority=5), two=backend("b", priority=5), rlhf=backend("cpu"))
+    with pytest.raises(AcceleratorError, match=r"a \(one 2.0\) and b \(two 2.0\).*--accelerator a"):
+        select(environ=NOTHING)
+
+
+def test_a_tie_below_the_best_does_not_matter(installed):
+    installed(one=backend("a"), two=backend("b"), three=backend("c", priority=5))
+    assert select(environ=NOTHING).name == "c"
+
+
+def test_nothing_available_is_an_error_with_every_reason(installed):
+    installed(one=backend("a", ok=False))
+    with pytest.raises(AcceleratorError, match="a: no a device"):
+        select(environ=NOTHING)
+
+
+def test_an_unknown_name_is_told_about_plugins_that_could_not_be_loaded(installed):
+    installed(rlhf=backend("cpu"), other=ImportError("no driver library"))
+    with pytest.raises(
+        AcceleratorError, match=r"no such accelerator; available: cpu; plugin other 2.0 is broken.*driver"
+    ):
+        select("npu", environ=NOTHING)
+
+
+def test_a_plugin_that_exits_while_it_is_loaded_is_only_broken(installed):
+    installed(rlhf=backend("cpu"), other=SystemExit("unsupported"))
+    assert [(report.name, report.error) for report in available(NOTHING)] == [
+        ("cpu", None),
+        ("other_entry", "SystemExit: unsupported"),
+    ]
+
+
+def test_an_offer_that_is_no_spec_is_only_broken(installed):
+    installed(rlhf=backend("cpu"), other={"name": "npu"})
+    assert "a dict instead of AcceleratorSpec" in available(NOTHING)[1].error
+
+
+def test_reports_come_best_first(installed):
+    installed(
+        a=ImportError("x"), b=backend("off", priority=99, ok=False), c=backend("low"), d=backend("high", priority=3)
+    )
+    assert [report.name for report in available(NOTHING)] == ["high", "low", "off", "a_entry"]
+
+
+@pytest.mark.parametrize(
+    ("allowlist", "names"),
+    [
+        ("", ["npu", "tpu", "cpu"]),
+        ("none", ["cpu"]),
+        ("npu-plugin", ["npu", "cpu"]),
+        ("NPU_Plugin, tpu_plugin", ["npu", "tpu", "cpu"]),
+        ("npu_plugin_entry", ["npu", "cpu"]),
+    ],
+)
+def test_the_allowlist_names_distributions_or_entry_points_and_keeps_the_built_in(installed, allowlist, names):
+    installed(rlhf=backend("cpu"), npu_plugin=backend("npu", priority=9), tpu_plugin=backend("tpu", priority=8))
+    assert [report.name for report in available({"RLHF_PLUGINS": allowlist})] == names
+
+
+def test_a_plugin_left_out_by_the_allowlist_is_not_imported(installed):
+    installed(rlhf=backend("cpu"), other=AssertionError("must not be loaded"))
+    assert select(environ={"RLHF_PLUGINS": "none"}).name == "cpu"
+
+
+def test_an_allowlist_that_names_a_missing_plugin_is_reported(installed):
+    installed(rlhf=backend("cpu"))
+    with pytest.raises(AcceleratorError, match="named in RLHF_PLUGINS, but no such plugin is installed"):
+        select(environ={"RLHF_PLUGINS": "typo"})
+
+
+def test_the_choice_is_exported_with_the_backends_variables_and_the_users_win(installed):
+    installed(one=backend("a", env={"MODE": "eager", "CACHE": "/tmp/a"}))
+    environ = {"MODE": "lazy"}
+    selection = select(environ=environ)
+    selection.export(environ)
+    assert environ == {"RLHF_ACCELERATOR": "a", "MODE": "lazy", "CACHE": "/tmp/a"}
+    assert select(environ=environ).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("factory", "complaint"),
+    [
+        ("nowhere:Nothing", "cannot be imported .ModuleNotFoundError"),
+        ("accelerators.cpu:Missing", "cannot be imported .AttributeError"),
+        ("accelerators.cpu:NATIVE_BF16", "is not an Accelerator subclass"),
+        ("accelerators.cpu:CPU", "is named 'cpu' instead"),
+    ],
+)
+def test_a_factory_that_makes_no_fitting_backend_is_an_error(installed, factory, complaint):
+    spec = AcceleratorSpec(name="a", api_version=1, factory=factory, probe=lambda: Probe(True, ""))
+    installed(one=spec)
+    with pytest.raises(AcceleratorError, match=complaint) as raised:
+        select("a", environ=NOTHING).create()
+    assert "one 2.0" in str(raised.value)
+
+
+def test_ranks_must_agree():
+    verify(["cpu", "cpu"])
+    with pytest.raises(AcceleratorError, match="cpu on ranks 0, 2; npu on ranks 1"):
+        verify(["cpu", "npu", "cpu"])
+
+
+def test_every_error_is_one_line_and_exits_with_two():
+    with pytest.raises(AcceleratorError) as raised:
+        verify(["a", "b"])
+    assert raised.value.exit_code == 2
+    assert "\n" not in str(raised.value)

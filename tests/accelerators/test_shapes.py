@@ -1,0 +1,87 @@
+"""Padded lengths under each policy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from accelerators import ShapePolicy
+
+POLICIES = [
+    ShapePolicy("bucketed"),
+    ShapePolicy("bucketed", growth=1.3),
+    ShapePolicy("bucketed", growth=1.01, first=1),
+    ShapePolicy("bucketed", growth=None, first=48),
+    ShapePolicy("bucketed", pad_to_multiple=24, first=10, growth=1.5, largest=100),
+    ShapePolicy("bucketed", first=7, largest=7),
+]
+
+
+def test_static_pads_to_the_maximum():
+    assert {ShapePolicy("static").length(longest, 100) for longest in (1, 50, 100)} == {100}
+
+
+def test_dynamic_pads_to_the_longest():
+    assert ShapePolicy("dynamic").length(37, 100) == 37
+
+
+def test_dynamic_pads_to_a_multiple_where_the_device_wants_one():
+    policy = ShapePolicy("dynamic", pad_to_multiple=8)
+    assert [policy.length(n, 100) for n in (1, 8, 9, 99)] == [8, 8, 16, 100]
+
+
+def test_exponential_buckets_double():
+    policy = ShapePolicy("bucketed", first=32)
+    assert [policy.bucket(n) for n in (1, 32, 33, 65, 200)] == [32, 32, 64, 128, 256]
+
+
+def test_linear_buckets_grow_by_the_first():
+    policy = ShapePolicy("bucketed", first=48, growth=None)
+    assert [policy.bucket(n) for n in (1, 48, 49, 100)] == [48, 48, 96, 144]
+
+
+def test_a_bucket_never_exceeds_the_maximum():
+    assert ShapePolicy("bucketed").length(70, 100) == 100
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_buckets_hold_their_rows_are_idempotent_monotone_and_aligned(policy):
+    buckets = [policy.bucket(n) for n in range(1, 400)]
+    assert all(bucket >= n for n, bucket in enumerate(buckets, start=1))
+    assert [policy.bucket(bucket) for bucket in buckets] == buckets
+    assert buckets == sorted(buckets)
+    assert all(bucket % policy.pad_to_multiple == 0 for bucket in buckets)
+
+
+def test_an_oversize_row_falls_in_a_fallback_bucket_that_is_logged_once(caplog):
+    policy = ShapePolicy("bucketed", first=10, largest=50)
+    with caplog.at_level(logging.WARNING):
+        assert [policy.bucket(n) for n in (50, 51, 99, 101)] == [50, 100, 100, 150]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a batch is longer than the largest bucket (50); it is padded to 100",
+        "a batch is longer than the largest bucket (50); it is padded to 150",
+    ]
+
+
+@pytest.mark.parametrize("policy", [ShapePolicy("static"), *POLICIES])
+def test_the_warm_up_covers_every_length_that_can_come(policy):
+    assert set(policy.warm_up(300)) == {policy.length(longest, 300) for longest in range(1, 301)}
+
+
+def test_a_dynamic_policy_has_nothing_to_warm_up():
+    assert ShapePolicy("dynamic").warm_up(300) == ()
+
+
+def test_a_row_longer_than_the_maximum_is_the_callers_mistake():
+    with pytest.raises(ValueError, match="101 tokens is longer than the maximum of 100"):
+        ShapePolicy("static").length(101, 100)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"kind": "round"}, {"pad_to_multiple": 0}, {"first": 0}, {"growth": 1.0}, {"first": 64, "largest": 32}],
+)
+def test_a_policy_that_cannot_work_is_refused(arguments):
+    with pytest.raises(ValueError, match="ShapePolicy"):
+        ShapePolicy(**{"kind": "bucketed", **arguments})

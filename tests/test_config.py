@@ -1,0 +1,141 @@
+"""The configuration: one schema for files, `--set` and Python, and errors that name the key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlhf.cli.schema import to_yaml
+from rlhf.config import Config, DatasetConfig, PPOConfig, SFTConfig, build_config, load_config
+from rlhf.errors import ConfigError
+
+
+def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+    """A section and all those below it, the items of lists included."""
+    found = {model}
+    for field in model.model_fields.values():
+        for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                found |= sections(candidate)
+    return found
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_no_file_and_no_overrides_is_the_default() -> None:
+    assert load_config() == Config()
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "# nothing\n")) == Config()
+
+
+def test_overrides_stand_above_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "seed: 1\nppo:\n  steps: 7\n  kl_coef: 0.5\n")
+    config = load_config(path, ["ppo.steps=9"])
+    assert (config.seed, config.ppo.steps, config.ppo.kl_coef) == (1, 9, 0.5)
+
+
+def test_an_override_is_read_as_yaml() -> None:
+    config = load_config(None, ["data.stage_split=[1, 2, 3]", "model.path=null", "ppo.whiten_advantages=false"])
+    assert config.data.stage_split == (1, 2, 3)
+    assert config.model.path is None
+    assert config.ppo.whiten_advantages is False
+
+
+def test_overrides_reach_into_lists() -> None:
+    config = load_config(None, ["data.datasets.0.path=a.jsonl", "data.datasets.0.weight=2", "data.datasets.1.path=b"])
+    assert config.data.datasets == (DatasetConfig(path="a.jsonl", weight=2), DatasetConfig(path="b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sead=1", r"unknown key 'sead'; did you mean 'seed'\?"),
+        ("ppo.kl_coeff=1", r"unknown key 'ppo.kl_coeff'; did you mean 'kl_coef'\?"),
+        ("ppo.optimizer.lr_rate=1", "unknown key 'ppo.optimizer.lr_rate'"),
+        ("data.datasets=[{path: a, wait: 2}]", r"did you mean 'weight'\?"),
+        ("engine.zzz=1", "unknown key 'engine.zzz'; known here: zero_stage"),
+        ("ppo.steps=0", r"ppo\.steps: .*greater than or equal to 1, found 0"),
+        ("precision=bf8", r"precision: .*'bf16', 'fp16' or 'fp32', found 'bf8'"),
+        ("data.datasets=[{weight: 2}]", r"data\.datasets\.0\.path: Field required"),
+        ("data.datasets=[]", "at least 1 item"),
+        ("data.stage_split=[0, 0, 0]", "stage_split.*one of them positive"),
+        ("ppo.steps", "expected key=value"),
+        ("ppo.steps=[", "the value is not YAML"),
+        ("seed.x=1", "not a key here|valid integer"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(None, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nppo: [1, 2\nmodel:\n", r"recipe\.yaml:\d: not readable as YAML"),
+        ("- 1\n- 2\n", "expected keys and values, found a list"),
+        ("seed: 1\nsead: 2\n", r"recipe\.yaml: unknown key 'sead'"),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(written(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_a_binary_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a UTF-8 text file"):
+        load_config(path)
+
+
+def test_a_batch_must_divide_over_ranks_and_micro_batches() -> None:
+    assert SFTConfig(batch_size=8).micro_batch(2, section="sft") == 4
+    assert SFTConfig(batch_size=8, micro_batch_size=2).micro_batch(2, section="sft") == 2
+    with pytest.raises(ConfigError, match=r"sft\.batch_size: 8 rows cannot be shared among 3 ranks"):
+        SFTConfig(batch_size=8).micro_batch(3, section="sft")
+    with pytest.raises(ConfigError, match=r"not a multiple of sft\.micro_batch_size 3 x 2 ranks"):
+        SFTConfig(batch_size=8, micro_batch_size=3).micro_batch(2, section="sft")
+
+
+def test_a_rollout_must_divide_into_minibatches() -> None:
+    assert PPOConfig(batch_size=8, minibatch_size=4).minibatch(2) == (4, 2)
+    with pytest.raises(ConfigError, match=r"ppo\.minibatch_size 3"):
+        PPOConfig(batch_size=8, minibatch_size=3).minibatch(1)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().seed = 3  # type: ignore[misc]
+
+
+def test_a_recorded_config_builds_the_same_config() -> None:
+    config = load_config(None, ["data.datasets=[{path: a, columns: {prompt: q}}]", "ppo.kl_target=2.5"])
+    assert build_config(config.model_dump(mode="json")) == config
+
+
+def test_the_printed_recipe_is_a_recipe() -> None:
+    config = load_config(
+        None, ["model.path='a: b'", "ppo.optimizer.learning_rate=3e-7", "data.datasets=[{path: a}, {path: b}]"]
+    )
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("section", sorted(sections(Config), key=lambda section: section.__name__))
+def test_every_key_says_what_it_is(section: type[BaseModel]) -> None:
+    undescribed = [name for name, field in section.model_fields.items() if not field.description]
+    assert not undescribed
