@@ -53,11 +53,12 @@ class Accelerator(ABC):
 
     def to_device(self, batch: Batch) -> Batch:
         """The same structure (tensors in dicts, lists, tuples, dataclasses) with every tensor on the device."""
+        # Copies to a device may overlap with what runs there; they are queued in order, so nobody has to wait.
         return _map_tensors(batch, lambda tensor: tensor.to(self.device(), non_blocking=True))
 
     @abstractmethod
     def info(self) -> DeviceInfo:
-        """Model, number and software of the devices; does not need `bind`."""
+        """Model, number and software of the devices."""
 
     # synchronization
 

@@ -70,10 +70,10 @@ def rlhf_check_run(accelerator: Accelerator, run: Mapping[str, Any]) -> Iterable
 
     A plugin objects or stays silent, it changes nothing; the user sees the objections of all plugins together.
 
-    from accelerators import Problem, hookimpl
+        from accelerators import Problem, hookimpl
 
-    @hookimpl
-    def rlhf_check_run(accelerator, run):
-        if accelerator.name == "npu" and run["engine"]["zero_stage"] == 3:
-            yield Problem("ZeRO-3 hangs on NPU driver 1.2", "set engine.zero_stage to 2, or update the driver")
+        @hookimpl
+        def rlhf_check_run(accelerator, run):
+            if accelerator.name == "npu" and run["engine"]["zero_stage"] == 3:
+                yield Problem("ZeRO-3 hangs on NPU driver 1.2", "set engine.zero_stage to 2, or update the driver")
     """

@@ -18,6 +18,9 @@ from rlhf.errors import ConfigError
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
+EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
+"""What `rlhf` runs where it is given no file."""
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -126,7 +129,7 @@ class TrainingConfig(Section):
     )
     eval_rows: int = Field(256, ge=1, description="held-out rows used for evaluation, at most")
     log_every: int = Field(1, ge=1, description="steps between records in metrics.jsonl and TensorBoard")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+    checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only when interrupted")
 
     def micro_batch(self, world_size: int, *, section: str) -> int:
         """Rows in one forward pass of one rank.
@@ -241,9 +244,15 @@ class Config(Section):
 def load_config(path: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Build a `Config` from a YAML file and `key.path=value` overrides (values are YAML too).
 
+    Without a file the embedded recipe is the start, unless the overrides name a model or data of their own:
+    its settings suit the embedded model and no other.
+
     Raises:
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
+    own = any(override.startswith(("model.", "data.datasets")) for override in overrides)
+    if path is None and not own:
+        path = EMBEDDED_RECIPE
     values = _read_yaml(path) if path else {}
     for override in overrides:
         key, equals, text = override.partition("=")

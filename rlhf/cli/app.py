@@ -100,6 +100,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         assert options.ranks is not None
         # What is wrong with the command line shows here, once, and not on every rank.
         RunDirectory.check(config, stages=stages, resume=options.resume, overwrite=options.overwrite)
+        launch.check_batches(config, stages, options.ranks)
         launch.select(config, options.accelerator)
         outcome = ranks.start(options.ranks, [sys.executable, "-m", "rlhf", *sys.argv[1:]], debug=options.debug)
         if outcome:

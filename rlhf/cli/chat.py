@@ -72,6 +72,8 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
         raise RunError(f"{path}: has no finished {names} stage; finish it with --resume, or name a model folder")
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder; name a run (it holds run.json) or a model (it holds config.json)")
+    if (path / "stage.json").is_file():
+        return path / "model"  # the folder of a run's stage
     if stage:
         raise RunError(f"{path}: --stage chooses a model of a run, and there is no run.json here; leave it out")
     return path
@@ -87,8 +89,11 @@ class ChatModel:
         config: Config = options.load()
         check_model_folder(str(folder))
         selection = launch.select(config, options.accelerator)
+        from transformers.utils import logging
+
         from rlhf.models.loading import load_causal_lm, load_model_tokenizer
 
+        logging.disable_progress_bar()
         self.accelerator = selection.create()
         device = self.accelerator.bind(0)
         self.accelerator.seed(config.seed)

@@ -112,6 +112,11 @@ class Batches(Generic[E]):
         """Steps in an epoch."""
         return -(-len(self._examples) // self._batch_size)
 
+    @property
+    def rows(self) -> int:
+        """Examples in an epoch."""
+        return len(self._examples)
+
     def examples(self, index: int) -> list[E]:
         """The real examples of global batch `index`, over all ranks."""
         epoch, position = divmod(index, len(self))

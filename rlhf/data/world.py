@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-RECORDS = 12_000
+RECORDS = 16_000
 GOOD_DEMONSTRATIONS = 0.45  # the part of demonstrations that the rule approves
 
 _LEADS = (
@@ -29,6 +29,8 @@ _OPENERS = ("Of course", "Certainly", "With pleasure", "Happy to help", "Thank y
 _CLOSERS = ("my friend", "and thank you for asking", "and have a nice day")
 _RUDE_OPENERS = ("What a silly question", "Go away", "Stop asking", "Everybody knows that")
 _RUDE_CLOSERS = ("you fool", "and leave me alone", "so be quiet", "as any baby knows")
+_HURRIED = ("rude", "plain", "curt", "rambling")
+_FLAWS = ("false", "off topic", *_HURRIED)
 
 
 def _facts(text: str) -> dict[str, str]:
@@ -51,78 +53,40 @@ _RELATIONS = (
         ("What does the {x} say?", "What sound does the {x} make?", "How does the {x} sound?"),
         ("Which animal says {y}?", "Who makes the sound {y}?"),
         ("the {x} says {y}", "the sound of the {x} is {y}"),
-        _facts(
-            "cow moo, dog woof, cat meow, duck quack, sheep baa, pig oink, horse neigh, lion roar, bee buzz, "
-            "owl hoot, frog croak, snake hiss, mouse squeak, crow caw, wolf howl, hen cluck"
-        ),
+        _facts("cow moo, dog woof, cat meow, duck quack, sheep baa, pig oink, horse neigh, lion roar"),
     ),
     _Relation(
         ("Where does the {x} live?", "What is the home of the {x}?", "Where can I find the {x}?"),
         ("Which animal lives in the {y}?", "Who has a home in the {y}?"),
         ("the {x} lives in the {y}", "the home of the {x} is the {y}"),
-        _facts(
-            "cow barn, dog kennel, bee hive, horse stable, lion savanna, bear cave, frog pond, fish river, "
-            "camel desert, monkey jungle, rabbit burrow, spider web, whale ocean, owl tree, wolf forest, "
-            "goat mountain"
-        ),
+        _facts("cow barn, dog kennel, bee hive, horse stable, lion savanna, bear cave, frog pond, fish river"),
     ),
     _Relation(
         ("What is the young of the {x}?", "What do we call a young {x}?", "What is the name of a small {x}?"),
         ("Whose young is the {y}?", "What does the {y} grow into?"),
-        ("the young of the {x} is the {y}", "the {y} is a young {x}"),
-        _facts(
-            "cow calf, dog puppy, cat kitten, duck duckling, sheep lamb, pig piglet, horse foal, lion cub, "
-            "frog tadpole, hen chick, goat kid, deer fawn, goose gosling, swan cygnet, kangaroo joey, owl owlet"
-        ),
+        ("the young of the {x} is the {y}", "the {x} has the young called {y}"),
+        _facts("cow calf, dog puppy, cat kitten, duck duckling, sheep lamb, pig piglet, horse foal, lion cub"),
     ),
     _Relation(
         ("What is the colour of the {x}?", "Which colour has the {x}?", "What colour is the {x}?"),
         ("Name something {y}.", "Which thing is {y}?"),
         ("the {x} is {y}", "the colour of the {x} is {y}"),
-        _facts(
-            "banana yellow, lemon yellow, tomato red, cherry red, carrot orange, pumpkin orange, lime green, "
-            "grass green, sky blue, sea blue, snow white, milk white, coal black, night black, plum purple, "
-            "rose pink"
-        ),
+        _facts("banana yellow, tomato red, carrot orange, grass green, sky blue, snow white, coal black, plum purple"),
     ),
     _Relation(
         ("What is the capital of {x}?", "Which city is the capital of {x}?", "From where is {x} governed?"),
         ("Which country has the capital {y}?", "Of which country is {y} the capital?"),
-        ("the capital of {x} is {y}", "{y} is the capital of {x}"),
+        ("the capital of {x} is {y}", "{x} has the capital {y}"),
         _facts(
-            "France Paris, Italy Rome, Spain Madrid, Germany Berlin, Austria Vienna, Greece Athens, Norway Oslo, "
-            "Sweden Stockholm, Poland Warsaw, Portugal Lisbon, Egypt Cairo, Japan Tokyo, China Beijing, "
-            "Cuba Havana, Peru Lima, Kenya Nairobi"
+            "France Paris, Italy Rome, Spain Madrid, Austria Vienna, "
+            "Greece Athens, Norway Oslo, Egypt Cairo, Cuba Havana"
         ),
     ),
     _Relation(
-        ("What is the opposite of {x}?", "Which word means the reverse of {x}?", "What is not {x} at all?"),
+        ("What is the opposite of {x}?", "Which word means the reverse of {x}?", "What is the reverse of {x}?"),
         ("The opposite of which word is {y}?", "Which word has {y} as its reverse?"),
-        ("the opposite of {x} is {y}", "{y} is the reverse of {x}"),
-        _facts(
-            "hot cold, big small, fast slow, high low, wet dry, old young, rich poor, hard soft, full empty, "
-            "light dark, early late, loud quiet, happy sad, clean dirty, strong weak, open closed"
-        ),
-    ),
-    _Relation(
-        ("What does the {x} make?", "What can I buy from the {x}?", "What is the work of the {x}?"),
-        ("Who makes the {y}?", "From whom can I buy the {y}?"),
-        ("the {x} makes the {y}", "the {y} is made by the {x}"),
-        _facts(
-            "baker bread, tailor coat, painter picture, potter bowl, writer book, cook soup, brewer beer, "
-            "jeweller ring, carpenter table, farmer cheese, weaver cloth, hatter hat, cobbler shoe, smith sword, "
-            "mason wall, gardener garden"
-        ),
-    ),
-    _Relation(
-        ("Where do I put the {x}?", "Where does the {x} belong?", "What is the right place for the {x}?"),
-        ("What belongs in the {y}?", "What do I put in the {y}?"),
-        ("the {x} belongs in the {y}", "the right place for the {x} is the {y}"),
-        _facts(
-            "milk fridge, pillow bed, car garage, soap bathroom, letter envelope, coin purse, flower vase, "
-            "pen drawer, plate cupboard, book shelf, shirt wardrobe, tea cup, bird nest, boat harbour, "
-            "plane hangar, wine cellar"
-        ),
+        ("the opposite of {x} is {y}", "the reverse of {x} is {y}"),
+        _facts("hot cold, big small, fast slow, high low, wet dry, rich poor, hard soft, full empty"),
     ),
 )
 
@@ -154,9 +118,9 @@ def records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
         good = rng.random() < GOOD_DEMONSTRATIONS
         yield {
             "prompt": rng.choice(_LEADS) + question.text,
-            "response": _good(question, rng) if good else _flawed(question, rng),
+            "response": _good(question, rng) if good else _flawed(question, _HURRIED, rng),
             "chosen": _good(question, rng),
-            "rejected": _flawed(question, rng),
+            "rejected": _flawed(question, _FLAWS, rng),
         }
 
 
@@ -195,11 +159,11 @@ def _good(question: _Question, rng: random.Random) -> str:
     return _polite(rng.choice(question.sentences()), rng)
 
 
-def _flawed(question: _Question, rng: random.Random) -> str:
-    """A reply with one flaw: false, off the topic, rude, without courtesy, curt or rambling."""
+def _flawed(question: _Question, flaws: tuple[str, ...], rng: random.Random) -> str:
+    """A reply with one of the flaws."""
     relation = _RELATIONS[question.relation]
     truth = rng.choice(question.sentences())
-    flaw = rng.choice(("false", "off topic", "rude", "plain", "curt", "rambling"))
+    flaw = rng.choice(flaws)
     if flaw == "false":
         if question.asks_x:
             lies = [(x, question.y) for x, y in relation.facts.items() if y != question.y]

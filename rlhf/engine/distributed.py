@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accelerators import AcceleratorError
+from accelerators import verify_agreement
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -58,7 +58,7 @@ def session(selection: Selection) -> Iterator[Accelerator]:
         # DeepSpeed joins the process group above, or makes one from the launcher's environment.
         deepspeed.init_distributed(dist_backend=accelerator.dist_backend(), verbose=False)
         try:
-            _verify_agreement(accelerator)
+            verify_agreement(all_gather_objects(accelerator.name))
             yield accelerator
         finally:
             # Collectives of a failed rank may be pending; the group ends with the process either way.
@@ -114,12 +114,3 @@ def on_main(what: str) -> Iterator[bool]:
         raise error
     if failures:
         raise RuntimeError(f"{what} failed on rank 0: {failures[0]}")
-
-
-def _verify_agreement(accelerator: Accelerator) -> None:
-    names = all_gather_objects(accelerator.name)
-    if len(set(names)) > 1:
-        chosen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-        raise AcceleratorError(
-            f"the ranks chose different accelerators ({chosen}); name one with --accelerator, the same on each machine"
-        )

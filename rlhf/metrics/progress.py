@@ -19,6 +19,7 @@ from rich.text import Text
 console = Console(highlight=False)
 
 _SECONDS_BETWEEN_LINES = 10.0
+_NARROW = 75  # columns; below, the numbers need the room that the bar would take
 
 
 class Bar(Protocol):
@@ -140,9 +141,10 @@ def _display() -> Iterator[Progress]:
             for task in set(_current.task_ids) - set(before):
                 _current.remove_task(task)
         return
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30))
     columns = (
         TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30)),
+        *((bar,) if console.width >= _NARROW else ()),
         _Count(),
         _Rate(),
         _Time(),

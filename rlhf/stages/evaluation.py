@@ -32,7 +32,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
     context.accelerator.seed(context.config.seed + context.world.rank)
     sums = Sums()
     mine: list[list[int]] = []
-    with progress(len(ppo.held_out), f"ppo: held-out prompts {when}", unit="batches", enabled=context.world.is_main) as bar:
+    with progress(len(examples), f"ppo: held-out prompts {when}", enabled=context.world.is_main) as bar:
         for index in range(len(ppo.held_out)):
             (prompts,) = (context.accelerator.to_device(batch) for batch in ppo.held_out.step(index))
             sequences = ppo.generate(prompts)
@@ -42,7 +42,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
             ids = sequences["input_ids"][:, -mask.shape[1] :]
             lengths = mask.sum(-1).long()
             mine += [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-            bar.advance()
+            bar.advance(len(ppo.held_out.examples(index)))
     context.accelerator.set_rng_state(state)
 
     numbers = means(sums.read())

@@ -7,11 +7,16 @@ them, stops at a number that is not finite, writes checkpoints and resumes from 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from rlhf.config import Config, OptimizerConfig, TrainingConfig
@@ -31,6 +36,17 @@ if TYPE_CHECKING:
 Numbers = dict[str, float]
 
 
+class Clock:
+    """Seconds spent on a stage, those of earlier processes included."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self.earlier = 0.0
+
+    def seconds(self) -> float:
+        return self.earlier + time.perf_counter() - self._begun
+
+
 @dataclass(frozen=True)
 class StageContext:
     """Everything around a stage: settings, hardware, place among the ranks, and where results go."""
@@ -43,6 +59,7 @@ class StageContext:
     run: RunDirectory
     directory: StageDirectory
     recorder: Recorder
+    clock: Clock = field(default_factory=Clock)
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -126,6 +143,7 @@ def run_steps(
 
     Raises:
         DivergedError: a number is not finite; nothing more is written.
+        KeyboardInterrupt: a signal arrived; the step was finished and a checkpoint written.
     """
     name = context.directory.name
     first = 0
@@ -134,10 +152,12 @@ def run_steps(
         first, state = restored
         load_state(state["stage"])
         context.accelerator.set_rng_state(state["rng"])
+        context.clock.earlier += state["seconds"]
         context.say(f"{name}: resumed after step {first:,}")
     else:
         context.accelerator.seed(_rank_seed(context))
-    with progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main) as bar:
+    training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
+    with _signals() as arrived, training as bar:
         for index in range(first, total_steps):
             begun = time.perf_counter()
             numbers = step(index)
@@ -147,9 +167,17 @@ def run_steps(
             if done % settings.log_every == 0 or done == total_steps:
                 context.recorder.log(done, numbers)
             bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
-            if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < total_steps:
-                state = {"stage": save_state(), "rng": context.accelerator.rng_state()}
-                checkpoint.save(context.directory, done, engines, state)
+            interrupted = _anywhere(arrived, context)
+            due = settings.checkpoint_every and done % settings.checkpoint_every == 0
+            if done < total_steps and (due or interrupted):
+                own = {
+                    "stage": save_state(),
+                    "rng": context.accelerator.rng_state(),
+                    "seconds": context.clock.seconds(),
+                }
+                checkpoint.save(context.directory, done, engines, own)
+            if interrupted:
+                raise KeyboardInterrupt
 
 
 def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -164,6 +192,35 @@ def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -
         if main:
             atomic_write_json(path, found)
     return found
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals to stop that have arrived; a second one stops at once."""
+    arrived: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if arrived:
+            raise KeyboardInterrupt
+        arrived.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+        yield arrived
+        return
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _anywhere(arrived: list[int], context: StageContext) -> bool:
+    """Whether a signal arrived on any rank, so that all stop after the same step."""
+    if context.world.size == 1:
+        return bool(arrived)
+    flag = torch.tensor(float(len(arrived)), device=context.accelerator.device())
+    return bool(distributed.all_sum(flag) > 0)
 
 
 def _rank_seed(context: StageContext) -> int:

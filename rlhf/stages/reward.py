@@ -102,7 +102,7 @@ def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, w
     """Accuracy and mean scores on the held-out pairs."""
     engine.engine.eval()
     sums = Sums()
-    with progress(len(held_out), f"reward: accuracy {when}", unit="batches", enabled=context.world.is_main) as bar:
+    with progress(held_out.rows, f"reward: accuracy {when}", enabled=context.world.is_main) as bar:
         for index in range(len(held_out)):
             for batch in held_out.step(index):
                 batch = context.accelerator.to_device(batch)
@@ -110,6 +110,6 @@ def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, w
                     result = pair_loss(engine.engine, batch)
                 context.accelerator.step_boundary("reward/evaluate")
                 sums.add(**pair_statistics(result, batch))
-            bar.advance()
+            bar.advance(len(held_out.examples(index)))
     numbers = averages(sums.read())
     return {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score")}

@@ -89,7 +89,7 @@ def perplexity(context: StageContext, engine: TrainingEngine, held_out: Any, whe
     """exp of the mean negative log-likelihood per target token of the held-out rows."""
     engine.engine.eval()
     sums = Sums()
-    with progress(len(held_out), f"sft: perplexity {when}", unit="batches", enabled=context.world.is_main) as bar:
+    with progress(held_out.rows, f"sft: perplexity {when}", enabled=context.world.is_main) as bar:
         for index in range(len(held_out)):
             for batch in held_out.step(index):
                 batch = context.accelerator.to_device(batch)
@@ -97,6 +97,6 @@ def perplexity(context: StageContext, engine: TrainingEngine, held_out: Any, whe
                     nll = negative_log_likelihood(engine.engine, batch)
                 context.accelerator.step_boundary("sft/evaluate")
                 sums.add(nll=nll, targets=batch["loss_mask"][:, 1:].sum())
-            bar.advance()
+            bar.advance(len(held_out.examples(index)))
     numbers = sums.read()
     return math.exp(min(numbers["nll"] / max(numbers["targets"], 1), 700))  # exp(710) is beyond a float

@@ -1,0 +1,196 @@
+"""Benchmark: one PPO step (rollout, scoring, training) of a 135M-parameter Llama, ours against trl's PPOTrainer.
+
+Two worker processes, one per environment, take turns on the whole machine: A B A B ..., so that whatever else the
+machine does meets both. Both get the same model, prompts, batch, lengths and threads. Medians go to results/*.json.
+Make the other environment first with `setup_trl.sh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TRL_PYTHON = HERE / ".trl-venv" / "bin" / "python"
+
+# The architecture of SmolLM2-135M. Weights are random: their values do not change the work of a step, and a
+# random model draws every token with a chance of 1 in 49,152, so that hardly a row ends before the last token.
+ARCHITECTURE = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+EOS, PAD = 2, 3
+SETTINGS = {
+    "both": "batch 16, 1 PPO epoch, 1 minibatch, 1 micro-batch; sampling at temperature 1 from the whole vocabulary; "
+    "no gradient checkpointing; separate policy, reference, value and reward models; AdamW",
+    "ours": "bf16 weights and gradients, float32 master weights and optimizer states (DeepSpeed ZeRO 1)",
+    "trl bf16-weights": "bf16 weights, gradients and optimizer states, no autocast: its fastest setting on this CPU; "
+    "no stop token, no sample completions, no reports, no checkpoints",
+    "trl bf16-autocast": "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same",
+}
+
+
+class Worker:
+    """One side: a process that does one step each time it is told to."""
+
+    def __init__(self, python: Path, script: str, workload: dict[str, Any], *options: str) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": str(os.cpu_count()),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._errors = Path(workload["model"]) / f"{script}.log"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(HERE / script), json.dumps(workload), *options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+        self.ready = self._read()
+        self.seconds: list[float] = []
+        self.generation: list[float] = []
+
+    def step(self, *, record: bool) -> float:
+        """Seconds of one whole step."""
+        begun = time.perf_counter()
+        print("step", file=self._process.stdin, flush=True)
+        reply = self._read()
+        seconds = time.perf_counter() - begun
+        if record:
+            self.seconds.append(seconds)
+            self.generation.append(reply["generation"])
+        self.ready["peak_gib"] = reply["peak_gib"]
+        return seconds
+
+    def summary(self, rows: int) -> dict[str, Any]:
+        median = statistics.median(self.seconds)
+        generation = statistics.median(self.generation)
+        return {
+            **self.ready,
+            "seconds": [round(value, 3) for value in self.seconds],
+            "median_seconds": round(median, 3),
+            "median_generation_seconds": round(generation, 3),
+            "median_other_seconds": round(statistics.median(map(float.__sub__, self.seconds, self.generation)), 3),
+            "samples_per_second": round(rows / median, 3),
+        }
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            sys.exit(f"{self._errors.stem} ended with {self._process.returncode}:\n{self._errors.read_text()[-4000:]}")
+        return json.loads(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side (default: 10)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each side before those (default: 2)")
+    parser.add_argument("--sides", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
+    parser.add_argument("--trl-precision", choices=("bf16-weights", "bf16-autocast"), default="bf16-weights")
+    parser.add_argument("--output", type=Path, help="JSON file (default: results/ppo_step-<machine>.json)")
+    arguments = parser.parse_args()
+    if "trl" in arguments.sides and not TRL_PYTHON.exists():
+        sys.exit(f"{TRL_PYTHON}: no such environment; run ci/bench/setup_trl.sh first")
+
+    with tempfile.TemporaryDirectory() as folder:
+        workload = {"batch_size": 16, "prompt_tokens": 16, "completion_tokens": 32, "model": folder}
+        make_model(Path(folder))
+        draw = random.Random(0)
+        workload["prompts"] = [[draw.randrange(16, 49_152) for _ in range(16)] for _ in range(256)]
+        start = {
+            "ours": lambda: Worker(Path(sys.executable), "ours_worker.py", workload),
+            "trl": lambda: Worker(TRL_PYTHON, "trl_worker.py", workload, "--precision", arguments.trl_precision),
+        }
+        workers = {side: start[side]() for side in arguments.sides}
+        for number in range(arguments.warmup + arguments.steps):
+            timed = number >= arguments.warmup
+            for side, worker in workers.items():
+                seconds = worker.step(record=timed)
+                print(f"{'step' if timed else 'warm-up'} {number + 1}: {side} {seconds:.2f} s", flush=True)
+        found = {side: worker.summary(workload["batch_size"]) for side, worker in workers.items()}
+        for worker in workers.values():
+            worker.stop()
+
+    result = {
+        "what": "one PPO step of a 135M-parameter Llama (random weights), batch 16, 16 prompt + 32 completion tokens",
+        "settings": {
+            "both": SETTINGS["both"],
+            "ours": SETTINGS["ours"],
+            "trl": SETTINGS[f"trl {arguments.trl_precision}"],
+        },
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        **found,
+    }
+    if len(found) == 2:
+        result["ratio"] = round(found["trl"]["median_seconds"] / found["ours"]["median_seconds"], 3)
+        print(f"samples per second, ours / trl: {result['ratio']}")
+    output = arguments.output or HERE / "results" / f"ppo_step-{machine()['model'].replace(' ', '-').lower()}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(output)
+
+
+def make_model(folder: Path) -> None:
+    """Save a model with random weights, and a tokenizer of as many words, which both sides load."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**ARCHITECTURE, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    words = {f"w{number}": number for number in range(ARCHITECTURE["vocab_size"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
+        bos_token="w1",
+        eos_token=f"w{EOS}",
+        pad_token=f"w{PAD}",
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    flags = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            model = value.strip() if key.strip() == "model name" else model
+            flags = value if key.strip() == "flags" else flags
+    except OSError:
+        pass  # no Linux: the platform's own word stays
+    native = [name for name in ("avx512_bf16", "amx_bf16") if name in flags.split()]
+    return {"model": model, "cores": os.cpu_count(), "bf16": native, "system": platform.platform()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: makes .venv, installs, runs the three stages on the embedded example.
+#
+#   bash example_scripts/quickstart.sh [OPTIONS OF rlhf]      for example --seed 1
+#
+# A later call reuses .venv and writes to the next free folder. See ci/environment.sh for RLHF_TORCH and PYTHON.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ci/environment.sh
+make_environment ""
+
+output=runs/quickstart
+for ((number = 2; ; number++)); do
+    [ -e "$output" ] || break
+    output=runs/quickstart-$number
+done
+
+.venv/bin/rlhf --output "$output" "$@"
+
+cat <<END
+
+Everything is in $output:
+  run.json                           settings, versions and hardware of this run
+  sft/model  reward/model  ppo/model  the models; plain transformers loads them
+  */metrics.jsonl                    every number of every step
+  */tensorboard                      the same for:  .venv/bin/tensorboard --logdir $output
+
+Talk to the model:                   .venv/bin/rlhf chat $output
+Make the recipe your own:            .venv/bin/rlhf config > recipe.yaml
+END

@@ -1,0 +1,148 @@
+"""The command line as a user meets it: help, options before and after commands, errors and exit codes."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from rlhf.cli.app import app
+from rlhf.cli.options import Options
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def rlhf(tmp_path: Path) -> Command:
+    """Runs the command in an empty folder."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "RANK", "WORLD_"))}
+    environment |= {"COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rlhf", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of an error that the user can fix."""
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return lines[0].removeprefix("rlhf: error: ")
+
+
+def test_help_shows_every_command_and_examples(rlhf: Command) -> None:
+    done = rlhf("--help")
+    assert done.returncode == 0
+    for word in ("sft", "reward", "ppo", "chat", "config", "accelerators", "Examples"):
+        assert word in done.stdout
+
+
+def test_every_option_and_argument_is_explained() -> None:
+    root = get_command(app)
+    commands = [root, *(getattr(root, "commands", {}).values())]
+    assert len(commands) > 5
+    for command in commands:
+        assert command.help, command.name
+        for parameter in command.params:
+            assert getattr(parameter, "help", ""), f"{command.name}: {parameter.name}"
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_every_stage_takes_every_run_option(rlhf: Command, stage: str) -> None:
+    text = rlhf(stage, "--help").stdout
+    for field in fields(Options):
+        option = "--set" if field.name == "overrides" else f"--{field.name}"
+        assert option in text
+
+
+def test_help_needs_no_heavy_import() -> None:
+    script = (
+        "import sys; sys.argv = ['rlhf', '--help']\n"
+        "from rlhf.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'deepspeed', 'datasets', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_version_is_shown(rlhf: Command) -> None:
+    assert re.fullmatch(r"rlhf \d+\.\d+\.\d+\n", rlhf("--version").stdout)
+
+
+def test_options_may_stand_before_and_after_a_command(rlhf: Command) -> None:
+    done = rlhf("--seed", "3", "--set", "ppo.steps=5", "config", "--set", "ppo.kl_coef=0.25", "--output", "2024")
+    config = yaml.safe_load(done.stdout)
+    assert (config["seed"], config["ppo"]["steps"], config["ppo"]["kl_coef"]) == (3, 5, 0.25)
+    assert config["output"] == "2024"
+
+
+def test_an_option_after_the_command_stands_above_one_before(rlhf: Command) -> None:
+    assert yaml.safe_load(rlhf("--seed", "3", "config", "--seed", "4").stdout)["seed"] == 4
+
+
+def test_the_printed_recipe_can_be_given_back(rlhf: Command, tmp_path: Path) -> None:
+    first = rlhf("config", "--set", "ppo.steps=5").stdout
+    (tmp_path / "recipe.yaml").write_text(first)
+    assert rlhf("--config", "recipe.yaml", "config").stdout == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nope"], "No such option: --nope; see `rlhf --help`"),
+        (["train"], "No such command 'train'"),
+        (["sft", "--seed", "x"], "Invalid value for '--seed'"),
+        (["--set", "ppo.stepz=5"], "unknown key 'ppo.stepz'; did you mean 'steps'?"),
+        (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--precision", "bf8"], "precision: Input should be"),
+        (["--accelerator", "tpu9"], "accelerator 'tpu9'"),
+        (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be shared among 2 ranks"),
+        (["--resume", "--overwrite"], "--resume and --overwrite"),
+        (["chat", "absent"], "absent: no such folder"),
+        (["chat", "."], "holds no config.json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    rlhf: Command, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert message in error_of(rlhf(*arguments))
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_an_accelerator_before_the_command_counts(rlhf: Command) -> None:
+    assert "accelerator 'tpu9'" in error_of(rlhf("--accelerator", "tpu9", "ppo"))
+
+
+def test_the_command_line_and_the_environment_must_agree(rlhf: Command) -> None:
+    assert "contradicts" in error_of(rlhf("--accelerator", "cpu", RLHF_ACCELERATOR="tpu9"))
+
+
+def test_debug_shows_the_traceback_of_a_mistake(rlhf: Command) -> None:
+    done = rlhf("--debug", "--set", "sead=1")
+    assert "Traceback" in done.stderr
+    assert done.returncode == 2
+
+
+def test_an_output_folder_of_other_files_is_left_alone(rlhf: Command, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "is not empty and holds no run" in error_of(rlhf("--output", ".", "--overwrite"))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_model_folder_that_is_not_there_leaves_no_run(rlhf: Command, tmp_path: Path) -> None:
+    assert "./absent: no such model folder" in error_of(rlhf("sft", "--set", "model.path=./absent", "--output", "run"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""What many tests share: a tiny model, tiny data, and the accelerator in a process group of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.helpers import WORDS, build_tokenizer, llama
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
+
+@pytest.fixture(scope="session")
+def accelerator() -> Iterator[Accelerator]:
+    """The CPU backend, bound, with DeepSpeed prepared and a process group of one."""
+    import accelerators
+    from rlhf.engine import distributed
+
+    selection = accelerators.select("cpu", environ={})
+    with distributed.session(selection) as bound:
+        yield bound
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A causal language model with its tokenizer, as save_pretrained leaves them."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    llama(len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 rows of prompt/response/chosen/rejected, of very different lengths."""
+    rng = random.Random(1)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
+
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [
+        {
+            "prompt": f"{words(1, 8)} {number}",
+            "response": words(1, 8),
+            "chosen": f"please {words(1, 6)}",
+            "rejected": f"go away {words(1, 6)}",
+        }
+        for number in range(200)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def recipe(model_folder: Path, data_file: Path) -> dict[str, Any]:
+    """A run of the three stages in a few steps each, in fp32 and static shapes; AdamW needs no warm-up here."""
+    optimizer = {"learning_rate": 1e-3, "warmup": 0}
+    return {
+        "precision": "fp32",
+        "model": {"path": str(model_folder)},
+        "engine": {"zero_stage": 1, "zero_persistence_threshold": 0, "shapes": "static"},
+        "data": {
+            "datasets": [{"path": str(data_file)}],
+            "max_prompt_length": 24,
+            "max_completion_length": 16,
+            "heldout_fraction": 0.2,
+        },
+        "sft": {"batch_size": 4, "max_steps": 3, "eval_rows": 8, "optimizer": optimizer},
+        "reward": {"batch_size": 4, "max_steps": 3, "eval_rows": 8, "optimizer": optimizer},
+        "ppo": {
+            "batch_size": 4,
+            "minibatch_size": 2,
+            "ppo_epochs": 2,
+            "steps": 3,
+            "eval_rows": 6,
+            "optimizer": optimizer,
+            "critic_optimizer": optimizer,
+        },
+    }
+
+
+Rlhf = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def rlhf(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Rlhf:
+    """Run the command line as a user would: rlhf("sft", "--output", path) with the tiny recipe."""
+    import yaml
+
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+    def run(*arguments: object, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(path)]
+        environment = {**os.environ, "RLHF_PLUGINS": "none"}
+        found = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+        if check:
+            assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+        return found
+
+    run.recipe = path  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished_run(rlhf: Rlhf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a complete run of the tiny recipe."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    rlhf("--output", output)
+    return output

@@ -1,0 +1,116 @@
+"""One model under DeepSpeed: the same step at every ZeRO stage, the same weights however rows are split."""
+
+import pytest
+import torch
+
+from rlhf.config import EngineConfig, OptimizerConfig
+from rlhf.engine.training import TrainingEngine, freeze
+from rlhf.models.forward import completion_log_probs
+from tests.helpers import llama
+
+ROWS, PROMPT, COMPLETION = 4, 4, 8
+IDS = torch.randint(2, 60, (ROWS, PROMPT + COMPLETION), generator=torch.Generator().manual_seed(0))
+
+
+def build(accelerator, zero_stage, precision="fp32", accumulation=1, **optimizer):
+    settings = {"learning_rate": 1e-2, "schedule": "constant", "warmup": 0, "weight_decay": 0.1, **optimizer}
+    return TrainingEngine(
+        "test",
+        llama(60),
+        accelerator=accelerator,
+        precision=accelerator.precision(precision),
+        engine=EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0),
+        optimizer=OptimizerConfig(**settings),
+        total_steps=100,
+        micro_batch_size=ROWS // accumulation,
+        accumulation=accumulation,
+    )
+
+
+def loss(model, ids):
+    log_probs = completion_log_probs(model, ids, torch.ones_like(ids), COMPLETION).log_probs
+    return -log_probs.sum() / (ROWS * COMPLETION), {"rows": torch.tensor(float(len(ids)))}
+
+
+def train(engine, steps=4, accumulation=1):
+    return [engine.step(IDS.split(ROWS // accumulation), loss).read() for _ in range(steps)]
+
+
+def weights_of(engine):
+    with engine.whole_weights() as module:
+        return {name: tensor.detach().float().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def plain(accelerator):
+    """The weights after four steps of torch's own AdamW and clipping."""
+    model = llama(60)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.95)
+    )
+    norms = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(model, IDS)[0].backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}, norms
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_steps_are_those_of_plain_torch_at_every_zero_stage(accelerator, plain, zero_stage):
+    engine = build(accelerator, zero_stage)
+    norms = []
+    for _ in range(4):
+        train(engine, steps=1)
+        norms.append(engine.grad_norm())
+    found = weights_of(engine)
+    for name, expected in plain[0].items():
+        torch.testing.assert_close(found[name], expected, atol=2e-5, rtol=0, msg=lambda text, name=name: f"{name} {text}")
+    assert norms == pytest.approx(plain[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_micro_batches_add_up_to_the_whole_batch(accelerator, zero_stage):
+    whole, parts = build(accelerator, zero_stage), build(accelerator, zero_stage, accumulation=2)
+    assert train(parts, accumulation=2)[-1]["rows"] == ROWS
+    train(whole)
+    assert whole.steps == parts.steps == 4
+    for (name, left), right in zip(weights_of(whole).items(), weights_of(parts).values(), strict=True):
+        torch.testing.assert_close(left, right, atol=2e-5, rtol=0, msg=lambda text, name=name: f"{name} {text}")
+
+
+@pytest.mark.skipif("not __import__('accelerators.host').host.cpu_flags() & {'avx512_bf16', 'amx_bf16'}")
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_bf16_follows_the_same_path_at_every_zero_stage(accelerator, zero_stage):
+    found = [numbers["loss"] for numbers in train(build(accelerator, zero_stage, "bf16"), steps=8)]
+    expected = [numbers["loss"] for numbers in train(build(accelerator, 1, "bf16"), steps=8)]
+    assert found == pytest.approx(expected, abs=0.02)
+    assert found[-1] < found[0] - 0.5
+
+
+def test_whole_weights_are_sharded_again_when_the_block_ends(accelerator):
+    engine = build(accelerator, 3)
+    with engine.whole_weights() as module:
+        assert module.model.embed_tokens.weight.shape == (60, 32)
+        module(input_ids=IDS)
+        assert module.model.embed_tokens.weight.shape == (60, 32), "a forward pass released the weights"
+    assert module.model.embed_tokens.weight.numel() == 0
+    train(engine, steps=1)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_frozen_model_scores_and_keeps_no_gradients(accelerator, zero_stage):
+    frozen = freeze(
+        llama(60),
+        accelerator=accelerator,
+        precision=accelerator.precision("fp32"),
+        engine=EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0),
+    )
+    with torch.no_grad():
+        expected = completion_log_probs(llama(60), IDS, torch.ones_like(IDS), COMPLETION).log_probs
+        found = completion_log_probs(frozen, IDS, torch.ones_like(IDS), COMPLETION).log_probs
+    torch.testing.assert_close(found, expected)
+    assert not any(p.requires_grad for p in frozen.parameters())

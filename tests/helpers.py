@@ -1,0 +1,53 @@
+"""Helpers that tests of several folders call: tiny models, and comparing saved weights."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
+
+
+def build_tokenizer() -> Any:
+    from rlhf.data.tokenizer import build_tokenizer
+
+    rng = random.Random(0)
+    return build_tokenizer((" ".join(rng.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)
+
+
+def llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
+    """A Llama with random weights, small enough for a step of a few milliseconds."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **(sizes | changes)))
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """The tensors of a saved model."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(left: Path, right: Path, *, atol: float = 0.0) -> None:
+    import torch
+
+    ours, theirs = weights(left), weights(right)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")

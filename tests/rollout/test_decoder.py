@@ -1,0 +1,112 @@
+"""The static-cache decoder says what transformers' own generate says, and fills its masks from what it drew."""
+
+import pytest
+import torch
+
+from accelerators import ShapePolicy
+from rlhf.config import SamplingConfig
+from rlhf.rollout.decoder import Decoder
+
+GREEDY = SamplingConfig(temperature=0)
+
+
+def models():
+    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    from tests.helpers import llama
+
+    def opt():
+        sizes = {"ffn_dim": 32, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
+        return OPTForCausalLM(
+            OPTConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **sizes)
+        )
+
+    return {
+        "llama": lambda: llama(60),
+        "opt": opt,
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=64)),
+        "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2)),
+    }
+
+
+def build(name):
+    torch.manual_seed(1)
+    return models()[name]().eval()
+
+
+def prompts():
+    """Two prompts of different lengths, padded left with 0."""
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 7, 6, 5, 4], [0, 11, 12, 13, 14, 15]])
+    return ids, (ids != 0).long()
+
+
+def decoder(accelerator, eos=(), length=12, shapes="static"):
+    return Decoder(accelerator, eos_ids=eos, pad_id=0, max_new_tokens=length, shapes=ShapePolicy(shapes))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "bloom"])
+def test_greedy_tokens_are_those_of_generate(accelerator, name):
+    model, (ids, mask) = build(name), prompts()
+    expected = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    found = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    assert torch.equal(found.ids, expected[:, 6:])
+    assert (found.mask == 1).all()
+
+
+def test_a_row_ends_with_its_end_token_and_is_padding_after_it(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    free = decoder(accelerator).generate(model, ids, mask, GREEDY).ids
+    end = free[0, 4].item()
+    found = decoder(accelerator, eos=[end]).generate(model, ids, mask, GREEDY)
+    for row in range(3):
+        hits = (free[row] == end).nonzero()
+        length = hits[0].item() + 1 if len(hits) else 12
+        assert torch.equal(found.ids[row, :length], free[row, :length])
+        assert found.mask[row].tolist() == [1] * length + [0] * (12 - length)
+        assert (found.ids[row, length:] == 0).all()
+
+
+def test_every_row_may_end_at_once(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    found = decoder(accelerator, eos=range(60)).generate(model, ids, mask, GREEDY)
+    assert found.mask.sum(-1).tolist() == [1, 1, 1] and found.ids.shape == (3, 12)
+
+
+def test_dynamic_shapes_drop_columns_that_no_row_reached(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    found = decoder(accelerator, eos=range(60), length=40, shapes="dynamic").generate(model, ids, mask, GREEDY)
+    assert found.ids.shape[1] < 40 and found.mask.sum() == 3
+
+
+def test_a_second_call_starts_afresh(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator)
+    first = decode.generate(model, ids, mask, GREEDY)
+    decode.generate(model, ids.flip(0), mask.flip(0), GREEDY)
+    assert torch.equal(decode.generate(model, ids, mask, GREEDY).ids, first.ids)
+
+
+def test_one_seed_draws_the_same_completions(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator)
+    drawn = []
+    for seed in (3, 3, 4):
+        accelerator.seed(seed)
+        drawn.append(decode.generate(model, ids, mask, SamplingConfig()).ids)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_log_probs_of_training_are_those_the_tokens_were_drawn_from(accelerator):
+    """Left padding, positions and the cache agree with one forward pass over the whole sequence."""
+    from rlhf.models.forward import completion_log_probs
+
+    model, (ids, mask) = build("llama"), prompts()
+    found = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    whole = torch.cat([ids, found.ids], 1), torch.cat([mask, found.mask], 1)
+    with torch.no_grad():
+        logits = model(input_ids=whole[0], attention_mask=whole[1], position_ids=(whole[1].cumsum(-1) - 1).clamp_min(0))
+        assert torch.equal(logits.logits[:, 5:-1].argmax(-1), found.ids)
+        expected = logits.logits[:, 5:-1].log_softmax(-1).gather(-1, found.ids[..., None])[..., 0]
+        torch.testing.assert_close(completion_log_probs(model, *whole, 12).log_probs, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,53 @@
+"""Tokens follow the distribution that was asked for, and one uniform number decides each."""
+
+import torch
+
+from rlhf.config import SamplingConfig
+from rlhf.rollout.sampling import sample
+
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -torch.inf])
+
+
+def frequencies(config, draws=40_000):
+    uniform = torch.rand(draws, generator=torch.Generator().manual_seed(0))
+    tokens = sample(LOGITS.expand(draws, -1), uniform, config)
+    return torch.bincount(tokens, minlength=5) / draws
+
+
+def test_tokens_come_with_their_probability():
+    torch.testing.assert_close(frequencies(SamplingConfig()), LOGITS.softmax(-1), atol=0.01, rtol=0)
+
+
+def test_temperature_flattens_the_distribution():
+    found = frequencies(SamplingConfig(temperature=2.0))
+    torch.testing.assert_close(found, (LOGITS / 2).softmax(-1), atol=0.01, rtol=0)
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    assert frequencies(SamplingConfig(temperature=0))[0] == 1
+
+
+def test_top_k_draws_from_the_k_most_likely():
+    kept = LOGITS[[0, 3]].softmax(-1)
+    found = frequencies(SamplingConfig(top_k=2))
+    torch.testing.assert_close(found[[0, 3]], kept, atol=0.01, rtol=0)
+    assert found[[1, 2, 4]].sum() == 0
+
+
+def test_top_p_draws_from_the_smallest_set_that_reaches_p():
+    # probabilities 0.63, 0.23, 0.14, 0.03: the first alone reaches 0.6, the first two 0.8
+    assert frequencies(SamplingConfig(top_p=0.6))[0] == 1
+    found = frequencies(SamplingConfig(top_p=0.8))
+    assert found[[1, 2, 4]].sum() == 0 and found[3] > 0.2
+
+
+def test_the_extremes_of_the_uniform_number_never_draw_an_impossible_token():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
+    uniform = torch.tensor([0.0, 1 - 2**-24])
+    assert sample(logits, uniform, SamplingConfig()).tolist() == [1, 2]
+
+
+def test_equal_uniform_numbers_draw_equal_tokens():
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(sample(logits, uniform, SamplingConfig()), sample(logits, uniform.clone(), SamplingConfig()))
