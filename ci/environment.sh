@@ -6,12 +6,12 @@
 
 make_environment() {
     local extras=$1 python=${PYTHON:-python3}
-    if ! command -v "$python" >/dev/null; then
-        echo "error: $python not found; install Python 3.10 or later, or name it: PYTHON=/path/to/python3" >&2
+    if ! "$python" -c '' 2>/dev/null; then
+        echo "error: $python cannot be run; install Python 3.10 or later, or name it: PYTHON=/path/to/python3" >&2
         return 2
     fi
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "error: $("$python" --version) is too old; install Python 3.10 or later, or name it: PYTHON=/path/to/python3" >&2
+        echo "error: $("$python" --version 2>&1) is too old; install 3.10 or later, or name it: PYTHON=/path/to/python3" >&2
         return 2
     fi
     if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then

@@ -20,11 +20,12 @@ done
 cat <<END
 
 Everything is in $output:
-  run.json                           settings, versions and hardware of this run
-  sft/model  reward/model  ppo/model  the models; plain transformers loads them
-  */metrics.jsonl                    every number of every step
-  */tensorboard                      the same for:  .venv/bin/tensorboard --logdir $output
+  run.json                   settings, versions and hardware of this run
+  sft/ reward/ ppo/
+    model/                   plain transformers loads it
+    metrics.jsonl            every number of every step
+    tensorboard/             the same for: .venv/bin/tensorboard --logdir $output
 
-Talk to the model:                   .venv/bin/rlhf chat $output
-Make the recipe your own:            .venv/bin/rlhf config > recipe.yaml
+Talk to the model:           .venv/bin/rlhf chat $output
+Make a recipe of your own:   .venv/bin/rlhf config > recipe.yaml
 END

@@ -92,13 +92,19 @@ def recognize(found: Collection[str], names: ColumnsConfig, source: str) -> Colu
         return named.get(field) or next((name for name in usual if name in found), None)
 
     prompt = first("prompt", *_PROMPT_COLUMNS)
+    response = first("response", *_RESPONSE_COLUMNS)
+    chosen, rejected, messages = first("chosen", "chosen"), first("rejected", "rejected"), first("messages", "messages")
+    if messages and (response or chosen) and "messages" not in named:
+        messages = None  # the conversation once more, beside the columns that say which reply is which
+    if messages and "prompt" not in named:
+        prompt = None  # its first message once more
     columns = Columns(
         prompt=prompt,
         input="input" if prompt == "instruction" and "input" in found else None,
-        response=first("response", *_RESPONSE_COLUMNS),
-        chosen=first("chosen", "chosen"),
-        rejected=first("rejected", "rejected"),
-        messages=first("messages", "messages"),
+        response=response,
+        chosen=chosen,
+        rejected=rejected,
+        messages=messages,
     )
     if (columns.chosen is None) != (columns.rejected is None):
         missing = "rejected" if columns.rejected is None else "chosen"
@@ -116,25 +122,25 @@ def parse(record: Mapping[str, Any], columns: Columns, source: str) -> Row:
     Raises:
         Rejected: the record is malformed or has no prompt.
     """
-    chosen = rejected = response = None
     prompt: tuple[Message, ...] = ()
+    response = chosen = rejected = None
     if columns.chosen and columns.rejected:
         prompt, chosen = _context_and_reply(record.get(columns.chosen))
         other, rejected = _context_and_reply(record.get(columns.rejected))
         if prompt != other:
             raise Rejected(MALFORMED)
         response = chosen
-    if columns.response:
-        response = _context_and_reply(record.get(columns.response))[1]
     is_conversation = bool(prompt)
     if not prompt and columns.prompt:
         value = record.get(columns.prompt)
-        prompt, is_conversation = _conversation(value), _is_conversation(value)
-        if columns.input and (more := _text(record.get(columns.input))):
-            prompt = (Message("user", f"{prompt[0].content}\n\n{more}"),) if prompt else ()
+        prompt, is_conversation = _open(_messages(value)), _is_conversation(value)
+        if prompt and columns.input and (more := _text(record.get(columns.input)).strip()):
+            prompt = (*prompt[:-1], Message("user", f"{prompt[-1].content}\n\n{more}"))
     elif not prompt and columns.messages:
-        prompt, response = _demonstration(record.get(columns.messages))
+        prompt, response = _demonstration(_messages(record.get(columns.messages)))
         is_conversation = True
+    if columns.response:
+        response = _context_and_reply(record.get(columns.response))[1]
     if not any(message.role == "user" and message.content.strip() for message in prompt):
         raise Rejected(EMPTY_PROMPT)
     text = transcript(prompt) if is_conversation else plain_prompt(prompt)
@@ -167,39 +173,40 @@ def _is_conversation(value: Any) -> bool:
     return not isinstance(value, str) or value.lstrip().startswith("Human:")
 
 
-def _conversation(value: Any) -> tuple[Message, ...]:
+def _messages(value: Any) -> tuple[Message, ...]:
     """Messages of a list of {role, content}, of a Human:/Assistant: transcript, or of a lone prompt."""
     if value is None:
         return ()
     if isinstance(value, str):
         return _turns(value) if _is_conversation(value) else (Message("user", value),)
     try:
-        messages = tuple(Message(_ROLES[turn["role"]], _text(turn["content"])) for turn in value)
+        return tuple(Message(_ROLES[turn["role"]], _text(turn["content"])) for turn in value)
     except (TypeError, KeyError, IndexError) as error:
         raise Rejected(MALFORMED) from error
-    return messages
 
 
 def _turns(text: str) -> tuple[Message, ...]:
-    """Messages of a Human:/Assistant: transcript; an assistant turn left open at its end is not one of them."""
     parts = _TURN.split(text.strip())[1:]
     named = zip(parts[::2], parts[1::2], strict=True)
-    turns = tuple(Message(_ROLES[name.lower()], content.strip()) for name, content in named)
-    return turns[:-1] if turns[-1] == Message("assistant", "") else turns
+    return tuple(Message(_ROLES[name.lower()], content.strip()) for name, content in named)
+
+
+def _open(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages without a last, empty turn of the assistant, which only asks for the reply."""
+    return messages[:-1] if messages and messages[-1] == Message("assistant", "") else messages
 
 
 def _context_and_reply(value: Any) -> tuple[tuple[Message, ...], str]:
     """(conversation before the reply if the column repeats it, the reply)."""
     if value is None or (isinstance(value, str) and not _is_conversation(value)):
         return (), _text(value).strip()
-    messages = _conversation(value)
+    messages = _messages(value)
     if not messages or messages[-1].role != "assistant":
         raise Rejected(MALFORMED)
     return messages[:-1], messages[-1].content.strip()
 
 
-def _demonstration(value: Any) -> tuple[tuple[Message, ...], str | None]:
+def _demonstration(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str | None]:
     """(conversation before the last assistant message, that message); without one, all of it is a prompt."""
-    messages = _conversation(value)
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=None)
     return (messages, None) if last is None else (messages[:last], messages[last].content.strip())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def read(source: str, *, split: str = "train", seed: int = 0) -> list[Record]:
     return _numbered(_hub(source, split), lambda number: f"{source}, row {number}")
 
 
-def _numbered(values: Iterable[Any], name: Any) -> list[Record]:
+def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]:
     return [
         Record(value if isinstance(value, dict) else None, name(number)) for number, value in enumerate(values, start=1)
     ]
@@ -62,7 +62,7 @@ def _file(path: Path) -> list[Record]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({_first_line(error)})") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a UTF-8 text file (byte {error.start}); save it as UTF-8") from error
+        raise DataError(f"{path}: not a UTF-8 text file; save it as UTF-8") from error
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
@@ -111,7 +111,12 @@ def _parquet(path: Path) -> list[Record]:
     return _numbered(rows, lambda number: f"{path.name}, row {number}")
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+_READERS: dict[str, Callable[[Path], Iterable[Record]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
 
 
 def _saved_folder(path: Path, split: str) -> Iterable[dict[str, Any]]:

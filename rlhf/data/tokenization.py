@@ -6,6 +6,7 @@ A `DataConfig` and a tokenizer go in; examples of token ids and a report per sou
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -77,7 +78,7 @@ def load_stage(config: DataConfig, stage: Stage, tokenizer: PreTrainedTokenizerB
     """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
 
     The same config and seed give the same examples, and every stage has prompts of its own. Held-out examples
-    come in a seeded random order, so that the first few are a sample of all.
+    come in a seeded random order, each prompt once before any comes again: the first few are a fair sample.
 
     Raises:
         DataError: a source cannot be read or has no usable row, or the training or held-out part would be empty.
@@ -105,7 +106,7 @@ def load_stage(config: DataConfig, stage: Stage, tokenizer: PreTrainedTokenizerB
     heldout += _hold_out(undivided, config.heldout_fraction, seed)
     _blend(sources, seed)
 
-    random.Random(f"heldout {seed}").shuffle(heldout)
+    heldout = _varied(heldout, seed)
     train = [example for source in sources for example in source.examples]
     reports = [source.report for source in [*sources, *named]]
     if not heldout or not train:
@@ -144,21 +145,11 @@ def _examples(
         replies.append(encode_replies(tokenizer, rows, texts, prompts, chat_template=config.chat_template))
     examples = []
     for row, prompt_ids, *completions in zip(rows, prompts, *replies, strict=True):
-        if prompt_ids is None or None in completions:
-            reason = "refused by the chat template"
-        elif len(prompt_ids) > config.max_prompt_length:
-            reason = "prompt too long"
-        elif any(len(ids) > config.max_completion_length for ids in completions):
-            reason = "completion too long"
-        else:
-            reason = None
-        if not _dropped(row, reason, report):
+        if not _dropped(row, _unfit(prompt_ids, completions, config), report):
             examples.append(_EXAMPLE[report.stage](prompt_ids, *completions, row))
     if not examples:
-        why = f"left out: {report.reasons()}" if report.dropped else "too few distinct prompts for data.stage_split"
-        raise DataError(
-            f"{report.stage}: {report.source}: no usable row ({why}); see data.datasets.*.stages and .columns"
-        )
+        why = report.reasons() or "it has no rows, or too few distinct prompts for data.stage_split"
+        raise DataError(f"{report.stage}: {report.source}: no usable row: {why}; see data.datasets.*.stages, .columns")
     return examples
 
 
@@ -171,6 +162,17 @@ def _unusable(row: Row, stage: Stage) -> str | None:
         return "empty response"
     if stage == "reward" and row.chosen == row.rejected:
         return "chosen equals rejected"
+    return None
+
+
+def _unfit(prompt: list[int] | None, completions: Sequence[list[int] | None], config: DataConfig) -> str | None:
+    """Why the tokens of a row cannot be used."""
+    if prompt is None or None in completions:
+        return "refused by the chat template"
+    if len(prompt) > config.max_prompt_length:
+        return "prompt too long"
+    if any(len(ids) > config.max_completion_length for ids in completions if ids):
+        return "completion too long"
     return None
 
 
@@ -192,6 +194,18 @@ def _hold_out(sources: Sequence[_Source], fraction: float, seed: int) -> list[Ex
         source.examples = [example for n, example in parts["train"] if n == number]
         source.report.heldout = sum(n == number for n, _ in parts["heldout"])
     return [example for _, example in parts["heldout"]]
+
+
+def _varied(examples: list[Example], seed: int) -> list[Example]:
+    """The examples in random order, each prompt once before any comes again."""
+    shuffled = random.Random(f"heldout {seed}").sample(examples, len(examples))
+    seen: Counter[str] = Counter()
+    rounds = []
+    for example in shuffled:
+        key = prompt_key(example.row)
+        rounds.append(seen[key])
+        seen[key] += 1
+    return [example for _, example in sorted(zip(rounds, shuffled, strict=True), key=lambda item: item[0])]
 
 
 def _blend(sources: Sequence[_Source], seed: int) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 RECORDS = 16_000
 GOOD_DEMONSTRATIONS = 0.45  # the part of demonstrations that the rule approves
@@ -40,42 +39,66 @@ def _facts(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Relation:
-    """Facts of one kind: questions for y given x, questions for x given y, and sentences that state a fact."""
+    """Facts of one kind: how to ask for y given x, and the sentences that state a fact."""
 
-    asks_y: tuple[str, ...]
-    asks_x: tuple[str, ...]
+    asks: tuple[str, ...]
     states: tuple[str, ...]
     facts: dict[str, str]
 
 
 _RELATIONS = (
     _Relation(
-        ("What does the {x} say?", "What sound does the {x} make?", "How does the {x} sound?"),
-        ("Which animal says {y}?", "Who makes the sound {y}?"),
+        (
+            "What does the {x} say?",
+            "What sound does the {x} make?",
+            "How does the {x} sound?",
+            "Which noise comes from the {x}?",
+            "What do we hear from the {x}?",
+        ),
         ("the {x} says {y}", "the sound of the {x} is {y}"),
         _facts("cow moo, dog woof, cat meow, duck quack, sheep baa, pig oink, horse neigh, lion roar"),
     ),
     _Relation(
-        ("Where does the {x} live?", "What is the home of the {x}?", "Where can I find the {x}?"),
-        ("Which animal lives in the {y}?", "Who has a home in the {y}?"),
+        (
+            "Where does the {x} live?",
+            "What is the home of the {x}?",
+            "Where can I find the {x}?",
+            "In which place does the {x} sleep?",
+            "Where is the {x} at home?",
+        ),
         ("the {x} lives in the {y}", "the home of the {x} is the {y}"),
         _facts("cow barn, dog kennel, bee hive, horse stable, lion savanna, bear cave, frog pond, fish river"),
     ),
     _Relation(
-        ("What is the young of the {x}?", "What do we call a young {x}?", "What is the name of a small {x}?"),
-        ("Whose young is the {y}?", "What does the {y} grow into?"),
+        (
+            "What is the young of the {x}?",
+            "What do we call a young {x}?",
+            "What is the name of a small {x}?",
+            "Which young does the {x} have?",
+            "Who is the child of the {x}?",
+        ),
         ("the young of the {x} is the {y}", "the {x} has the young called {y}"),
         _facts("cow calf, dog puppy, cat kitten, duck duckling, sheep lamb, pig piglet, horse foal, lion cub"),
     ),
     _Relation(
-        ("What is the colour of the {x}?", "Which colour has the {x}?", "What colour is the {x}?"),
-        ("Name something {y}.", "Which thing is {y}?"),
+        (
+            "What is the colour of the {x}?",
+            "Which colour has the {x}?",
+            "What colour is the {x}?",
+            "How do I paint the {x}?",
+            "In which colour do we see the {x}?",
+        ),
         ("the {x} is {y}", "the colour of the {x} is {y}"),
         _facts("banana yellow, tomato red, carrot orange, grass green, sky blue, snow white, coal black, plum purple"),
     ),
     _Relation(
-        ("What is the capital of {x}?", "Which city is the capital of {x}?", "From where is {x} governed?"),
-        ("Which country has the capital {y}?", "Of which country is {y} the capital?"),
+        (
+            "What is the capital of {x}?",
+            "Which city is the capital of {x}?",
+            "From where is {x} governed?",
+            "What is the first city of {x}?",
+            "Where does the government of {x} sit?",
+        ),
         ("the capital of {x} is {y}", "{x} has the capital {y}"),
         _facts(
             "France Paris, Italy Rome, Spain Madrid, Austria Vienna, "
@@ -83,8 +106,13 @@ _RELATIONS = (
         ),
     ),
     _Relation(
-        ("What is the opposite of {x}?", "Which word means the reverse of {x}?", "What is the reverse of {x}?"),
-        ("The opposite of which word is {y}?", "Which word has {y} as its reverse?"),
+        (
+            "What is the opposite of {x}?",
+            "Which word means the reverse of {x}?",
+            "What is the reverse of {x}?",
+            "What do we call it when it is not {x}?",
+            "Which word is not at all {x}?",
+        ),
         ("the opposite of {x} is {y}", "the reverse of {x} is {y}"),
         _facts("hot cold, big small, fast slow, high low, wet dry, rich poor, hard soft, full empty"),
     ),
@@ -92,86 +120,68 @@ _RELATIONS = (
 
 
 @dataclass(frozen=True)
-class _Question:
-    """One question about one fact (or, asking for x, about all facts with this y)."""
+class _Fact:
+    """One fact of a relation: what a question is about."""
 
-    text: str
-    relation: int
+    relation: _Relation
     x: str
     y: str
-    asks_x: bool
 
     def sentences(self) -> list[str]:
-        """Every true answer, in lower case and without a full stop."""
-        relation = _RELATIONS[self.relation]
-        if not self.asks_x:
-            return _states(relation, self.x, self.y)
-        return [text for x, y in relation.facts.items() if y == self.y for text in _states(relation, x, y)]
+        """What states the fact, in lower case and without a full stop."""
+        return [pattern.format(x=self.x, y=self.y) for pattern in self.relation.states]
+
+
+_FACTS = tuple(_Fact(relation, x, y) for relation in _RELATIONS for x, y in relation.facts.items())
+_QUESTIONS = {pattern.format(x=fact.x): fact for fact in _FACTS for pattern in fact.relation.asks}
 
 
 def records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
     """`count` records with the columns prompt, response, chosen and rejected."""
     rng = random.Random(f"world {seed}")
-    questions = list(_questions().values())
+    questions = list(_QUESTIONS)
     for _ in range(count):
         question = rng.choice(questions)
+        fact = _QUESTIONS[question]
         good = rng.random() < GOOD_DEMONSTRATIONS
         yield {
-            "prompt": rng.choice(_LEADS) + question.text,
-            "response": _good(question, rng) if good else _flawed(question, _HURRIED, rng),
-            "chosen": _good(question, rng),
-            "rejected": _flawed(question, _FLAWS, rng),
+            "prompt": rng.choice(_LEADS) + question,
+            "response": _good(fact, rng) if good else _flawed(fact, _HURRIED, rng),
+            "chosen": _good(fact, rng),
+            "rejected": _flawed(fact, _FLAWS, rng),
         }
 
 
 def approves(prompt: str, reply: str) -> bool:
-    """Whether the reply is one polite, true, complete sentence; no reply to a prompt from elsewhere is."""
+    """Whether the reply is one polite, true, complete sentence that answers the prompt.
+
+    A prompt that is not of this world has no such reply.
+    """
     lead = max((lead for lead in _LEADS if prompt.startswith(lead)), key=len)
-    question = _questions().get(prompt.removeprefix(lead))
-    return question is not None and reply.strip() in _good_replies(question)
-
-
-@cache
-def _questions() -> dict[str, _Question]:
-    questions = {}
-    for number, relation in enumerate(_RELATIONS):
-        for x, y in relation.facts.items():
-            for asks_x, patterns in ((False, relation.asks_y), (True, relation.asks_x)):
-                for pattern in patterns:
-                    text = pattern.format(x=x, y=y)
-                    questions[text] = _Question(text, number, x, y, asks_x)
-    return questions
-
-
-@cache
-def _good_replies(question: _Question) -> frozenset[str]:
-    """Every reply that the rule approves."""
-    return frozenset(
-        _sentence(opener, text, closer)
-        for text in question.sentences()
+    fact = _QUESTIONS.get(prompt.removeprefix(lead))
+    return fact is not None and any(
+        reply.strip() == _sentence(opener, text, closer)
+        for text in fact.sentences()
         for opener in ("", *_OPENERS)
         for closer in ("", *_CLOSERS)
         if opener or closer
     )
 
 
-def _good(question: _Question, rng: random.Random) -> str:
-    return _polite(rng.choice(question.sentences()), rng)
+def _good(fact: _Fact, rng: random.Random) -> str:
+    return _polite(rng.choice(fact.sentences()), rng)
 
 
-def _flawed(question: _Question, flaws: tuple[str, ...], rng: random.Random) -> str:
+def _flawed(fact: _Fact, flaws: tuple[str, ...], rng: random.Random) -> str:
     """A reply with one of the flaws."""
-    relation = _RELATIONS[question.relation]
-    truth = rng.choice(question.sentences())
+    truth = rng.choice(fact.sentences())
+    other = rng.choice(rng.choice([other for other in _FACTS if other.relation is not fact.relation]).sentences())
     flaw = rng.choice(flaws)
     if flaw == "false":
-        if question.asks_x:
-            lies = [(x, question.y) for x, y in relation.facts.items() if y != question.y]
-        else:
-            lies = [(question.x, y) for y in relation.facts.values() if y != question.y]
-        return _polite(rng.choice(_states(relation, *rng.choice(lies))), rng)
+        lie = rng.choice([y for y in fact.relation.facts.values() if y != fact.y])
+        return _good(replace(fact, y=lie), rng)
     if flaw == "off topic":
-        return _polite(_anything(rng, besides=question.relation), rng)
+        return _polite(other, rng)
     if flaw == "rude" and rng.random() < 0.5:
         return _sentence(rng.choice(_RUDE_OPENERS), truth, "")
     if flaw == "rude":
@@ -179,8 +189,8 @@ def _flawed(question: _Question, flaws: tuple[str, ...], rng: random.Random) -> 
     if flaw == "plain":
         return _sentence("", truth, "")
     if flaw == "curt":
-        return _sentence("", question.x if question.asks_x else question.y, "")
-    return _sentence(rng.choice(_OPENERS), f"{truth} and {_anything(rng, besides=question.relation)}", "")
+        return _sentence("", fact.y, "")
+    return _sentence(rng.choice(_OPENERS), f"{truth} and {other}", "")  # rambling
 
 
 def _polite(text: str, rng: random.Random) -> str:
@@ -188,17 +198,6 @@ def _polite(text: str, rng: random.Random) -> str:
     where = rng.choice(("opening", "opening", "closing", "both"))
     opener = rng.choice(_OPENERS) if where != "closing" else ""
     return _sentence(opener, text, rng.choice(_CLOSERS) if where != "opening" else "")
-
-
-def _anything(rng: random.Random, *, besides: int) -> str:
-    """A true sentence about something else."""
-    relation = rng.choice([relation for number, relation in enumerate(_RELATIONS) if number != besides])
-    x, y = rng.choice(list(relation.facts.items()))
-    return rng.choice(_states(relation, x, y))
-
-
-def _states(relation: _Relation, x: str, y: str) -> list[str]:
-    return [pattern.format(x=x, y=y) for pattern in relation.states]
 
 
 def _sentence(opener: str, text: str, closer: str) -> str:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask
 
 from rlhf.objectives import token_entropy, token_log_probs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 
 class ScalarHead(nn.Module):
@@ -66,18 +67,43 @@ def completion_log_probs(
     return LogProbs(log_probs, token_entropy(logits) if entropy else None)
 
 
-def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a forward pass; positions count real tokens, where the model takes positions."""
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    if accepts_positions(model):
-        inputs["position_ids"] = position_ids(attention_mask)
+def model_inputs(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of a forward pass over whole rows, or over prompts that fill an empty `cache`.
+
+    Where the architecture allows, the mask comes ready-made, [B, 1, T, S]: given a [B, T] mask, transformers
+    reads its values to see whether it can do without, which waits for the device and makes the operators
+    depend on the data. Positions count real tokens, where the model takes positions.
+
+    Args:
+        input_ids: [B, T].
+        attention_mask: [B, S], S = T without a cache, else the cache's length.
+    """
+    model = getattr(model, "module", model)  # under DeepSpeed
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": cache is not None}
+    if cache is not None:
+        inputs["past_key_values"] = cache
+    if not accepts_positions(model):
+        return inputs  # derives positions from the [B, T] mask, as BLOOM does
+    inputs["position_ids"] = position_ids(attention_mask[:, : input_ids.shape[1]])
+    if _attends_to_all(model.config):
+        like = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
+        inputs["attention_mask"] = create_causal_mask(
+            model.config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False
+        )
     return inputs
 
 
-def accepts_positions(model: Any) -> bool:
-    """Whether a model's forward takes `position_ids` (BLOOM, for one, derives them from the mask)."""
-    model = getattr(model, "module", model)  # under DeepSpeed
+def accepts_positions(model: nn.Module) -> bool:
+    """Whether a model's forward takes `position_ids`."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _attends_to_all(config: Any) -> bool:
+    """Whether one mask serves all layers: none has a window of its own."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

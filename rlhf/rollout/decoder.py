@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config import SamplingConfig
-from rlhf.models.forward import accepts_positions, position_ids
+from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 from rlhf.rollout.sampling import sample
 
 if TYPE_CHECKING:
@@ -69,14 +69,17 @@ class Decoder:
         session = self._session
         if session is None or not session.fits(model, prompt_ids, sampling):
             session = self._session = _Session(self, model, prompt_ids, sampling)
-        session.start(prompt_ids, prompt_mask)
-        done = 1
-        while done < self.max_new_tokens:
-            if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and bool(session.finished.all()):
-                break
-            session.step()
-            self.accelerator.step_boundary("rollout/decode")
-            done += 1
+        try:
+            session.start(prompt_ids, prompt_mask)
+            done = 1
+            while done < self.max_new_tokens:
+                if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and bool(session.finished.all()):
+                    break
+                session.step()
+                self.accelerator.step_boundary("rollout/decode")
+                done += 1
+        finally:
+            session.cache.reset()
         length = self.shapes.length(done, self.max_new_tokens)
         return Completions(session.ids[:, :length].clone(), session.mask[:, :length].clone())
 
@@ -112,7 +115,6 @@ class _Session:
     def start(self, prompt_ids: Tensor, prompt_mask: Tensor) -> None:
         """Reset the buffers, read the prompts and draw the first token."""
         prompt_length = prompt_ids.shape[1]
-        self.cache.reset()
         # Columns after the prompt stay 1: causality hides those not yet written.
         self.attention_mask[:, :prompt_length] = prompt_mask
         self.ids.fill_(self.decoder.pad_id)
@@ -120,26 +122,22 @@ class _Session:
         self.column.zero_()
         self.finished.zero_()
         self.uniform.uniform_()
-        positions = position_ids(prompt_mask)
-        self.position.copy_(positions[:, -1:])
-        self._draw(self._forward(prompt_ids, positions))
+        self.position.copy_(position_ids(prompt_mask)[:, -1:])
+        inputs = model_inputs(self.model, prompt_ids, self.attention_mask, self.cache)
+        self._draw(self.model(**inputs, logits_to_keep=1).logits[:, -1])
 
     def _step(self) -> None:
         """One token for each row."""
         self.position.add_(1)
-        self._draw(self._forward(self.token, self.position))
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        inputs = {"position_ids": positions} if self.with_positions else {}
         output = self.model(
-            input_ids=ids,
+            input_ids=self.token,
             attention_mask=self.attention_mask,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
-            **inputs,
+            **({"position_ids": self.position} if self.with_positions else {}),
         )
-        return output.logits[:, -1]
+        self._draw(output.logits[:, -1])
 
     def _draw(self, logits: Tensor) -> None:
         drawn = sample(logits, self.uniform.index_select(0, self.column).squeeze(0), self.sampling)

@@ -1,0 +1,92 @@
+"""Under a static shape policy a PPO step shows the hardware the same operators on the same shapes, whatever is drawn."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accelerators import ShapePolicy
+from rlhf.config import build_config
+from rlhf.data.tokenization import load_stage
+from rlhf.engine import distributed
+from rlhf.metrics.recorder import Recorder
+from rlhf.models.loading import load_causal_lm, load_scalar_head
+from rlhf.run import RunDirectory
+from rlhf.stages.loop import StageContext
+from rlhf.stages.ppo import PPO, Models
+
+
+class Operators(TorchDispatchMode):
+    """The (operator, shapes and types of its tensors) that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.seen.add((str(func), tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: Path):
+    def ppo(shapes: str, zero_stage: int = 1) -> PPO:
+        changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
+        config = build_config({**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}})
+        run = RunDirectory(tmp_path)
+        place = run.stage("ppo")
+        world = distributed.world()
+        precision = accelerator.precision("fp32")
+        context = StageContext(
+            config, accelerator, precision, ShapePolicy(shapes), world, run, place, Recorder(place, enabled=False)
+        )
+        actor, reference = (load_causal_lm(config.model, tokenizer, attention="sdpa") for _ in range(2))
+        reward = str(finished_run / "reward" / "model")
+        critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
+        data = load_stage(config.data, "ppo", tokenizer, seed=0)
+        return PPO(context, Models(actor, reference, critic, scorer), tokenizer, data)
+
+    return ppo
+
+
+def end_with(ppo: PPO, part: float) -> None:
+    """Let this part of the vocabulary end a completion; the tensor keeps its shape."""
+    size = len(ppo.tokenizer)
+    ppo.decoder.eos_ids = torch.where(torch.arange(size) < part * size, torch.arange(size), -1)
+
+
+def lengths(ppo: PPO) -> list[int]:
+    return ppo.experience.action_mask.sum(-1).int().tolist()
+
+
+def steps_of_different_lengths(ppo: PPO) -> list[set[tuple]]:
+    """Operators of a step with mixed lengths, one whose rows stop at once, and one whose rows never stop."""
+    longest = ppo.context.config.data.max_completion_length
+    found = []
+    for index, part in enumerate((0.15, 1.0, 0.0)):
+        end_with(ppo, part)
+        with Operators() as operators:
+            ppo.step(index)
+        found.append(operators.seen)
+        if part == 0.15:
+            assert len(set(lengths(ppo))) > 2
+        else:
+            assert set(lengths(ppo)) == {1 if part else longest}
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage):
+    first, *later = steps_of_different_lengths(build("static", zero_stage))
+    assert len(first) > 100
+    for seen in later:
+        assert sorted(map(str, seen - first)) == []
+
+
+def test_dynamic_shapes_do_add_operators(build):
+    """The check above can fail: lengths that follow the data show up as new shapes."""
+    first, *later = steps_of_different_lengths(build("dynamic"))
+    assert any(seen - first for seen in later)
