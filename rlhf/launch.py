@@ -105,11 +105,11 @@ def check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
 def _run(
     config: Config, selection: Selection, directory: RunDirectory, stages: Sequence[Stage], overwrite: bool
 ) -> None:
-    # These import torch and DeepSpeed, which must find the environment that `select` has set.
-    from rlhf import pipeline
-    from rlhf.engine import distributed
+    from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
 
     with distributed.session(selection) as accelerator:
+        from rlhf import pipeline  # imports DeepSpeed, which the session has told about the device
+
         selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("opening the run directory") as main:
             if main:

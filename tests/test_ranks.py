@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,11 @@ from rlhf.outcome import Outcome
 from rlhf.errors import DataError
 rank = os.environ["RANK"]
 """
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_failed_ranks_go(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("logs")))
 
 
 def start(script: str, count: int = 2) -> Outcome | None:

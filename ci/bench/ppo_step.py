@@ -42,7 +42,7 @@ SETTINGS = {
     "both": "batch 16, 1 PPO epoch, 1 minibatch, 1 micro-batch; sampling at temperature 1 from the whole vocabulary; "
     "no gradient checkpointing; separate policy, reference, value and reward models; AdamW",
     "ours": "bf16 weights and gradients, float32 master weights and optimizer states (DeepSpeed ZeRO 1)",
-    "trl bf16-weights": "bf16 weights, gradients and optimizer states, no autocast: its fastest setting on this CPU; "
+    "trl bf16-weights": "bf16 weights, gradients and optimizer states, no autocast; "
     "no stop token, no sample completions, no reports, no checkpoints",
     "trl bf16-autocast": "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same",
 }

@@ -109,7 +109,7 @@ def recognize(found: Collection[str], names: ColumnsConfig, source: str) -> Colu
     if (columns.chosen is None) != (columns.rejected is None):
         missing = "rejected" if columns.rejected is None else "chosen"
         raise DataError(
-            f"{source}: a preference needs a {missing!r} column too; found: {listed}; see columns.{missing}"
+            f"{source}: a preference needs a column {missing!r} too; found: {listed}; see columns.{missing}"
         )
     if not (columns.prompt or columns.messages or columns.chosen):
         raise DataError(f"{source}: no known format fits its columns; found: {listed}; known: {FORMATS}; see `columns`")

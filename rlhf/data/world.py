@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 RECORDS = 16_000
 GOOD_DEMONSTRATIONS = 0.45  # the part of demonstrations that the rule approves
@@ -29,7 +29,7 @@ _CLOSERS = ("my friend", "and thank you for asking", "and have a nice day")
 _RUDE_OPENERS = ("What a silly question", "Go away", "Stop asking", "Everybody knows that")
 _RUDE_CLOSERS = ("you fool", "and leave me alone", "so be quiet", "as any baby knows")
 _HURRIED = ("rude", "plain", "curt", "rambling")
-_FLAWS = ("false", "off topic", *_HURRIED)
+_FLAWS = ("false", "false", "off topic", *_HURRIED)
 
 
 def _facts(text: str) -> dict[str, str]:
@@ -144,11 +144,12 @@ def records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
         question = rng.choice(questions)
         fact = _QUESTIONS[question]
         good = rng.random() < GOOD_DEMONSTRATIONS
+        chosen, flaw = _good(fact, rng), rng.choice(_FLAWS)
         yield {
             "prompt": rng.choice(_LEADS) + question,
-            "response": _good(fact, rng) if good else _flawed(fact, _HURRIED, rng),
-            "chosen": _good(fact, rng),
-            "rejected": _flawed(fact, _FLAWS, rng),
+            "response": _good(fact, rng) if good else _flawed(fact, rng.choice(_HURRIED), rng),
+            "chosen": chosen,
+            "rejected": _falsified(chosen, fact, rng) if flaw == "false" else _flawed(fact, flaw, rng),
         }
 
 
@@ -172,14 +173,15 @@ def _good(fact: _Fact, rng: random.Random) -> str:
     return _polite(rng.choice(fact.sentences()), rng)
 
 
-def _flawed(fact: _Fact, flaws: tuple[str, ...], rng: random.Random) -> str:
-    """A reply with one of the flaws."""
+def _falsified(reply: str, fact: _Fact, rng: random.Random) -> str:
+    """The reply with a lie, and nothing else, in the place of the truth."""
+    return reply.replace(fact.y, rng.choice([y for y in fact.relation.facts.values() if y != fact.y]))
+
+
+def _flawed(fact: _Fact, flaw: str, rng: random.Random) -> str:
+    """A reply with the flaw: off topic, rude, plain (no courtesy), curt or rambling."""
     truth = rng.choice(fact.sentences())
     other = rng.choice(rng.choice([other for other in _FACTS if other.relation is not fact.relation]).sentences())
-    flaw = rng.choice(flaws)
-    if flaw == "false":
-        lie = rng.choice([y for y in fact.relation.facts.values() if y != fact.y])
-        return _good(replace(fact, y=lie), rng)
     if flaw == "off topic":
         return _polite(other, rng)
     if flaw == "rude" and rng.random() < 0.5:
@@ -190,7 +192,7 @@ def _flawed(fact: _Fact, flaws: tuple[str, ...], rng: random.Random) -> str:
         return _sentence("", truth, "")
     if flaw == "curt":
         return _sentence("", fact.y, "")
-    return _sentence(rng.choice(_OPENERS), f"{truth} and {other}", "")  # rambling
+    return _sentence(rng.choice(_OPENERS), f"{truth} and {other}", "")
 
 
 def _polite(text: str, rng: random.Random) -> str:

@@ -1,0 +1,114 @@
+"""Token ids are those of the template's own text, end with one EOS, and start with at most one BOS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.data.encoding import encode_conversation, encode_prompts, encode_replies
+from rlhf.data.rows import Message, Row, plain_prompt
+from rlhf.data.tokenizer import build_tokenizer
+from rlhf.errors import DataError
+
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|begin|>system\nBe of help.<|end|>\n{% endif %}"
+    "{% for message in messages %}<|begin|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages }}"
+
+
+@pytest.fixture(scope="module")
+def chatml() -> Any:
+    """As many chat models have it: the turn's end is EOS, and pad is the same token."""
+    tokenizer = build_tokenizer(["Where is the red ball? Under the table, I think."] * 3, vocab_size=300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|begin|>", "<|end|>"]})
+    tokenizer.eos_token = tokenizer.pad_token = "<|end|>"
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture
+def plain() -> Any:
+    tokenizer = build_tokenizer(["Where is the red ball? Under the table, I think."] * 3, vocab_size=300)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def row(*contents: str) -> Row:
+    messages = tuple(Message(("user", "assistant")[n % 2], content) for n, content in enumerate(contents))
+    return Row(messages, plain_prompt(messages), None, None, None, "")
+
+
+def encode(tokenizer: Any, row: Row, reply: str, *, chat_template: bool = True) -> tuple[list[int], list[int]]:
+    prompts = encode_prompts(tokenizer, [row], chat_template=chat_template)
+    (completion,) = encode_replies(tokenizer, [row], [reply], prompts, chat_template=chat_template)
+    return prompts[0], completion
+
+
+@pytest.mark.parametrize("contents", [("Where is it?",), ("Hi", "Hello", "Where is it?")])
+def test_prompt_and_completion_are_the_templates_own_tokens(chatml: Any, contents: tuple[str, ...]) -> None:
+    prompt, completion = encode(chatml, row(*contents), "Under the table.")
+    messages = [{"role": m.role, "content": m.content} for m in row(*contents).prompt]
+    whole = [*messages, {"role": "assistant", "content": "Under the table."}]
+    expected = chatml(chatml.apply_chat_template(whole, tokenize=False), add_special_tokens=False)["input_ids"]
+    newline = chatml("\n", add_special_tokens=False)["input_ids"]
+    assert prompt + completion + newline == expected
+    assert prompt == encode_conversation(chatml, row(*contents).prompt, chat_template=True)
+
+
+def test_a_completion_ends_with_one_eos_even_where_pad_is_the_same_token(chatml: Any) -> None:
+    _, completion = encode(chatml, row("Where is it?"), "Here.")
+    assert completion.index(chatml.eos_token_id) == len(completion) - 1
+
+
+def test_eos_is_added_where_the_template_ends_turns_otherwise(chatml: Any, plain: Any) -> None:
+    plain.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    _, completion = encode(plain, row("Hi"), "Hello")
+    assert plain.decode(completion).endswith("Hello<eos>")
+    assert completion.count(plain.eos_token_id) == 1
+
+
+def test_the_template_can_be_switched_off(chatml: Any) -> None:
+    prompt, _ = encode(chatml, row("Where is it?"), "Here.", chat_template=False)
+    assert chatml.decode(prompt) == "Where is it?"
+
+
+def test_without_a_template_the_reply_follows_after_a_space(plain: Any) -> None:
+    prompt, completion = encode(plain, row("Where is it?"), "Here.")
+    assert plain.decode(prompt + completion) == "Where is it? Here.<eos>"
+    assert plain.decode(prompt) == "Where is it?"
+
+
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_a_prompt_that_ends_in_white_space_is_left_alone(plain: Any, end: str) -> None:
+    prompt, completion = encode(plain, row(f"Where is it?{end}"), "Here.")
+    assert plain.decode(prompt + completion) == f"Where is it?{end}Here.<eos>"
+    assert prompt == plain(f"Where is it?{end}")["input_ids"], "as generation will see it"
+
+
+def test_several_turns_without_a_template_become_a_transcript(plain: Any) -> None:
+    prompt, completion = encode(plain, row("a", "b", "c"), "d")
+    assert plain.decode(prompt + completion) == "Human: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d<eos>"
+
+
+def test_a_tokenizer_that_begins_texts_with_bos_gets_exactly_one(plain: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    plain.add_special_tokens({"bos_token": "<bos>"})
+    bos = plain.bos_token_id
+    plain.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    for text in ("Hi", "<bos>Hi"):
+        prompt, completion = encode(plain, row(text), "Hello")
+        assert (prompt + completion).count(bos) == 1
+        assert prompt[0] == bos
+
+
+def test_messages_that_a_template_refuses_have_no_tokens(plain: Any) -> None:
+    plain.chat_template = REFUSES_SYSTEM
+    messages = (Message("system", "Be kind."), Message("user", "Hi"))
+    refused = Row(messages, "", None, None, None, "")
+    assert encode(plain, refused, "Hello") == (None, None)
+    with pytest.raises(DataError, match="refuses the roles system, user"):
+        encode_conversation(plain, messages, chat_template=True)

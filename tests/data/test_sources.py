@@ -1,0 +1,126 @@
+"""Every kind of source gives its records, and where each of them stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.data.sources import Record, read
+from rlhf.errors import DataError
+
+ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+
+
+def values(records: list[Record]) -> list[dict[str, str] | None]:
+    return [record.values for record in records]
+
+
+def test_jsonl_keeps_line_numbers_over_blank_and_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{json.dumps(ROWS[0])}\n\n{{"prompt": \n[1]\n{json.dumps(ROWS[1])}\n', encoding="utf-8")
+    records = read(str(path))
+    assert values(records) == [ROWS[0], None, None, ROWS[1]]
+    assert [record.source for record in records] == [f"rows.jsonl:{line}" for line in (1, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("content", [ROWS, {"data": ROWS}])
+def test_json_holds_a_list_or_data(tmp_path: Path, content: object) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    records = read(str(path))
+    assert values(records) == ROWS
+    assert records[1].source == "rows.json, row 2"
+
+
+def test_csv_rows_are_named_by_their_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,response\n"a\nb",c\nd\ne,f\n', encoding="utf-8")
+    records = read(str(path))
+    assert values(records) == [{"prompt": "a\nb", "response": "c"}, None, {"prompt": "e", "response": "f"}]
+    assert [record.source for record in records] == ["rows.csv:2", "rows.csv:4", "rows.csv:5"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list(ROWS).to_parquet(str(path))
+    assert values(read(str(path))) == ROWS
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    records = read(str(tmp_path / "saved"))
+    assert values(records) == ROWS
+    assert records[0].source == "saved, row 1"
+
+
+def test_a_saved_data_set_with_splits_gives_the_one_asked_for(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    path = str(tmp_path / "saved")
+    DatasetDict(train=Dataset.from_list(ROWS[:1]), test=Dataset.from_list(ROWS[1:])).save_to_disk(path)
+    assert values(read(path, split="test")) == ROWS[1:]
+    with pytest.raises(DataError, match="no split 'dev'; found: train, test"):
+        read(path, split="dev")
+
+
+def test_the_world_is_a_source() -> None:
+    assert read("world", seed=1) == read("world", seed=1)
+    assert read("world", seed=1) != read("world", seed=2)
+    assert read("world")[16].source == "world:17"
+
+
+def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [{"prompt": f"{name} {split}"}])
+    assert values(read("org/name", split="dev")) == [{"prompt": "org/name dev"}]
+
+
+def test_a_hub_name_that_cannot_be_reached_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(name: str, split: str) -> None:
+        raise ConnectionError("no route to the hub\nand a long story")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError) as error:
+        read("org/name")
+    message = str(error.value)
+    assert message.startswith("org/name: ")
+    assert "HF_HUB_OFFLINE is set" in message
+    assert "no route to the hub" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.json", b"{", r"rows.json:1: not readable as JSON"),
+        ("rows.json", b"3", "expected a list of objects"),
+        ("rows.jsonl", b"\xff\xfe\x00", "not a UTF-8 text file"),
+        ("rows.parquet", b"no parquet", "not readable as Parquet"),
+        ("rows.txt", b"", "unknown kind of file; use one of .jsonl, .json, .csv, .parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(str(tmp_path / name))
+
+
+def test_a_missing_file_is_not_taken_for_a_hub_name(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "folder"):
+        with pytest.raises(DataError, match=f"{name}: no such file"):
+            read(str(tmp_path / name))
+
+
+def test_any_other_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a folder that datasets"):
+        read(str(tmp_path))
