@@ -7,6 +7,7 @@ bad values raise `ConfigError` with the key's full path, and the nearest known k
 from __future__ import annotations
 
 import difflib
+import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -223,7 +224,7 @@ class Config(Section):
 
     output: Path = Field(Path("runs/default"), description="folder that the run writes to")
     seed: int = Field(0, ge=0, description="decides initial weights, data order and sampling")
-    accelerator: str = Field("auto", description="backend, as `rlhf accelerators list` names it; auto: the best available")
+    accelerator: str = Field("auto", description="backend as `rlhf accelerators list` names it; auto: the best")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="numbers the models compute in; auto: the accelerator's best"
     )
@@ -285,11 +286,12 @@ def build_config(values: dict[str, Any], *, source: str = "the configuration") -
 
 def _divide(rows: int, micro: int | None, world_size: int, key: str, section: str) -> int:
     if rows % world_size:
-        raise ConfigError(f"{key}: {rows} rows cannot be shared among {world_size} ranks; use a multiple of {world_size}")
+        raise ConfigError(f"{key}: {rows} rows cannot be shared among {world_size} ranks; make it a multiple of that")
     micro = micro or rows // world_size
     if rows % (micro * world_size):
         raise ConfigError(
-            f"{key}: {rows} is not a multiple of {section}.micro_batch_size {micro} x {world_size} ranks; change one of them"
+            f"{key}: {rows} is not a multiple of {section}.micro_batch_size {micro} x {world_size} ranks; "
+            "change one of them"
         )
     return micro
 
@@ -319,7 +321,7 @@ def _first_line(error: yaml.YAMLError) -> str:
 def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
     """Set a nested value; digits index lists (data.datasets.0.weight)."""
     node: Any = values
-    for part, following in zip(keys[:-1], keys[1:]):
+    for part, following in itertools.pairwise(keys):
         try:
             if isinstance(node, list):
                 if int(part) == len(node):  # one more item

@@ -10,7 +10,7 @@ The definitions are those of DeepSpeed-Chat (arXiv:2308.01320), with explicit ma
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class _TokenLogProbs(torch.autograd.Function):
     """log softmax(logits)[label], a few rows at a time, so that no float32 copy of all logits exists."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         normalizers = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         for rows, out in zip(logits.split(_chunk_rows(logits)), normalizers.split(_chunk_rows(logits))):
             torch.logsumexp(rows.float(), dim=-1, out=out)
@@ -31,7 +31,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float() - normalizers
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, labels, normalizers = ctx.saved_tensors
         result = torch.empty_like(logits)
         size = _chunk_rows(logits)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import accelerators
-from rlhf.config import STAGES, Config, ModelConfig, Stage
+from rlhf.config import STAGES, Config, Stage
 from rlhf.data import world as embedded
 from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
@@ -26,9 +26,9 @@ from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 
 if TYPE_CHECKING:
-    from accelerators import Accelerator
     from transformers import PreTrainedTokenizerBase
 
+    from accelerators import Accelerator
     from rlhf.run import RunDirectory
 
 
@@ -84,9 +84,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
     if config.model.path is None:
         tokenizer = world_tokenizer()
-        model = build_llama(
-            tokenizer, attention=context.attention, seed=config.seed, max_length=context.max_length
-        )
+        model = build_llama(tokenizer, attention=context.attention, seed=config.seed, max_length=context.max_length)
     else:
         tokenizer = _tokenizer(context)
         model = load_causal_lm(config.model, tokenizer, attention=context.attention)
@@ -97,9 +95,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
     path = config.reward.model or _earlier(context, "sft", "reward.model")
     tokenizer = _tokenizer(context, path)
-    model = load_scalar_head(
-        config.model, tokenizer, attention=context.attention, path=path, seed=config.seed
-    )
+    model = load_scalar_head(config.model, tokenizer, attention=context.attention, path=path, seed=config.seed)
     return reward.run(context, model, tokenizer, _data(context, tokenizer))
 
 
@@ -111,8 +107,7 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     check_same_vocabulary(tokenizer, load_model_tokenizer(config.model, reward_path)[0], reward_path)
     policy = [load_causal_lm(config.model, tokenizer, attention=context.attention, path=actor_path) for _ in range(2)]
     scalar = [
-        load_scalar_head(config.model, tokenizer, attention=context.attention, path=reward_path)
-        for _ in range(2)
+        load_scalar_head(config.model, tokenizer, attention=context.attention, path=reward_path) for _ in range(2)
     ]
     models = ppo.Models(actor=policy[0], reference=policy[1], critic=scalar[0], reward=scalar[1])
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
 
+
 @pytest.fixture(scope="session")
 def accelerator() -> Iterator[Accelerator]:
     """The CPU backend, bound, with DeepSpeed prepared and a process group of one."""

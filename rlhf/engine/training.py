@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rlhf.config import EngineConfig, OptimizerConfig
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Sums
 from rlhf.engine.optimizer import learning_rate, parameter_groups
+from rlhf.engine.statistics import Sums
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
@@ -60,7 +60,7 @@ class TrainingEngine:
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
         self._clips_itself = engine.zero_stage == 0 and precision.name == "fp32"
         self._max_grad_norm = optimizer.max_grad_norm
-        self._norm: Tensor | None = None
+        self._norm: Tensor = torch.zeros(())
         adamw = accelerator.kernel("adamw", required=True)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -126,7 +126,8 @@ class TrainingEngine:
 
     def grad_norm(self) -> float:
         """Norm of the last step's gradient, before clipping."""
-        return float(self._norm if self._clips_itself else self.engine.get_global_grad_norm())
+        norm: Tensor | float = self._norm if self._clips_itself else self.engine.get_global_grad_norm()
+        return float(norm)
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[nn.Module]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from rlhf.engine import distributed
 from rlhf.models.forward import ScalarHead
 from rlhf.run import atomic_directory
@@ -27,5 +26,3 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
                 model.save_pretrained(folder)
                 model.config.use_cache = False
                 tokenizer.save_pretrained(folder)
-
-

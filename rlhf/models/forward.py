@@ -67,9 +67,7 @@ def completion_log_probs(
     return LogProbs(log_probs, token_entropy(logits) if entropy else None)
 
 
-def model_inputs(
-    model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None
-) -> dict[str, Any]:
+def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
     """Keyword arguments of a forward pass over whole rows, or over prompts that fill an empty `cache`.
 
     Where the architecture allows, the mask comes ready-made, [B, 1, T, S]: given a [B, T] mask, transformers

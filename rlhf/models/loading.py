@@ -32,7 +32,7 @@ def check_model_folder(path: str) -> None:
         raise ModelError(f"{path}: is a file; name the folder that holds the model")
     has_gguf = any(folder.glob("*.gguf"))
     if not (folder / "config.json").exists() and not has_gguf:
-        raise ModelError(f"{path}: holds no config.json, so it is not a model folder; name one saved by save_pretrained")
+        raise ModelError(f"{path}: holds no config.json; name a folder that save_pretrained wrote")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")
 
@@ -111,7 +111,10 @@ def _load(
 ) -> Any:
     check_model_folder(path)
     if config.gguf_file and path == config.path:
-        options["gguf_file"] = config.gguf_file
+        from transformers import GgufConfig
+
+        # Left quantized, the weights could be neither trained nor saved.
+        options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     try:
         model, found = auto_class.from_pretrained(
             path,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from rlhf.data.tokenization import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
+from rlhf.engine.training import Batch
 from rlhf.metrics.progress import progress
-from rlhf.stages.loop import StageContext
+from rlhf.stages.loop import Numbers, StageContext
 
 if TYPE_CHECKING:
     from rlhf.stages.ppo import PPO
@@ -20,14 +24,14 @@ Judge = Callable[[str, str], bool]
 _SAMPLES = 3
 
 
-def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: str, judge: Judge | None) -> dict[str, Any]:
+def evaluate(
+    context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: str, judge: Judge | None
+) -> dict[str, Any]:
     """Complete the held-out prompts, the same ones with the same random numbers each time.
 
     Returns:
         `numbers`: means over the prompts; `samples`: the first few prompts with their completions.
     """
-    from rlhf.stages.ppo import means, rollout_statistics
-
     state = context.accelerator.rng_state()
     context.accelerator.seed(context.config.seed + context.world.rank)
     sums = Sums()
@@ -51,23 +55,46 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
     # Rank r holds the r-th share of each batch; put the rows back into the order of the examples.
     shares = distributed.all_gather_objects(mine)
     completions = [
-        row
-        for start in range(0, len(mine), rows)
-        for share in shares
-        for row in share[start : start + rows]
+        row for start in range(0, len(mine), rows) for share in shares for row in share[start : start + rows]
     ][: len(examples)]
     texts = [ppo.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
     numbers["distinct_2"] = distinct_2(completions)
     if judge is not None:
         approved = sum(judge(example.row.text, text) for example, text in zip(examples, texts))
         numbers["approved_share"] = approved / len(texts)
-    samples = [
-        {"prompt": example.row.text, "completion": text} for example, text in zip(examples[:_SAMPLES], texts)
-    ]
+    samples = [{"prompt": example.row.text, "completion": text} for example, text in zip(examples[:_SAMPLES], texts)]
     return {"numbers": numbers, "samples": samples}
+
+
+def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
+    """Sums over real rows and tokens of a rollout; `means` divides them."""
+    rows = row_mask.float()
+    log_ratio = (scored["log_probs"] - scored["ref_log_probs"]) * mask
+    return {
+        "rows": rows.sum(),
+        "tokens": mask.sum(),
+        "reward": (scored["scores"] * rows).sum(),
+        "reward_squared": (scored["scores"] ** 2 * rows).sum(),
+        "kl": log_ratio.sum(),
+        "entropy": (scored["entropy"] * mask).sum(),
+    }
+
+
+def means(sums: Numbers) -> Numbers:
+    """Means of what `rollout_statistics` summed: per sequence, but entropy per token."""
+    rows = max(sums["rows"], 1)
+    mean = sums["reward"] / rows
+    return {
+        "tokens": sums["tokens"],
+        "reward": mean,
+        "reward_std": max(sums["reward_squared"] / rows - mean**2, 0.0) ** 0.5,
+        "kl": sums["kl"] / rows,
+        "entropy": sums["entropy"] / max(sums["tokens"], 1),
+        "response_length": sums["tokens"] / rows,
+    }
 
 
 def distinct_2(completions: Sequence[Sequence[int]]) -> float:
     """Different pairs of neighbouring tokens, as a part of all such pairs (arXiv:1510.03055): 0 same, 1 varied."""
-    pairs = [pair for ids in completions for pair in zip(ids, ids[1:])]
+    pairs = [pair for ids in completions for pair in itertools.pairwise(ids)]
     return len(set(pairs)) / max(len(pairs), 1)

@@ -30,7 +30,6 @@ from rlhf.run import atomic_write_json, read_json
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
-
     from rlhf.run import RunDirectory, StageDirectory
 
 Numbers = dict[str, float]
@@ -181,9 +180,10 @@ def run_steps(
 
 
 def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` found when the stage began; kept in `before.json`, so that a resumed stage has it too."""
+    """What `measure` found when the stage began; kept in `before.json`, for a stage that resumes from a checkpoint."""
     path = context.directory.path / "before.json"
-    known = read_json(path) if context.world.is_main and path.is_file() else None
+    resumes = context.world.is_main and context.directory.latest_checkpoint and path.is_file()
+    known = read_json(path) if resumes else None
     known = distributed.all_gather_objects(known)[0]  # rank 0 decides: every rank measures, or none
     if known is not None:
         return known

@@ -7,7 +7,6 @@ rollout, its scoring by four models, and `ppo_epochs` passes of clipped updates 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.batches import collate_ppo
-from rlhf.data.tokenization import StageData
+from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, freeze
@@ -33,7 +32,7 @@ from rlhf.objectives import (
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
 from rlhf.rollout.switch import generating
-from rlhf.stages.evaluation import Judge, evaluate
+from rlhf.stages.evaluation import Judge, evaluate, means, rollout_statistics
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
 
 
@@ -270,13 +269,14 @@ def run(
     """
     ppo = PPO(context, models, tokenizer, data)
     settings = context.config.ppo
-    examples = data.heldout[: settings.eval_rows]
+    examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
 
     def measure(when: str) -> dict[str, Any]:
-        return evaluate(context, ppo, examples, when, judge)
+        found = evaluate(context, ppo, examples, when, judge)
+        _record(context, 0 if when == "before" else settings.steps, found)
+        return found
 
     before = measure_once(context, lambda: measure("before"))
-    _record(context, 0, before)
     every = max(1, settings.steps // 10)
 
     def step(index: int) -> Numbers:
@@ -297,7 +297,6 @@ def run(
         load_state=ppo.load_state,
     )
     after = measure("after")
-    _record(context, settings.steps, after)
     save_model(ppo.actor, tokenizer, context.directory.model)
     samples = [
         {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
@@ -309,34 +308,6 @@ def run(
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:
     """[B, T] -> [B, A]: the value of the state in which each completion token was drawn, one column before it."""
     return token_values[:, -completion_length - 1 : -1]
-
-
-def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
-    """Sums over real rows and tokens of a rollout; `means` divides them."""
-    rows = row_mask.float()
-    log_ratio = (scored["log_probs"] - scored["ref_log_probs"]) * mask
-    return {
-        "rows": rows.sum(),
-        "tokens": mask.sum(),
-        "reward": (scored["scores"] * rows).sum(),
-        "reward_squared": (scored["scores"] ** 2 * rows).sum(),
-        "kl": log_ratio.sum(),
-        "entropy": (scored["entropy"] * mask).sum(),
-    }
-
-
-def means(sums: Numbers) -> Numbers:
-    """Means of what `rollout_statistics` summed: reward, its deviation, KL and length per sequence, entropy per token."""
-    rows = max(sums["rows"], 1)
-    mean = sums["reward"] / rows
-    return {
-        "tokens": sums["tokens"],
-        "reward": mean,
-        "reward_std": max(sums["reward_squared"] / rows - mean**2, 0.0) ** 0.5,
-        "kl": sums["kl"] / rows,
-        "entropy": sums["entropy"] / max(sums["tokens"], 1),
-        "response_length": sums["tokens"] / rows,
-    }
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:

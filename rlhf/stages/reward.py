@@ -55,8 +55,12 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         numbers = averages(engine.step(micro_batches, loss).read())
         return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
 
-    before = measure_once(context, lambda: evaluate(context, engine, held_out, "before"))
-    context.recorder.log(0, {f"heldout_{key}": value for key, value in before.items()})
+    def measure(when: str) -> Numbers:
+        found = evaluate(context, engine, held_out, when)
+        context.recorder.log(engine.steps, {f"heldout_{key}": value for key, value in found.items()})
+        return found
+
+    before = measure_once(context, lambda: measure("before"))
     run_steps(
         context,
         total_steps=total_steps,
@@ -66,8 +70,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         unit="pairs",
         shown=("loss", "accuracy"),
     )
-    after = evaluate(context, engine, held_out, "after")
-    context.recorder.log(total_steps, {f"heldout_{key}": value for key, value in after.items()})
+    after = measure("after")
     save_model(engine, tokenizer, context.directory.model)
     return {"before": before, "after": after, "steps": total_steps}
 

@@ -67,8 +67,12 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         numbers = engine.step(micro_batches, loss).read()
         return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
 
-    before = measure_once(context, lambda: {"perplexity": perplexity(context, engine, held_out, "before")})
-    context.recorder.log(0, {"heldout_perplexity": before["perplexity"]})
+    def measure(when: str) -> Numbers:
+        found = {"perplexity": perplexity(context, engine, held_out, when)}
+        context.recorder.log(engine.steps, {f"heldout_{key}": value for key, value in found.items()})
+        return found
+
+    before = measure_once(context, lambda: measure("before"))
     run_steps(
         context,
         total_steps=total_steps,
@@ -78,8 +82,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         unit="tokens",
         shown=("loss",),
     )
-    after = {"perplexity": perplexity(context, engine, held_out, "after")}
-    context.recorder.log(total_steps, {"heldout_perplexity": after["perplexity"]})
+    after = measure("after")
     save_model(engine, tokenizer, context.directory.model)
     return {"before": before, "after": after, "steps": total_steps}
 

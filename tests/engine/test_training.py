@@ -6,7 +6,7 @@ import torch
 from rlhf.config import EngineConfig, OptimizerConfig
 from rlhf.engine.training import TrainingEngine, freeze
 from rlhf.models.forward import completion_log_probs
-from tests.helpers import llama
+from tests.helpers import assert_close_weights, llama
 
 ROWS, PROMPT, COMPLETION = 4, 4, 8
 IDS = torch.randint(2, 60, (ROWS, PROMPT + COMPLETION), generator=torch.Generator().manual_seed(0))
@@ -67,8 +67,7 @@ def test_steps_are_those_of_plain_torch_at_every_zero_stage(accelerator, plain, 
         train(engine, steps=1)
         norms.append(engine.grad_norm())
     found = weights_of(engine)
-    for name, expected in plain[0].items():
-        torch.testing.assert_close(found[name], expected, atol=2e-5, rtol=0, msg=lambda text, name=name: f"{name} {text}")
+    assert_close_weights(found, plain[0])
     assert norms == pytest.approx(plain[1], rel=1e-3)
 
 
@@ -78,8 +77,7 @@ def test_micro_batches_add_up_to_the_whole_batch(accelerator, zero_stage):
     assert train(parts, accumulation=2)[-1]["rows"] == ROWS
     train(whole)
     assert whole.steps == parts.steps == 4
-    for (name, left), right in zip(weights_of(whole).items(), weights_of(parts).values(), strict=True):
-        torch.testing.assert_close(left, right, atol=2e-5, rtol=0, msg=lambda text, name=name: f"{name} {text}")
+    assert_close_weights(weights_of(parts), weights_of(whole))
 
 
 @pytest.mark.skipif("not __import__('accelerators.host').host.cpu_flags() & {'avx512_bf16', 'amx_bf16'}")

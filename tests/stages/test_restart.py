@@ -62,8 +62,9 @@ def test_an_interrupted_run_finishes_its_step_saves_and_says_so(rlhf, finished_r
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(rlhf, tmp_path):
     output = tmp_path / "run"
-    settings = ["sft.optimizer.learning_rate=1e30", "sft.optimizer.warmup=0.9", "sft.max_steps=8", "sft.checkpoint_every=1"]
-    found = rlhf("sft", "--output", output, *(part for key in settings for part in ("--set", key)), check=False)
+    rising = ["optimizer.learning_rate=1e30", "optimizer.warmup=0.9", "max_steps=8", "checkpoint_every=1"]
+    settings = [part for key in rising for part in ("--set", f"sft.{key}")]
+    found = rlhf("sft", "--output", output, *settings, check=False)
     assert found.returncode == 2
     (line,) = found.stderr.strip().splitlines()
     assert "sft: loss became" in line or "sft: grad_norm became" in line

@@ -1,4 +1,4 @@
-"""Under a static shape policy a PPO step shows the hardware the same operators on the same shapes, whatever is drawn."""
+"""Under a static shape policy a PPO step runs the same operators on the same shapes, whatever is drawn."""
 
 from pathlib import Path
 
