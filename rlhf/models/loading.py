@@ -13,7 +13,7 @@ import torch
 
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.tokenizers import load_tokenizer, reason
+from rlhf.models.tokenizers import load_tokenizer, reason, unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -125,6 +125,8 @@ def _load(
             **options,
         )
     except Exception as error:
+        if not Path(path).exists():
+            raise unreachable(path, error) from error
         raise ModelError(f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)})") from error
     if trained and found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])

@@ -38,6 +38,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
+        if not folder.exists():
+            raise unreachable(path, error) from error
         raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason(error)}); check model.tokenizer") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -65,6 +67,13 @@ def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Added tokens that the vocabulary reserves (<|reserved_special_token_0|>, <reserved_3>, ...)."""
     return [token for token in tokenizer.get_added_vocab() if "reserved" in token]
+
+
+def unreachable(path: str, error: BaseException) -> ModelError:
+    """What to say of a name that is no folder and that no hub gave."""
+    return ModelError(
+        f"{path}: no such folder, and no hub gave a model of this name ({reason(error)}); check the name or the network"
+    )
 
 
 def reason(error: BaseException) -> str:
