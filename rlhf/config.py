@@ -204,6 +204,12 @@ class PPOConfig(TrainingConfig):
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
 
+    @model_validator(mode="after")
+    def _samples(self) -> PPOConfig:
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature: 0 draws one answer only, and PPO compares several; use e.g. 1")
+        return self
+
     def minibatch(self, world_size: int) -> tuple[int, int]:
         """(rows of one PPO update over all ranks, rows of one forward pass of one rank).
 
@@ -251,10 +257,9 @@ def load_config(path: Path | None = None, overrides: list[str] | tuple[str, ...]
     Raises:
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
-    own = any(override.startswith(("model.", "data.datasets")) for override in overrides)
-    if path is None and not own:
-        path = EMBEDDED_RECIPE
-    values = _read_yaml(path) if path else {}
+    own = any(override.startswith(("model", "data.datasets")) for override in overrides)
+    start = path if path or own else EMBEDDED_RECIPE
+    values = _read_yaml(start) if start else {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:

@@ -167,8 +167,8 @@ def run_steps(
                 context.recorder.log(done, numbers)
             bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
             interrupted = _anywhere(arrived, context)
-            due = settings.checkpoint_every and done % settings.checkpoint_every == 0
-            if done < total_steps and (due or interrupted):
+            due = settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < total_steps
+            if due or interrupted:
                 own = {
                     "stage": save_state(),
                     "rng": context.accelerator.rng_state(),
