@@ -98,7 +98,7 @@ class EngineConfig(Section):
     """How DeepSpeed holds and steps the models."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        1, description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights)"
+        0, description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights)"
     )
     zero_persistence_threshold: int = Field(
         100_000, ge=0, description="ZeRO-3: parameters smaller than this stay whole on every rank"

@@ -40,9 +40,8 @@ def main() -> None:
             print(f"| {name} | {key.replace('_', ' ')} | {before:.4g} | {summary['after'][key]:.4g} |")
     print("\n| stage | steps | minutes | peak memory |\n|---|---|---|---|")
     for name, summary in stages.items():
-        print(
-            f"| {name} | {summary['steps']} | {summary['seconds'] / 60:.1f} | {summary['peak_memory'] / 2**30:.1f} GiB |"
-        )
+        minutes, peak = summary["seconds"] / 60, summary["peak_memory"] / 2**30
+        print(f"| {name} | {summary['steps']} | {minutes:.1f} | {peak:.1f} GiB |")
 
     before, after = stages["ppo"]["before"], stages["ppo"]["after"]
     rise = (after["reward"] - before["reward"]) / before["reward_std"]

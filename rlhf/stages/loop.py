@@ -160,7 +160,11 @@ def run_steps(
         for index in range(first, total_steps):
             begun = time.perf_counter()
             numbers = step(index)
+            context.accelerator.synchronize()  # so that the time is that of the work
             numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
+            compilations = context.accelerator.compilations()
+            if compilations is not None:
+                numbers["compilations"] = float(compilations)
             done = index + 1
             _check_finite(numbers, context, done)
             if done % settings.log_every == 0 or done == total_steps:

@@ -128,7 +128,7 @@ class PPO:
         """
         self.actor.engine.eval()
         self.critic.engine.eval()
-        parts = [self._score(dict(zip(sequences, part))) for part in zip(*self._micro_batches(sequences))]
+        parts = [self._score(part) for part in self._micro_batches(sequences)]
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def collect(self, prompts: Batch, sums: Sums) -> Experience:
@@ -167,7 +167,7 @@ class PPO:
         settings = self.settings
         for minibatch in experience.split(self.minibatch_rows, order):
             # Actions of the whole global minibatch: losses are means over them, however rows are split.
-            total = distributed.all_sum(minibatch.action_mask.sum())
+            total = distributed.all_sum(minibatch.action_mask.sum()).clamp_min(1)
 
             def actor_loss(model: nn.Module, part: Experience, total: Tensor = total) -> tuple[Tensor, Batch]:
                 log_probs = completion_log_probs(
@@ -228,8 +228,9 @@ class PPO:
             "scores": scores,
         }
 
-    def _micro_batches(self, sequences: Batch) -> list[tuple[Tensor, ...]]:
-        return [tensor.split(self.micro_rows) for tensor in sequences.values()]
+    def _micro_batches(self, sequences: Batch) -> list[Batch]:
+        columns = (tensor.split(self.micro_rows) for tensor in sequences.values())
+        return [dict(zip(sequences, part)) for part in zip(*columns)]
 
     def _order(self, index: int, epoch: int) -> torch.Generator | None:
         """Order of the rows in one pass; None where one minibatch holds them all."""

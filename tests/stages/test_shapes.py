@@ -90,3 +90,14 @@ def test_dynamic_shapes_do_add_operators(build):
     """The check above can fail: lengths that follow the data show up as new shapes."""
     first, *later = steps_of_different_lengths(build("dynamic"))
     assert any(seen - first for seen in later)
+
+
+def test_rows_that_only_fill_up_a_batch_change_no_number(build):
+    """Three prompts in batches of six: the last minibatch has no real row at all."""
+    ppo = build("static")
+    ppo.batches._examples = ppo.batches._examples[:3]
+    numbers = ppo.step(0)
+    assert all(value == value for value in numbers.values())
+    assert [length > 0 for length in lengths(ppo)] == [True] * 3 + [False] * 3
+    assert numbers["tokens"] == sum(lengths(ppo))
+    assert numbers["response_length"] == pytest.approx(sum(lengths(ppo)) / 3)
