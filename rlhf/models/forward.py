@@ -56,11 +56,12 @@ def completion_log_probs(
         input_ids, attention_mask: [B, T].
         temperature: the one the tokens were drawn with; the log-probabilities are of that distribution.
     """
-    output = model(
-        **model_inputs(model, input_ids, attention_mask),
-        logits_to_keep=completion_length + 1,  # the last prompt position predicts the first completion token
-    )
-    logits = output.logits[:, :-1]
+    # The last prompt position predicts the first completion token. Positions rather than a count: a slice of
+    # the hidden states would make the projection of a frozen model a batched product, with a copy of the
+    # vocabulary matrix for every row (torch 2.13).
+    end = input_ids.shape[1] - 1
+    positions = torch.arange(end - completion_length, end, device=input_ids.device)
+    logits = model(**model_inputs(model, input_ids, attention_mask), logits_to_keep=positions).logits
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
     log_probs = token_log_probs(logits, input_ids[:, -completion_length:])

@@ -39,7 +39,7 @@ def test_only_completion_positions_are_projected_to_the_vocabulary():
     seen = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     completion_log_probs(model, ids, mask, 4)
-    assert seen == [(2, 5, 30)]
+    assert seen == [(2, 4, 30)]
 
 
 def test_a_batch_without_padding_runs_the_same_operators():
