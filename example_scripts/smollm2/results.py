@@ -26,8 +26,8 @@ def main() -> None:
     accelerator = description["accelerator"]
     print("# Results\n")
     print("```\nbash example_scripts/smollm2/prepare.sh")
-    for invocation in description["invocations"]:
-        print(invocation["command"])
+    for command in dict.fromkeys(invocation["command"] for invocation in description["invocations"]):
+        print(command)  # once, where a stage was started again
     print("```\n")
     print(f"Machine: {accelerator['device']['model']}, {os.cpu_count()} cores, accelerator `{accelerator['name']}`,")
     print(f"{accelerator['precision']['name']} ({accelerator['precision']['reason']}).")
