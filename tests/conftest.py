@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.helpers import WORDS, build_tokenizer, llama
+from tests.helpers import WORDS, build_tokenizer, llama, user_environment
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -110,7 +110,7 @@ def rlhf(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Rl
 
     def run(*arguments: object, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(path)]
-        environment = {**os.environ, "RLHF_PLUGINS": "none"}
+        environment = user_environment()
         found = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
         if check:
             assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
+
+
+def user_environment() -> dict[str, str]:
+    """The environment of a user's shell: without what a process group in this process has set."""
+    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLHF_ACCELERATOR", "DS_ACCELERATOR"}
+    return {name: value for name, value in os.environ.items() if name not in launcher} | {"RLHF_PLUGINS": "none"}
 
 
 def build_tokenizer() -> Any:

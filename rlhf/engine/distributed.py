@@ -44,8 +44,8 @@ def session(selection: Selection) -> Iterator[Accelerator]:
             different backends.
     """
     accelerator = selection.create()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        os.environ.setdefault(name, value)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if "RANK" not in os.environ else {}
+    os.environ.update(alone)
     accelerator.bind(int(os.environ["LOCAL_RANK"]))
     accelerator.prepare_deepspeed()
     import deepspeed
@@ -63,6 +63,8 @@ def session(selection: Selection) -> Iterator[Accelerator]:
         finally:
             # Collectives of a failed rank may be pending; the group ends with the process either way.
             dist.destroy_process_group()
+            for name in alone:  # a process that this one starts is not one of its ranks
+                os.environ.pop(name, None)
 
 
 def world() -> World:

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 
-from tests.helpers import assert_same_weights
+from tests.helpers import assert_same_weights, user_environment
 
 
 def start(rlhf, *arguments):
     command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, env=user_environment(), start_new_session=True)
 
 
 def wait_for(path, process, seconds=240):
