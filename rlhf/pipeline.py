@@ -18,6 +18,7 @@ from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
 from rlhf.engine import distributed
 from rlhf.errors import RunError
+from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
 from rlhf.models.embedded import build_llama
@@ -54,8 +55,6 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
             context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
             _run_stage(stage, context)
     if world.is_main:
-        from rlhf.metrics.progress import console
-
         print_summary([place.summary() for place in directory.stages if place.done], console)
 
 

@@ -17,12 +17,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import checkpoint, distributed
-from rlhf.engine.training import TrainingEngine
+from rlhf.engine.statistics import Sums
+from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.errors import DivergedError
 from rlhf.metrics.progress import console, progress
 from rlhf.metrics.recorder import Recorder
@@ -196,6 +197,30 @@ def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -
         if main:
             atomic_write_json(path, found)
     return found
+
+
+@torch.no_grad()
+def sum_over(
+    context: StageContext,
+    engine: TrainingEngine,
+    held_out: Batches,
+    what: str,
+    statistics: Callable[[nn.Module, Batch], dict[str, Tensor]],
+) -> Numbers:
+    """Sums of `statistics(model, batch)` over the held-out batches of all ranks; `what` is shown meanwhile."""
+    name = context.directory.name
+    engine.engine.eval()
+    sums = Sums()
+    with progress(held_out.rows, f"{name}: {what}", enabled=context.world.is_main) as bar:
+        for index in range(len(held_out)):
+            for batch in held_out.step(index):
+                batch = context.accelerator.to_device(batch)
+                with context.precision.autocast():
+                    found = statistics(engine.engine, batch)
+                context.accelerator.step_boundary(f"{name}/evaluate")
+                sums.add(**found)
+            bar.advance(len(held_out.examples(index)))
+    return sums.read()
 
 
 @contextmanager

@@ -9,19 +9,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.metrics.progress import progress
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead
 from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
-from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
+from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
 
 def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData) -> dict[str, Any]:
@@ -100,19 +97,11 @@ def averages(sums: Numbers) -> Numbers:
     return sums | {key: sums[key] / pairs for key in ("accuracy", "chosen_score", "rejected_score")}
 
 
-@torch.no_grad()
 def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Numbers:
     """Accuracy and mean scores on the held-out pairs."""
-    engine.engine.eval()
-    sums = Sums()
-    with progress(held_out.rows, f"reward: accuracy {when}", enabled=context.world.is_main) as bar:
-        for index in range(len(held_out)):
-            for batch in held_out.step(index):
-                batch = context.accelerator.to_device(batch)
-                with context.precision.autocast():
-                    result = pair_loss(engine.engine, batch)
-                context.accelerator.step_boundary("reward/evaluate")
-                sums.add(**pair_statistics(result, batch))
-            bar.advance(len(held_out.examples(index)))
-    numbers = averages(sums.read())
+
+    def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return pair_statistics(pair_loss(model, batch), batch)
+
+    numbers = averages(sum_over(context, engine, held_out, f"accuracy {when}", statistics))
     return {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score")}

@@ -9,19 +9,16 @@ import math
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rlhf.data.batches import collate_sft
+from rlhf.data.batches import Batches, collate_sft
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.metrics.progress import progress
 from rlhf.models.export import save_model
 from rlhf.models.forward import model_inputs
 from rlhf.objectives import token_log_probs
-from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
+from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
@@ -87,19 +84,11 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     return {"before": before, "after": after, "steps": total_steps}
 
 
-@torch.no_grad()
-def perplexity(context: StageContext, engine: TrainingEngine, held_out: Any, when: str) -> float:
+def perplexity(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> float:
     """exp of the mean negative log-likelihood per target token of the held-out rows."""
-    engine.engine.eval()
-    sums = Sums()
-    with progress(held_out.rows, f"sft: perplexity {when}", enabled=context.world.is_main) as bar:
-        for index in range(len(held_out)):
-            for batch in held_out.step(index):
-                batch = context.accelerator.to_device(batch)
-                with context.precision.autocast():
-                    nll = negative_log_likelihood(engine.engine, batch)
-                context.accelerator.step_boundary("sft/evaluate")
-                sums.add(nll=nll, targets=batch["loss_mask"][:, 1:].sum())
-            bar.advance(len(held_out.examples(index)))
-    numbers = sums.read()
+
+    def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {"nll": negative_log_likelihood(model, batch), "targets": batch["loss_mask"][:, 1:].sum()}
+
+    numbers = sum_over(context, engine, held_out, f"perplexity {when}", statistics)
     return math.exp(min(numbers["nll"] / max(numbers["targets"], 1), 700))  # exp(710) is beyond a float
