@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accelerators import kernels
+from accelerators import graphs, kernels
 from accelerators.shapes import ShapePolicy
 from accelerators.types import OPERATIONS, AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -70,11 +70,16 @@ class Accelerator(ABC):
         """End a part of a step, named for reports; a backend that records operators lazily runs them here."""
 
     def capture(self, fn: Function, key: str) -> Function:
-        """`fn`, recorded once per `key` and replayed where the device can; else `fn` itself.
+        """`fn`, recorded and replayed where the device can (operation `graph_capture`); else `fn` itself.
 
-        The shapes of `fn`'s arguments must not change between calls.
+        `fn` works on tensors of fixed shapes: its arguments, and those it holds and changes in place. `key` names
+        it in reports. What was recorded is freed with the function that this returns.
+
+        Raises:
+            CaptureError: on a call, where `fn` waits for the device or its arguments' shapes have changed.
         """
-        return fn
+        recorded = self.kernel("graph_capture")
+        return recorded(fn, key) if recorded else graphs.checked(fn, key)
 
     def is_lazy(self) -> bool:
         """Whether operators wait for a step boundary."""
@@ -122,6 +127,7 @@ class Accelerator(ABC):
             adamw, adamw_cpu_offload: (params, lr=, betas=, eps=, weight_decay=) -> torch.optim.Optimizer
             clip_grad_norm: (parameters, max_norm) -> total norm, a scalar tensor
             attention: a name for transformers' `attn_implementation`
+            graph_capture: (fn, key) -> fn, what `capture` gives out
 
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.
@@ -184,20 +190,27 @@ class Accelerator(ABC):
         """The environment variable that hides devices from a process, or None."""
         return None
 
+    def deepspeed_accelerator(self) -> Any:
+        """A `DeepSpeedAccelerator` for a device that DeepSpeed does not know; None where the name is enough."""
+        return None
+
     def prepare_deepspeed(self) -> None:
         """Make DeepSpeed use this device; call it before anything else imports deepspeed.
 
         Raises:
             AcceleratorError: DeepSpeed has settled on another device.
         """
-        wanted = os.environ.setdefault("DS_ACCELERATOR", self.deepspeed_name)
+        own = self.deepspeed_accelerator()
+        wanted = os.environ.setdefault("DS_ACCELERATOR", self.deepspeed_name) if own is None else self.deepspeed_name
         if wanted != self.deepspeed_name:
             raise AcceleratorError(
                 f"{self.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
                 f"unset it, or set it to {self.deepspeed_name}"
             )
-        from deepspeed.accelerator import get_accelerator
+        from deepspeed.accelerator import get_accelerator, set_accelerator
 
+        if own is not None:
+            set_accelerator(own)
         found = get_accelerator().device_name()
         if found != self.deepspeed_name:
             raise AcceleratorError(

@@ -36,6 +36,10 @@ class AcceleratorError(Exception):
     exit_code = 2
 
 
+class CaptureError(AcceleratorError):
+    """A function cannot be captured: it reads values on the host, or its arguments do not fit the recording."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """Whether a backend can run here, found without importing torch or opening the device.
