@@ -6,8 +6,9 @@ import torch: some runtimes read their environment at that moment, and the chose
 
 from typing import TYPE_CHECKING, Any
 
+from accelerators.discovery import Report, available
 from accelerators.hookspecs import hookimpl, hookspec
-from accelerators.registry import Report, Selection, available, select, verify_agreement
+from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     API_VERSION,
@@ -15,6 +16,7 @@ from accelerators.types import (
     AcceleratorError,
     AcceleratorSpec,
     CaptureError,
+    DeepSpeedView,
     DeviceInfo,
     KernelImpl,
     Memory,
@@ -34,6 +36,7 @@ __all__ = [
     "AcceleratorError",
     "AcceleratorSpec",
     "CaptureError",
+    "DeepSpeedView",
     "DeviceInfo",
     "KernelImpl",
     "Memory",

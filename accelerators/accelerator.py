@@ -18,7 +18,16 @@ import torch
 
 from accelerators import graphs, kernels
 from accelerators.shapes import ShapePolicy
-from accelerators.types import OPERATIONS, AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.types import (
+    OPERATIONS,
+    AcceleratorError,
+    DeepSpeedView,
+    DeviceInfo,
+    KernelImpl,
+    Memory,
+    Precision,
+    Support,
+)
 
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -194,7 +203,7 @@ class Accelerator(ABC):
         """A `DeepSpeedAccelerator` for a device that DeepSpeed does not know; None where the name is enough."""
         return None
 
-    def prepare_deepspeed(self) -> None:
+    def prepare_deepspeed(self) -> DeepSpeedView:
         """Make DeepSpeed use this device; call it before anything else imports deepspeed.
 
         Raises:
@@ -207,16 +216,24 @@ class Accelerator(ABC):
                 f"{self.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
                 f"unset it, or set it to {self.deepspeed_name}"
             )
+        import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
 
         if own is not None:
             set_accelerator(own)
-        found = get_accelerator().device_name()
-        if found != self.deepspeed_name:
+        found = get_accelerator()
+        if found.device_name() != self.deepspeed_name:
             raise AcceleratorError(
-                f"{self.name}: DeepSpeed was set to {found!r} earlier in this process; "
+                f"{self.name}: DeepSpeed was set to {found.device_name()!r} earlier in this process; "
                 f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={self.deepspeed_name}"
             )
+        return DeepSpeedView(
+            implementation=f"{type(found).__module__}.{type(found).__qualname__}",
+            device=found.device_name(),
+            communication=found.communication_backend_name(),
+            dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in found.supported_dtypes()),
+            version=deepspeed.__version__,
+        )
 
 
 def _supported(implementation: KernelImpl, accelerator: Accelerator) -> Support:

@@ -1,7 +1,7 @@
-"""Finds the installed plugins, probes their backends and chooses one.
+"""Chooses one of the backends that are installed.
 
-In: the entry points of the environment, and what the user asked for. Out: a `Selection` that can create the backend,
-or one `AcceleratorError` that says why there is none. Imports no torch: the choice comes first.
+In: the reports of `discovery`, and what the user asked for. Out: a `Selection` that can create the backend, or one
+`AcceleratorError` that says why there is none. Imports no torch: the choice comes first.
 """
 
 from __future__ import annotations
@@ -11,60 +11,22 @@ import importlib
 import inspect
 import logging
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from accelerators import hookspecs
-from accelerators.types import API_VERSION, AcceleratorError, AcceleratorSpec, KernelImpl, Probe, Problem
+from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, text
+from accelerators.types import AcceleratorError, AcceleratorSpec, KernelImpl, Problem
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
-BUILTIN = "accelerators.builtin"
 CPU = "cpu"
 ENV = "RLHF_ACCELERATOR"
-ALLOWLIST_ENV = "RLHF_PLUGINS"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What is known of one backend, or of a plugin that could not be loaded.
-
-    Exactly one of `probe` and `error` is set. A plugin that failed before it offered a backend goes by its entry
-    point's name and has no `spec`.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    spec: AcceleratorSpec | None = None
-    probe: Probe | None = None
-    error: str | None = None
-
-    @property
-    def priority(self) -> int | None:
-        return self.spec.priority if self.spec else None
-
-    @property
-    def available(self) -> bool:
-        return self.probe is not None and self.probe.ok
-
-    @property
-    def provider(self) -> str:
-        """The distribution and its version, as pip names them."""
-        return f"{self.distribution} {self.version}".strip()
-
-    @property
-    def reason(self) -> str:
-        """Why the backend is, or is not, available."""
-        return self.probe.reason if self.probe else f"broken: {self.error}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +64,7 @@ class Selection:
         try:
             cls = getattr(importlib.import_module(module), attribute)
         except Exception as error:
-            raise AcceleratorError(f"{where} cannot be imported ({_text(error)}); reinstall {self.provider}") from error
+            raise AcceleratorError(f"{where} cannot be imported ({text(error)}); reinstall {self.provider}") from error
         if not (inspect.isclass(cls) and issubclass(cls, Accelerator)):
             raise AcceleratorError(f"{where} is not an Accelerator subclass; report it to the plugin's authors")
         if missing := sorted(cls.__abstractmethods__):
@@ -112,7 +74,7 @@ class Selection:
         try:
             accelerator = cls()
         except Exception as error:
-            raise AcceleratorError(f"{where} failed ({_text(error)}); report it to the plugin's authors") from error
+            raise AcceleratorError(f"{where} failed ({text(error)}); report it to the plugin's authors") from error
         accelerator.contribute(self._contributed_kernels(accelerator))
         return accelerator
 
@@ -125,9 +87,9 @@ class Selection:
         problems: list[Problem] = []
         for provider, plugin in self.plugins.list_name_plugin():
             try:
-                problems += _answers(self.plugins, plugin, "rlhf_check_run", accelerator=accelerator, run=run)
+                problems += answers(self.plugins, plugin, "rlhf_check_run", accelerator=accelerator, run=run)
             except Exception as error:
-                reason = f"the check of plugin {provider} failed ({_text(error)})"
+                reason = f"the check of plugin {provider} failed ({text(error)})"
                 problems.append(Problem(reason, f"update it, or leave it out with {ALLOWLIST_ENV}"))
         if problems:
             objections = "; ".join(f"{problem.reason}: {problem.remedy}" for problem in problems)
@@ -136,14 +98,9 @@ class Selection:
     def _contributed_kernels(self, accelerator: Accelerator) -> Iterable[KernelImpl]:
         for provider, plugin in self.plugins.list_name_plugin():
             try:
-                yield from _answers(self.plugins, plugin, "rlhf_kernels", accelerator=accelerator)
+                yield from answers(self.plugins, plugin, "rlhf_kernels", accelerator=accelerator)
             except Exception as error:
-                logger.warning("plugin %s offers no kernels: %s", provider, _text(error))
-
-
-def available(environ: Mapping[str, str] = os.environ) -> list[Report]:
-    """Every backend that a plugin offers and every plugin that is broken, best first. Never raises."""
-    return _discover(environ)[1]
+                logger.warning("plugin %s offers no kernels: %s", provider, text(error))
 
 
 def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, str] = os.environ) -> Selection:
@@ -155,7 +112,7 @@ def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, s
         AcceleratorError: nothing can be chosen, or the choice would be ambiguous.
     """
     wish, source = _wish(cli, config, environ.get(ENV))
-    plugins, reports = _discover(environ)
+    plugins, reports = discover(environ)
     if wish == "auto":
         report, reason = _best(reports)
     else:
@@ -249,100 +206,3 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
 def _duplicate(reports: list[Report]) -> str:
     providers = " and ".join(report.provider for report in reports)
     return f"{providers} both offer an accelerator named {reports[0].name!r}; uninstall one of them"
-
-
-def _discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Report]]:
-    """Load plugins one at a time; a broken one becomes a report and stays out of the manager."""
-    plugins = pluggy.PluginManager(hookspecs.PROJECT)
-    plugins.add_hookspecs(hookspecs)
-    points, reports = _allowed(entry_points(group=hookspecs.ENTRY_POINT_GROUP), environ.get(ALLOWLIST_ENV))
-    loaded: dict[Any, tuple[str, str, str]] = {}
-    for point in points:
-        distribution, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
-        origin = (point.name, distribution, version)
-        registered = f"{distribution} {version} ({point.name})"
-        try:
-            plugin = point.load()
-            plugins.register(plugin, name=registered)
-            loaded[plugin] = origin
-        except (Exception, SystemExit) as error:
-            if plugins.has_plugin(registered):
-                plugins.unregister(name=registered)
-            reports.append(Report(*origin, error=_text(error)))
-    for plugin, problem in _with_unknown_hooks(plugins):
-        reports.append(Report(*loaded.pop(plugin), error=problem))
-    for plugin, origin in loaded.items():
-        reports += _offers(plugins, plugin, origin)
-    return plugins, sorted(reports, key=_rank)
-
-
-def _allowed(points: Iterable[EntryPoint], allowlist: str | None) -> tuple[list[EntryPoint], list[Report]]:
-    """The entry points to load, in order of name, and a report for each plugin that the allowlist names in vain.
-
-    The list names entry points or distributions; the built-in backends are always there, so `none` leaves only them.
-    """
-    points = sorted(points, key=lambda point: (point.name, point.value))
-    if not allowlist:
-        return points, []
-    wanted = {_normalized(part) for part in allowlist.split(",")} - {"", "none"}
-    names = [{_normalized(point.name), _normalized(point.dist.name if point.dist else "")} for point in points]
-    missing = sorted(wanted.difference(*names))
-    error = f"named in {ALLOWLIST_ENV}, but no such plugin is installed"
-    return (
-        [point for point, own in zip(points, names, strict=True) if point.module == BUILTIN or own & wanted],
-        [Report(name, name, "", error=error) for name in missing],
-    )
-
-
-def _with_unknown_hooks(plugins: pluggy.PluginManager) -> Iterator[tuple[Any, str]]:
-    """Take out the plugins that mark a function as a hook which does not exist: a misspelt one would do nothing."""
-    while True:
-        try:
-            return plugins.check_pending()
-        except pluggy.PluginValidationError as error:
-            plugins.unregister(error.plugin)
-            yield error.plugin, _text(error)
-
-
-def _offers(plugins: pluggy.PluginManager, plugin: Any, origin: tuple[str, str, str]) -> list[Report]:
-    try:
-        return [_probed(spec, origin) for spec in _answers(plugins, plugin, "rlhf_accelerators")]
-    except Exception as error:
-        return [Report(*origin, error=f"rlhf_accelerators failed ({_text(error)})")]
-
-
-def _probed(spec: AcceleratorSpec, origin: tuple[str, str, str]) -> Report:
-    provider = origin[1:]
-    if not isinstance(spec, AcceleratorSpec):
-        return Report(*origin, error=f"rlhf_accelerators returned a {type(spec).__name__} instead of AcceleratorSpec")
-    if spec.api_version != API_VERSION:
-        error = f"it is written for version {spec.api_version} of the accelerator interface, this is {API_VERSION}"
-        return Report(spec.name, *provider, spec=spec, error=error)
-    try:
-        probe = spec.probe()
-        if not isinstance(probe, Probe):
-            raise TypeError(f"it returned a {type(probe).__name__} instead of Probe")
-    except (Exception, SystemExit) as error:
-        return Report(spec.name, *provider, spec=spec, error=f"its probe failed ({_text(error)})")
-    return Report(spec.name, *provider, spec=spec, probe=probe)
-
-
-def _answers(plugins: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Iterator[Any]:
-    """What one plugin answers to a hook; pluggy would stop all at the first that raises."""
-    others = [other for _, other in plugins.list_name_plugin() if other is not plugin]
-    for answer in plugins.subset_hook_caller(hook, others)(**arguments):
-        yield from answer
-
-
-def _rank(report: Report) -> tuple[int, int, str]:
-    group = 0 if report.available else 2 if report.error else 1
-    return group, -(report.priority or 0), report.name
-
-
-def _normalized(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
-
-
-def _text(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

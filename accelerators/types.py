@@ -132,6 +132,17 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class DeepSpeedView:
+    """How DeepSpeed sees the device: its class for it, its name, its collectives and the numbers it trains in."""
+
+    implementation: str
+    device: str
+    communication: str
+    dtypes: tuple[str, ...]
+    version: str
+
+
+@dataclass(frozen=True)
 class Precision:
     """The numbers that models compute in; the methods' defaults suit a plain fp32 backend.
 

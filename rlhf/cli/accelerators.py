@@ -1,12 +1,11 @@
 """`rlhf accelerators`: which backends are installed, and what one of them can do here.
 
-`list` reports on every plugin, broken ones too, and imports no torch; `explain` creates a backend and asks it.
-Tables on a terminal, tab-separated lines in a pipe, JSON on request.
+`list` reports on every plugin, broken ones too, and imports no torch; `explain` creates a backend and asks it;
+`check` runs the conformance kit.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ import typer
 
 import accelerators
 from accelerators import AcceleratorError, KernelImpl, Report, Support
+from rlhf.cli.tables import print_json, print_table
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -34,10 +34,10 @@ def list_backends(as_json: AsJSON = False) -> None:
     """List every backend and every plugin that could not be used, with the reason."""
     reports = accelerators.available()
     if as_json:
-        _print_json([_listed(report) for report in reports])
+        print_json([_listed(report) for report in reports])
         return
     columns = ("name", "state", "devices", "priority", "provided by", "reason")
-    _print_table("Accelerators", columns, [_row(report) for report in reports])
+    print_table("Accelerators", columns, [_row(report) for report in reports])
 
 
 @app.command()
@@ -51,10 +51,11 @@ def explain(
     selection.export(os.environ)
     accelerator = selection.create()
     accelerator.bind(0)
+    deepspeed = accelerator.prepare_deepspeed()
     chosen = {"name": selection.name, "provider": selection.provider, "reason": selection.reason}
-    facts = chosen | _facts(accelerator)
+    facts = chosen | _facts(accelerator) | {"deepspeed": asdict(deepspeed)}
     if as_json:
-        _print_json(facts)
+        print_json(facts)
     else:
         _print_facts(facts)
 
@@ -70,6 +71,7 @@ def _listed(report: Report) -> dict[str, Any]:
         "distribution": report.distribution,
         "version": report.version,
         "reason": report.error or report.reason,
+        "warning": report.warning,
     }
 
 
@@ -77,7 +79,8 @@ def _row(report: Report) -> tuple[str, ...]:
     state = "available" if report.available else "broken" if report.error else "not available"
     devices = f"{report.probe.count} x {report.probe.model}" if report.probe and report.probe.count else ""
     priority = "" if report.priority is None else str(report.priority)
-    return report.name, state, devices, priority, report.provider, report.error or report.reason
+    warning = f" (warning: it {report.warning})" if report.warning else ""
+    return report.name, state, devices, priority, report.provider, (report.error or report.reason) + warning
 
 
 def _facts(accelerator: Accelerator) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, 
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    device, memory, shapes = facts["device"], facts["memory"], facts["shapes"]
+    device, memory, shapes, deepspeed = facts["device"], facts["memory"], facts["shapes"], facts["deepspeed"]
     rows = [
         ("chosen", facts["reason"]),
         ("provided by", facts["provider"]),
@@ -133,38 +136,23 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ("execution", "lazy" if facts["lazy"] else "eager"),
         ("between processes", facts["dist_backend"]),
         ("devices hidden by", facts["visible_devices_env"] or "nothing"),
+        (
+            f"DeepSpeed {deepspeed['version']}",
+            f"{deepspeed['implementation']}: device {deepspeed['device']}, {deepspeed['communication']} between "
+            f"processes, trains in {', '.join(deepspeed['dtypes'])}",
+        ),
     ]
-    _print_table(facts["name"], ("what", "here"), rows)
+    print_table(facts["name"], ("what", "here"), rows)
     precisions = [
         (wish, found["name"] if found["ok"] else "no", found["reason"]) for wish, found in facts["precisions"].items()
     ]
-    _print_table("Precisions", ("wish", "used", "reason"), precisions)
+    print_table("Precisions", ("wish", "used", "reason"), precisions)
     operations = []
     for operation, support in facts["operations"].items():
         for found in support["candidates"] or [support | {"name": "", "used": False}]:
             operations.append((operation, found["name"], "yes" if found["used"] else "no", found["reason"]))
-    _print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
+    print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
-
-
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        for row in (columns, *rows):
-            typer.echo("\t".join(row))
-        return
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: a reason in [brackets] is no markup
-    console.print(table)

@@ -7,12 +7,14 @@ ended is asked every few steps only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from accelerators import CaptureError
 from rlhf.config import SamplingConfig
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 from rlhf.rollout.sampling import sample
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from accelerators import Accelerator, ShapePolicy
 
 _STEPS_BETWEEN_STOP_CHECKS = 4
+_ROOM = 20  # buffers above this part of the device's memory are not kept while the model trains
+
+logger = logging.getLogger(__name__)
 
 
 class Completions(NamedTuple):
@@ -31,7 +36,7 @@ class Completions(NamedTuple):
 
 
 class Decoder:
-    """Draws completions from one model. Buffers and the cache are kept from call to call of the same shape."""
+    """Draws completions. Buffers, the cache and the recorded step of each shape are kept for the next call of it."""
 
     def __init__(
         self,
@@ -47,7 +52,8 @@ class Decoder:
         self.pad_id = pad_id
         self.max_new_tokens = max_new_tokens
         self.shapes = shapes or accelerator.shape_policy()
-        self._session: _Session | None = None
+        self._capture: Callable[..., Callable[[], None]] = accelerator.capture
+        self._sessions: list[_Session] = []
 
     @torch.no_grad()
     def generate(
@@ -66,9 +72,32 @@ class Decoder:
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
-        session = self._session
-        if session is None or not session.fits(model, prompt_ids, sampling):
-            session = self._session = _Session(self, model, prompt_ids, sampling)
+        try:
+            return self._generate(model, prompt_ids, prompt_mask, sampling)
+        except CaptureError as refusal:
+            logger.warning("rlhf: generation is slower than it could be: %s", refusal)
+            self._capture = _as_it_is
+            self.release()
+            return self._generate(model, prompt_ids, prompt_mask, sampling)
+
+    def release(self) -> None:
+        """Give back caches, buffers and what was recorded over them; the next call makes them anew."""
+        if self._sessions:
+            self._forget()
+            self.accelerator.empty_cache()
+
+    def make_room(self) -> None:
+        """Release what is large beside the device's memory, for training that follows.
+
+        Recording a step anew costs about two steps of a rollout of hundreds; small buffers are worth keeping.
+        """
+        if sum(session.size() for session in self._sessions) > self.accelerator.memory().total / _ROOM:
+            self.release()
+
+    def _generate(
+        self, model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, sampling: SamplingConfig
+    ) -> Completions:
+        session = self._session(model, prompt_ids, sampling)
         try:
             session.start(prompt_ids, prompt_mask)
             done = 1
@@ -83,11 +112,41 @@ class Decoder:
         length = self.shapes.length(done, self.max_new_tokens)
         return Completions(session.ids[:, :length].clone(), session.mask[:, :length].clone())
 
+    def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> _Session:
+        for session in self._sessions:
+            if session.fits(model, prompt_ids, sampling):
+                return session
+        if self.shapes.kind == "dynamic":  # this shape may never come again
+            self._forget()
+        session = _Session(self, self._capture, model, prompt_ids, sampling)
+        self._sessions.append(session)
+        return session
+
+    def _forget(self) -> None:
+        for session in self._sessions:
+            session.step = _stop  # a recording refers to its session: cut the circle, so that both are freed now
+        self._sessions.clear()
+
+
+def _as_it_is(fn: Callable[[], None], key: str) -> Callable[[], None]:
+    return fn
+
+
+def _stop() -> None:
+    raise RuntimeError("this session was released")
+
 
 class _Session:
     """The buffers of one model, shape and way of sampling: everything a decoding step touches."""
 
-    def __init__(self, decoder: Decoder, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        capture: Callable[..., Callable[[], None]],
+        model: nn.Module,
+        prompt_ids: Tensor,
+        sampling: SamplingConfig,
+    ) -> None:
         from transformers import StaticCache
 
         rows, prompt_length = prompt_ids.shape
@@ -107,10 +166,14 @@ class _Session:
         self.column = torch.empty(1, dtype=torch.long, device=device)
         self.finished = torch.empty(rows, dtype=torch.bool, device=device)
         self.uniform = torch.empty(length, rows, device=device)
-        self.step = decoder.accelerator.capture(self._step, key=f"decode {rows} x {prompt_length} + {length}")
+        self.step = capture(self._step, key=f"decode {rows} x {prompt_length} + {length}")
 
     def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> bool:
         return self.model is model and self.shape == prompt_ids.shape and self.sampling == sampling
+
+    def size(self) -> int:
+        """Bytes of the cache, beside which the other buffers are small."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.is_initialized)
 
     def start(self, prompt_ids: Tensor, prompt_mask: Tensor) -> None:
         """Reset the buffers, read the prompts and draw the first token."""

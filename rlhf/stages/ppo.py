@@ -112,6 +112,8 @@ class PPO:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )
+            if self.actor.zero_stage == 3:  # weights will be gathered to other places, which a recording cannot follow
+                self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
         return {
             "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
@@ -135,6 +137,7 @@ class PPO:
         """Rollout, scores, rewards and advantages of this rank's prompts; adds statistics to `sums`."""
         settings = self.settings
         sequences = self.generate(prompts)
+        self.decoder.make_room()
         scored = self.score(sequences)
         mask = sequences["action_mask"]
         values = scored["values"] * mask

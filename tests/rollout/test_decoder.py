@@ -110,3 +110,61 @@ def test_log_probs_of_training_are_those_the_tokens_were_drawn_from(accelerator)
         assert torch.equal(logits.logits[:, 5:-1].argmax(-1), found.ids)
         expected = logits.logits[:, 5:-1].log_softmax(-1).gather(-1, found.ids[..., None])[..., 0]
         torch.testing.assert_close(completion_log_probs(model, *whole, 12).log_probs, expected, atol=1e-5, rtol=1e-5)
+
+
+def reading_on_the_host(model):
+    """The model with a layer that looks at a value in every step, as some mixtures of experts do."""
+    forward = model.forward
+
+    def reads(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        float(output.logits.sum())
+        return output
+
+    model.forward = reads
+    return model
+
+
+def test_a_model_that_reads_on_the_host_is_not_captured_and_says_so(accelerator, caplog):
+    ids, mask = prompts()
+    expected = decoder(accelerator).generate(build("llama"), ids, mask, GREEDY)
+    found = decoder(accelerator).generate(reading_on_the_host(build("llama")), ids, mask, GREEDY)
+    assert torch.equal(found.ids, expected.ids)
+    (record,) = caplog.records
+    assert "slower than it could be" in record.getMessage()
+    assert "test_decoder.py:" in record.getMessage()
+
+
+@pytest.fixture
+def captured(accelerator, monkeypatch):
+    """The keys under which decoding steps were captured."""
+    keys = []
+    capture = accelerator.capture
+    monkeypatch.setattr(accelerator, "capture", lambda fn, key: keys.append(key) or capture(fn, key))
+    return keys
+
+
+@pytest.mark.parametrize(("memory_of_caches", "captures"), [(100, 1), (10, 2)])
+def test_what_is_large_beside_the_memory_makes_room_for_training(
+    accelerator, monkeypatch, captured, memory_of_caches, captures
+):
+    from accelerators import Memory
+
+    model, (ids, mask) = build("llama"), prompts()
+    cache = 2 * 2 * 3 * 2 * (6 + 12) * 8 * 4  # keys and values, layers, rows, heads, columns, head size, bytes
+    monkeypatch.setattr(accelerator, "memory", lambda: Memory(0, 0, total=cache * memory_of_caches))
+    drawing = decoder(accelerator)
+    first = drawing.generate(model, ids, mask, GREEDY)
+    drawing.make_room()
+    again = drawing.generate(model, ids, mask, GREEDY)
+    assert torch.equal(first.ids, again.ids)
+    assert len(captured) == captures
+
+
+@pytest.mark.parametrize(("shapes", "captures"), [("bucketed", 2), ("static", 2), ("dynamic", 3)])
+def test_each_shape_is_captured_once_unless_any_shape_can_come(accelerator, captured, shapes, captures):
+    model, (ids, mask) = build("llama"), prompts()
+    drawing = decoder(accelerator, shapes=shapes)
+    for columns in (6, 5, 6):
+        drawing.generate(model, ids[:, -columns:], mask[:, -columns:], GREEDY)
+    assert len(captured) == captures

@@ -1,0 +1,31 @@
+"""How commands print facts: tables on a terminal, tab-separated lines in a pipe, JSON on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A titled table; in a pipe, the columns and rows with tabs between their cells."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        for row in (columns, *rows):
+            typer.echo("\t".join(row))
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: a reason in [brackets] is no markup
+    console.print(table)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    typer.echo(json.dumps(value, indent=2))
