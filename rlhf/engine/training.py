@@ -61,6 +61,7 @@ class TrainingEngine:
         self._clips_itself = engine.zero_stage == 0 and precision.name == "fp32"
         self._max_grad_norm = optimizer.max_grad_norm
         self._norm: Tensor = torch.zeros(())
+        self._scale = 1.0
         adamw = accelerator.kernel("adamw", required=True)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -114,7 +115,8 @@ class TrainingEngine:
                 value, statistics = loss(self.engine, batch)
             boundary(f"{self.name}/loss")
             # DeepSpeed averages over ranks; the loss is a part of a sum.
-            self.engine.backward(value * world_size, scale_wrt_gas=False)
+            self._scale = self._missing_scale()
+            self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)
             boundary(f"{self.name}/backward")
             if self._clips_itself and self.engine.is_gradient_accumulation_boundary():
                 clip = self.accelerator.kernel("clip_grad_norm", required=True)
@@ -127,7 +129,15 @@ class TrainingEngine:
     def grad_norm(self) -> float:
         """Norm of the last step's gradient, before clipping."""
         norm: Tensor | float = self._norm if self._clips_itself else self.engine.get_global_grad_norm()
-        return float(norm)
+        return float(norm) / self._scale
+
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by, so that fp16 can hold its gradients."""
+        return float(self.engine.optimizer.loss_scale)
+
+    def _missing_scale(self) -> float:
+        """At ZeRO 0, DeepSpeed 0.19 divides fp16 gradients by the loss scale without having multiplied the loss."""
+        return self.loss_scale() if self.precision.loss_scaling and self.zero_stage == 0 else 1.0
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[nn.Module]:

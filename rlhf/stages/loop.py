@@ -166,6 +166,8 @@ def run_steps(
             compilations = context.accelerator.compilations()
             if compilations is not None:
                 numbers["compilations"] = float(compilations)
+            if context.precision.loss_scaling:
+                numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
             done = index + 1
             _check_finite(numbers, context, done)
             if done % settings.log_every == 0 or done == total_steps:

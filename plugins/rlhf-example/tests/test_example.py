@@ -1,0 +1,7 @@
+"""All that rlhf asks of a backend; add tests of your own below."""
+
+from accelerators.testing import Conformance
+
+
+class TestExample(Conformance):
+    name = "example"

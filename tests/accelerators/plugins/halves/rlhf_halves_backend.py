@@ -1,0 +1,48 @@
+"""DeepSpeed's CPU accelerator refuses fp16; one that accepts it trains with the loss scaling of any GPU."""
+
+import os
+
+import torch
+
+from accelerators import Accelerator, DeviceInfo, Memory, Precision
+
+
+class FP16(Precision):
+    def deepspeed_config(self):
+        power = int(os.environ.get("HALVES_SCALE_POWER", "16"))
+        return {"fp16": super().deepspeed_config()["fp16"] | {"initial_scale_power": power, "hysteresis": 1}}
+
+
+class Halves(Accelerator):
+    name = "halves"
+    deepspeed_name = "cpu"
+
+    def bind(self, local_rank):
+        self._device = torch.device("cpu")
+        return self._device
+
+    def info(self):
+        return DeviceInfo(model="Halves", count=1, software="none")
+
+    def synchronize(self):
+        pass
+
+    def precision(self, wish="auto"):
+        if wish == "fp32":
+            return Precision(torch.float32, "fp32", "asked for")
+        return FP16(torch.float16, "fp16", "the only one", loss_scaling=True)
+
+    def memory(self):
+        return Memory(allocated=1, peak=2, total=3)
+
+    def deepspeed_accelerator(self):
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        class Accepting(CPU_Accelerator):
+            def is_fp16_supported(self):
+                return True
+
+            def create_op_builder(self, name):
+                return None
+
+        return Accepting()

@@ -1,0 +1,59 @@
+"""fp16 with dynamic loss scaling, the precision of GPUs without bf16: trained for real, on a CPU that accepts it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import assert_same_weights
+
+
+@pytest.fixture(scope="module")
+def train(run_python, rlhf, tmp_path_factory: pytest.TempPathFactory):
+    """The stage directories of a run of the tiny recipe in fp16."""
+
+    def train(*arguments: str, env: dict[str, str] | None = None) -> Path:
+        output = tmp_path_factory.mktemp("half") / "run"
+        command = ["-m", "rlhf", *arguments, "--accelerator", "halves", "--set", "precision=fp16"]
+        command += ["--config", str(rlhf.recipe), "--output", str(output)]
+        done = run_python(*command, plugins=("halves",), env=env)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return output
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def sharded(train) -> Path:
+    """SFT at ZeRO 1."""
+    return train("sft", "--set", "engine.zero_stage=1")
+
+
+def steps(run: Path, stage: str) -> list[dict]:
+    lines = (run / stage / "metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if "loss" in entry or "policy_loss" in entry]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_every_zero_stage_takes_the_same_steps(train, sharded, zero_stage):
+    run = train("sft", "--set", f"engine.zero_stage={zero_stage}")
+    assert_same_weights(run / "sft" / "model", sharded / "sft" / "model", atol=2e-3)
+    for found, expected in zip(steps(run, "sft"), steps(sharded, "sft")):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+        assert found["model_loss_scale"] == 65536
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved(train, model_folder, zero_stage):
+    run = train("--set", f"engine.zero_stage={zero_stage}", env={"HALVES_SCALE_POWER": "40"})
+    assert [entry["model_loss_scale"] for entry in steps(run, "sft")] == [2.0**39, 2.0**38, 2.0**37]
+    assert_same_weights(run / "sft" / "model", model_folder, atol=1e-3)  # as they were, but for the rounding to fp16
+    for entry in steps(run, "ppo"):
+        assert entry["actor_loss_scale"] < 2.0**40
+        assert entry["critic_loss_scale"] < 2.0**40
+        assert entry["grad_norm"] is None  # no number: the gradient overflowed
+        assert math.isfinite(entry["reward"])
