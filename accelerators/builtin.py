@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accelerators import host
+from accelerators import gaudi, host, nvidia
 from accelerators.hookspecs import hookimpl
 from accelerators.types import API_VERSION, AcceleratorSpec, Probe
 
@@ -19,4 +19,22 @@ def probe_cpu() -> Probe:
 
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
-    return [AcceleratorSpec(name="cpu", api_version=API_VERSION, factory="accelerators.cpu:CPU", probe=probe_cpu)]
+    return [
+        AcceleratorSpec(name="cpu", api_version=API_VERSION, factory="accelerators.cpu:CPU", probe=probe_cpu),
+        AcceleratorSpec(
+            name="cuda",
+            api_version=API_VERSION,
+            factory="accelerators.cuda:CUDA",
+            probe=nvidia.probe,
+            env=nvidia.device_order,
+            priority=100,
+        ),
+        AcceleratorSpec(
+            name="hpu",
+            api_version=API_VERSION,
+            factory="accelerators.hpu:HPU",
+            probe=gaudi.probe,
+            env=gaudi.environment,
+            priority=110,
+        ),
+    ]

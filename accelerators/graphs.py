@@ -74,7 +74,7 @@ class Graph:
             CaptureError: `fn` waits for the device, or the arguments do not fit the recording.
         """
         if not self._warm:
-            result = self._warm_up(*args, **kwargs)
+            result = self._copied(self._warm_up(*args, **kwargs))
             self._warm = True
             return result
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -82,8 +82,9 @@ class Graph:
             self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             self._structure = structure
             own_args, own_kwargs = pytree.tree_unflatten(self._inputs, structure)
+            guarded = checked(self._fn, self.key)
             try:
-                self._outputs, self._replay = self._record(lambda: self._fn(*own_args, **own_kwargs))
+                self._outputs, self._replay = self._record(lambda: guarded(*own_args, **own_kwargs))
             except CaptureError:
                 raise
             except Exception as error:
@@ -91,27 +92,44 @@ class Graph:
         else:
             self._fill(leaves, structure)
             self._replay()
-        # Copies: the next replay writes into the recording's own tensors.
-        return pytree.tree_map_only(torch.Tensor, torch.clone, self._outputs)
+        return self._copied(self._outputs)
 
     def _fill(self, leaves: list[Any], structure: Any) -> None:
         if structure != self._structure:
             raise CaptureError(f"{self.key}: called with other arguments than it was recorded with")
         for own, given in zip(self._inputs, leaves):
-            if not isinstance(own, torch.Tensor):
-                if own != given:
-                    raise CaptureError(f"{self.key}: recorded with the value {own!r}, called with {given!r}")
-            elif own.shape != given.shape or own.dtype != given.dtype:
-                raise CaptureError(
-                    f"{self.key}: recorded for {own.dtype} {tuple(own.shape)}, "
-                    f"called with {given.dtype} {tuple(given.shape)}"
-                )
-            else:
+            if not _alike(own, given):
+                raise CaptureError(f"{self.key}: recorded for {_described(own)}, called with {_described(given)}")
+        for own, given in zip(self._inputs, leaves):
+            if isinstance(own, torch.Tensor):
                 own.copy_(given)
+
+    def _copied(self, outputs: Any) -> Any:
+        """Copies that the caller may keep: the next replay writes into the recording's own tensors."""
+        return pytree.tree_map(self._copy, outputs)
+
+    def _copy(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                raise CaptureError(f"{self.key} returns a tensor with a gradient; no recording has one, use no_grad()")
+            return leaf.clone()
+        if leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        raise CaptureError(f"{self.key} returns a {type(leaf).__name__}; use tuples, lists or dicts of tensors")
+
+
+def _alike(own: Any, given: Any) -> bool:
+    if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
+        return own.shape == given.shape and own.dtype == given.dtype
+    return type(own) is type(given) and own == given
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 class _NoHostReads(TorchDispatchMode):
-    """Refuses operators whose result, or whose result's shape, the host has to wait for."""
+    """Refuses operators that move values between device and host, or whose result has a shape that depends on them."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -119,15 +137,20 @@ class _NoHostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _waits(func, args, kwargs):
+        if _reads(func, args, kwargs):
             raise CaptureError(
                 f"{self.key} reads values of the device on the host ({func.overloadpacket}, {_line()}); "
                 "keep them in tensors (where, gather, masks), or read them outside"
             )
+        if _sends(func, args, kwargs):
+            raise CaptureError(
+                f"{self.key} copies values of the host to the device ({func.overloadpacket}, {_line()}); "
+                "make the tensor outside, or on the device (full, arange, zeros)"
+            )
         return func(*args, **kwargs)
 
 
-def _waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _reads(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     tags = getattr(func, "tags", ())
     if torch.Tag.data_dependent_output in tags:
         return True
@@ -135,10 +158,24 @@ def _waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(index is not None and index.dtype in _MASKED for index in args[1])
     if torch.Tag.dynamic_output_shape in tags:
         return kwargs.get("output_size") is None
-    if func.overloadpacket is torch.ops.aten._to_copy:
-        target = kwargs.get("device")
-        return target is not None and torch.device(target).type == "cpu" and args[0].device.type != "cpu"
-    return False
+    source, target = _way(func, args, kwargs)
+    return source != "cpu" and target == "cpu"
+
+
+def _sends(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if func.overloadpacket is torch.ops.aten.lift_fresh:  # torch.tensor(...); a number may stay on the host
+        return args[0].dim() > 0 or args[0].device.type != "cpu"
+    source, target = _way(func, args, kwargs)
+    return source == "cpu" and target != "cpu"
+
+
+def _way(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, str]:
+    """The types of device from which and to which an operator copies; the same one for all others."""
+    if func.overloadpacket is torch.ops.aten.copy_:
+        return args[1].device.type, args[0].device.type
+    if func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("device") is not None:
+        return args[0].device.type, torch.device(kwargs["device"]).type
+    return "cpu", "cpu"
 
 
 def _line() -> str:

@@ -15,6 +15,7 @@ import typer
 
 import accelerators
 from accelerators import AcceleratorError, KernelImpl, Report, Support
+from rlhf.cli.check import check
 from rlhf.cli.tables import print_json, print_table
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Show the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
+    help="Show and check the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
     "distributions or entry points, with commas between, or none for the built-in backends alone.",
 )
 
@@ -58,6 +59,9 @@ def explain(
         print_json(facts)
     else:
         _print_facts(facts)
+
+
+app.command()(check)
 
 
 def _listed(report: Report) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def ppo(context: typer.Context, options: Options) -> None:
 
 app.command()(chat.chat)
 app.command()(schema.config)
-app.add_typer(accelerators.app, name="accelerators", short_help="Show the installed accelerator backends.")
+app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:

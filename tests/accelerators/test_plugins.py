@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+LIST = ("accelerators", "list", "--json")
 BAD = ("import_fails", "probe_raises", "future_api", "misspelt_hook", "twin_a", "twin_b")
 
 
@@ -41,10 +42,44 @@ def choice(run_python, wish: str, plugins, env=None) -> str:
     return done.stdout.strip()
 
 
-def test_without_plugins_the_built_in_cpu_is_listed_and_chosen(rlhf, run_python):
+def test_without_plugins_and_other_hardware_the_built_in_cpu_is_chosen(rlhf, run_python):
     listed = json.loads(rlhf("accelerators", "list", "--json").stdout)
-    assert [(entry["name"], entry["available"], entry["distribution"]) for entry in listed] == [("cpu", True, "rlhf")]
+    assert {entry["name"]: entry["available"] for entry in listed} == {"cpu": True, "cuda": False, "hpu": False}
+    assert {entry["distribution"] for entry in listed} == {"rlhf"}
+    assert all(entry["reason"] for entry in listed)
     assert choice(run_python, "auto", ()) == "cpu"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("cuda", "no NVIDIA driver"), ("hpu", "no Gaudi driver")])
+def test_a_built_in_backend_without_its_hardware_says_what_is_missing(refusal, rlhf, name, reason):
+    line = refusal("--accelerator", name)
+    assert f"accelerator '{name}': not available here: {reason}" in line
+    assert line.rstrip().endswith("available: cpu")
+    for command in ("explain", "check"):
+        done = rlhf("accelerators", command, name)
+        assert done.returncode == 2
+        assert reason in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_probe_that_hangs_is_reported_and_stops_nobody(rlhf, refusal):
+    limit = {"RLHF_PROBE_TIMEOUT": "0.1"}
+    listed = {entry["name"]: entry for entry in json.loads(rlhf(*LIST, plugins=["broken_slow"], env=limit).stdout)}
+    assert listed["cpu"]["available"]
+    assert listed["slow-probe"]["broken"]
+    assert "did not answer within 0.1 s" in listed["slow-probe"]["reason"]
+    assert "did not answer within 0.1 s" in refusal("--accelerator", "slow-probe", plugins=["broken_slow"], env=limit)
+    assert "RLHF_PROBE_TIMEOUT=soon" in refusal(env={"RLHF_PROBE_TIMEOUT": "soon"})
+
+
+def test_a_plugin_that_imports_torch_at_discovery_works_with_a_warning(rlhf):
+    plugins = ["broken_discovery", "good"]
+    listed = {entry["name"]: entry for entry in json.loads(rlhf(*LIST, plugins=plugins).stdout)}
+    assert listed["early-torch"]["available"]
+    assert "imports torch when it is loaded" in listed["early-torch"]["warning"]
+    assert listed["good"]["warning"] is None
+    (line,) = [line for line in rlhf("accelerators", "list", plugins=plugins).stdout.splitlines() if "early" in line]
+    assert "(warning: it imports torch when it is loaded" in line
 
 
 def test_a_good_plugin_wins_by_priority_and_its_backend_can_be_created(rlhf, run_python):
@@ -79,7 +114,9 @@ def test_no_bad_plugin_stops_the_list(rlhf):
 
 def test_the_plain_list_has_a_line_for_each_plugin(rlhf):
     lines = rlhf("accelerators", "list", plugins=["import_fails"]).stdout.splitlines()
-    assert [line.split("\t")[:2] for line in lines[1:]] == [["cpu", "available"], ["import-fails", "broken"]]
+    states = [line.split("\t")[:2] for line in lines[1:]]
+    assert states[0] == ["cpu", "available"]
+    assert states[-1] == ["import-fails", "broken"]
 
 
 @pytest.mark.parametrize(

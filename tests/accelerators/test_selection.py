@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from accelerators import AcceleratorError, AcceleratorSpec, Probe, available, hookimpl, registry, select
+from accelerators import AcceleratorError, AcceleratorSpec, Probe, available, discovery, hookimpl, select
 from accelerators import verify_agreement as verify
 
 NOTHING: dict[str, str] = {}
@@ -30,7 +30,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
 
     def install(**distributions: AcceleratorSpec | BaseException) -> None:
         points = [_entry_point(name, offer) for name, offer in distributions.items()]
-        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+        monkeypatch.setattr(discovery, "entry_points", lambda group: points)
 
     return install
 

@@ -168,3 +168,22 @@ def test_each_shape_is_captured_once_unless_any_shape_can_come(accelerator, capt
     for columns in (6, 5, 6):
         drawing.generate(model, ids[:, -columns:], mask[:, -columns:], GREEDY)
     assert len(captured) == captures
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "bloom"])
+def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, name):
+    """The step is replayed from its second call on: whatever it did in Python would not happen again."""
+    from accelerators.graphs import Graph
+    from tests.accelerators.replaying import record
+
+    model, (ids, mask) = build(name), prompts()
+    plain, free = decoder(accelerator, length=16), SamplingConfig(temperature=0.7, top_k=20)
+    expected = [plain.generate(model, ids, mask, GREEDY).ids, plain.generate(model, mask * 9, mask, GREEDY).ids]
+    monkeypatch.setattr(accelerator, "capture", lambda fn, key: Graph(fn, key, record))
+    recorded = decoder(accelerator, length=16)
+    found = [recorded.generate(model, ids, mask, GREEDY).ids, recorded.generate(model, mask * 9, mask, GREEDY).ids]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+    torch.manual_seed(3)
+    expected = plain.generate(model, ids, mask, free).ids
+    torch.manual_seed(3)
+    assert torch.equal(recorded.generate(model, ids, mask, free).ids, expected)

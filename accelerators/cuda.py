@@ -1,0 +1,197 @@
+"""The CUDA backend: NVIDIA GPUs, one for each process.
+
+What the chip can do is decided by facts from NVML (`nvidia.py`), so that it can be explained without a CUDA context;
+`bind` opens the device, and from then on torch answers. Repeated work is recorded as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from accelerators import kernels, nvidia
+from accelerators.accelerator import Accelerator
+from accelerators.graphs import Graph
+from accelerators.shapes import ShapePolicy
+from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+
+NATIVE_BF16, FLASH_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (7, 0)
+
+
+class CUDA(Accelerator):
+    """One NVIDIA GPU, with NCCL between processes."""
+
+    name = "cuda"
+    deepspeed_name = "cuda"
+    absent: ClassVar[dict[str, str]] = {
+        "quantized_weights": (
+            "DeepSpeed 0.19 quantizes frozen weights (MixZ++) correctly only in fp16 on two or more ranks: bf16 fails "
+            "an assertion, one rank fails, and weights frozen before ZeRO-3 partitions them become NaN"
+        ),
+    }
+
+    def __init__(self) -> None:
+        self._recordings = 0
+
+    @functools.cached_property
+    def machine(self) -> nvidia.Machine:
+        """The driver and the visible GPUs, read once and without a CUDA context."""
+        return nvidia.machine()
+
+    def bind(self, local_rank: int) -> torch.device:
+        """The GPU of this rank; refused where there is none, or where torch has no code for it."""
+        gpus = self.machine.gpus
+        if local_rank >= len(gpus):
+            wish = os.environ.get(nvidia.VISIBLE_ENV)
+            limit = "" if wish is None else f" ({nvidia.VISIBLE_ENV}={wish})"
+            raise AcceleratorError(
+                f"cuda: no GPU is left for local rank {local_rank}, this machine shows {len(gpus)}{limit}; "
+                f"start at most {len(gpus)} ranks per machine"
+            )
+        gpu = gpus[local_rank]
+        architectures = torch.cuda.get_arch_list()
+        if not any(nvidia.runs_on(architecture, gpu.capability) for architecture in architectures):
+            raise AcceleratorError(
+                f"cuda: torch {torch.__version__} has no code for GPU {gpu.index}, {gpu}, but for "
+                f"{', '.join(architectures) or 'no GPU at all'}; {nvidia.torch_for(gpu, self.machine.cuda)}"
+            )
+        torch.cuda.set_device(local_rank)
+        if torch.cuda.get_device_capability(local_rank) < self.machine.weakest.capability:
+            raise AcceleratorError(
+                f"cuda: device {local_rank} is {torch.cuda.get_device_name(local_rank)}, which NVML counts elsewhere; "
+                "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            )
+        self._device = torch.device("cuda", local_rank)
+        return self._device
+
+    def info(self) -> DeviceInfo:
+        software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
+        return DeviceInfo(model=self.machine.model, count=len(self.machine.gpus), software=software)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device())
+
+    def compilations(self) -> int:
+        """CUDA graphs recorded so far."""
+        return self._recordings
+
+    def precision(self, wish: str = "auto") -> Precision:
+        supports = _precisions(self.machine.weakest)
+        *others, last = [name for name, support in supports.items() if support]
+        if wish == "auto":
+            name = [*others, last][0]
+            refused = [f"{other}: {support.reason}" for other, support in supports.items() if not support]
+            reason = "; ".join([supports[name].reason, *refused])
+        elif wish not in supports:
+            raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
+        elif supports[wish]:
+            name, reason = wish, f"asked for; {supports[wish].reason}"
+        else:
+            remedy = f"use {', '.join(['auto', *others])} or {last}"
+            raise AcceleratorError(f"precision {wish} on cuda: {supports[wish].reason}; {remedy}")
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+        return Precision(dtype, name, reason, loss_scaling=name == "fp16")
+
+    def kernels(self) -> Iterable[KernelImpl]:
+        return (*kernels.PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS)
+
+    def shape_policy(self) -> ShapePolicy:
+        """Few lengths, since each is a recording of its own; multiples of 8, which tensor cores multiply fastest."""
+        return ShapePolicy("bucketed", pad_to_multiple=8, first=64)
+
+    def memory(self) -> Memory:
+        device = self.device()
+        return Memory(
+            allocated=torch.cuda.memory_allocated(device),
+            peak=torch.cuda.max_memory_allocated(device),
+            total=torch.cuda.get_device_properties(device).total_memory,
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device())
+
+    def empty_cache(self) -> None:
+        gc.collect()  # a recorded function and the object that holds its buffers often refer to each other
+        torch.cuda.empty_cache()
+
+    def rng_state(self) -> dict[str, Any]:
+        return super().rng_state() | {"cuda": torch.cuda.get_rng_state(self.device())}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        super().set_rng_state(state)
+        torch.cuda.set_rng_state(state["cuda"], self.device())
+
+    def dist_backend(self) -> str:
+        return "nccl"
+
+    def visible_devices_env(self) -> str:
+        return nvidia.VISIBLE_ENV
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Record `fn` as a CUDA graph and replay it once (a `graphs.Record`).
+
+        The graph has a memory pool of its own, which `empty_cache` returns once nobody holds the replay.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # The outer context puts back the current stream also where a recording fails at its end (torch 2.11 to 2.13).
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            outputs = fn()
+        self._recordings += 1
+        graph.replay()
+        return outputs, graph.replay
+
+
+def _precisions(chip: nvidia.GPU) -> dict[str, Support]:
+    """Which precisions a chip has, best first."""
+    bf16 = Support(True, f"native on {chip}, and needs no loss scaling")
+    if chip.capability < NATIVE_BF16:
+        bf16 = Support(False, f"emulated below sm_80, and this is {chip}")
+    fp16 = Support(True, f"fast on {chip}, with dynamic loss scaling")
+    if chip.capability < TENSOR_CORES:
+        fp16 = Support(False, f"DeepSpeed trains in it from sm_70 on, and this is {chip}")
+    return {"bf16": bf16, "fp16": fp16, "fp32": Support(True, f"runs on {chip}")}
+
+
+def _flash_attention_2(accelerator: Accelerator) -> Support:
+    assert isinstance(accelerator, CUDA)
+    chip = accelerator.machine.weakest
+    if chip.capability < FLASH_ATTENTION:
+        return Support(False, f"flash attention needs sm_80; found {chip}")
+    return Support(
+        False,
+        "batches are padded to fixed shapes: it takes no mask, and its path for rows of different lengths reads them "
+        "on the host, which no recording allows; sdpa has memory-efficient and cuDNN kernels for masked batches",
+    )
+
+
+def _cuda_graphs(accelerator: Accelerator) -> Callable[..., Any]:
+    assert isinstance(accelerator, CUDA)
+    return functools.partial(Graph, record=accelerator.record)
+
+
+FUSED_ADAMW = KernelImpl(
+    operation="adamw",
+    name="torch-fused",
+    factory=kernels.fused_adamw,
+    supported=lambda accelerator: Support(True, "one pass over memory, in few launches"),
+    priority=10,
+)
+FLASH_ATTENTION_2 = KernelImpl(
+    operation="attention",
+    name="flash_attention_2",
+    factory=lambda accelerator: "flash_attention_2",
+    supported=_flash_attention_2,
+    priority=10,
+)
+CUDA_GRAPHS = KernelImpl(
+    operation="graph_capture",
+    name="cuda-graphs",
+    factory=_cuda_graphs,
+    supported=lambda accelerator: Support(True, "all launches of a recorded function are replayed as one"),
+    priority=10,
+)

@@ -1,0 +1,148 @@
+"""Facts about this machine's Gaudi cards, found without torch and without opening one.
+
+They come from `hl-smi`, whichever PATH names, or from the driver's files where there is no such tool. Out come the
+hpu backend's probe, the cards that a process may use, and the environment that a run on them wants.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerators.types import AcceleratorError, Probe
+
+RUNTIME = "habana_frameworks"
+VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
+SECONDS = 10.0
+"""How long `hl-smi` may take; it answers in about one second, also with eight cards."""
+
+ACCEL = Path("/sys/class/accel")
+DRIVER = Path("/sys/module/habanalabs")
+
+_QUERY = ("-Q", "module_id,name,driver_version", "-f", "csv,noheader")
+# Boards as `hl-smi` names them, chips as the driver does. Gaudi: HL-200, HL-205; Gaudi2: HL-225, HL-288 (PCIe);
+# Gaudi3: HL-325, HL-328, HL-338 (PCIe).
+_MODELS = (("Gaudi3", r"HL-3|GAUDI3"), ("Gaudi2", r"HL-2[2-9]|GAUDI2"), ("Gaudi", r"HL-20|GAUDI"))
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The cards that this process may use: how many, which chip, and the version of the driver."""
+
+    count: int
+    model: str
+    driver: str
+    source: str
+    """Who said so: hl-smi or the driver's files."""
+
+
+class _Card(NamedTuple):
+    module: str
+    name: str
+    driver: str
+
+
+def cards() -> Cards:
+    """The cards that this process may use.
+
+    Raises:
+        AcceleratorError: there is none; the message carries the most fundamental reason.
+    """
+    tool = shutil.which("hl-smi")
+    source, found = ("hl-smi", _listed_by(tool)) if tool else (str(ACCEL), _listed_by_driver())
+    visible = _visible(found)
+    return Cards(len(visible), _model(visible[0].name), visible[0].driver, source)
+
+
+def probe() -> Probe:
+    """Whether the hpu backend can run here: there is a card, and the runtime that drives it is installed."""
+    try:
+        found = cards()
+    except AcceleratorError as error:
+        return Probe(ok=False, reason=str(error))
+    if importlib.util.find_spec(RUNTIME) is None:
+        reason = f"{found.count} x {found.model} found, but {RUNTIME} (Gaudi's PyTorch bridge) is not installed here"
+        return Probe(ok=False, reason=reason, count=found.count, model=found.model)
+    return Probe(ok=True, reason=f"{found.source}: driver {found.driver}", count=found.count, model=found.model)
+
+
+def environment(run: Mapping[str, Any]) -> dict[str, str]:
+    """What every run on Gaudi wants set before torch is imported; PT_HPU_LAZY_MODE is left to the user."""
+    return {
+        # Token ids, positions and the indices of gather are int64; without this they are cut to int32 on the device.
+        "PT_ENABLE_INT64_SUPPORT": "1",
+        # Lazy mode: collectives become part of the graphs; HPU graphs on several cards need it. Eager mode ignores it.
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
+    }
+
+
+def _listed_by(tool: str) -> list[_Card]:
+    try:
+        process = subprocess.Popen(
+            [tool, *_QUERY], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        raise AcceleratorError(f"hl-smi cannot be started ({error})") from error
+    try:
+        output, complaint = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        process.kill()  # without waiting for its end: stuck in a broken driver, it could not die
+        raise AcceleratorError(
+            f"hl-smi gave no answer in {SECONDS:g} s: the driver may hang; look at dmesg, reload it or reboot"
+        ) from error
+    said = next((line.strip() for line in (complaint + "\n" + output).splitlines() if line.strip()), "it said nothing")
+    if process.returncode:
+        raise AcceleratorError(f"hl-smi failed with exit code {process.returncode}: {said}")
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    found = [_Card(*row) for row in rows if len(row) == len(_Card._fields) and row[0].isdigit()]
+    return _some(found, f"hl-smi lists no card: {said}")
+
+
+def _listed_by_driver() -> list[_Card]:
+    if not DRIVER.exists():
+        raise AcceleratorError(f"no Gaudi driver: no hl-smi on PATH, no {DRIVER}")
+    driver = _read(DRIVER / "version")
+    devices = [path / "device" for path in sorted(ACCEL.glob("accel[0-9]*"))]
+    found = [_Card(_read(device / "module_id"), _read(device / "device_type"), driver) for device in devices]
+    # Accelerators of other vendors are in the same folder.
+    return _some(
+        [card for card in found if "GAUDI" in card.name], f"the Gaudi driver is loaded, but {ACCEL} has no card"
+    )
+
+
+def _some(found: list[_Card], otherwise: str) -> list[_Card]:
+    if not found:
+        given = os.environ.get("HABANA_VISIBLE_DEVICES")
+        hint = "" if given is None else f" (HABANA_VISIBLE_DEVICES={given} chose the cards of this container)"
+        raise AcceleratorError(otherwise + hint)
+    return found
+
+
+def _visible(found: list[_Card]) -> list[_Card]:
+    wish = os.environ.get(VISIBLE_MODULES)
+    if wish is None or wish.strip().lower() == "all":
+        return found
+    wanted = {part.strip() for part in wish.split(",")}
+    visible = [card for card in found if card.module in wanted]
+    if not visible:
+        listed = ", ".join(card.module for card in found)
+        raise AcceleratorError(f"{VISIBLE_MODULES}={wish} hides every card; their modules are {listed}")
+    return visible
+
+
+def _model(name: str) -> str:
+    return next((model for model, pattern in _MODELS if re.match(pattern, name.upper())), name)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

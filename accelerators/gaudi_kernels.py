@@ -1,0 +1,171 @@
+"""Gaudi's fused kernels, offered where the bridge has them: AdamW, gradient clipping and attention.
+
+Each is brought to the form in which trainers ask for it (see `Accelerator.kernel`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from accelerators import gaudi
+from accelerators.accelerator import Accelerator
+from accelerators.types import AcceleratorError, KernelImpl, Support
+
+ATTENTION = "gaudi_fused_sdpa"
+"""FusedSDPA's name among transformers' attention implementations."""
+
+
+def runtime(module: str) -> Any:
+    """A module of Gaudi's PyTorch bridge."""
+    return importlib.import_module(f"{gaudi.RUNTIME}.torch.{module}")
+
+
+def one_line(error: Exception) -> str:
+    """An exception for a message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], Support]:
+    def supported(accelerator: Accelerator) -> Support:
+        try:
+            getattr(runtime(module), name)
+        except Exception as error:
+            return Support(False, f"{gaudi.RUNTIME}.torch.{module}.{name} cannot be imported ({one_line(error)})")
+        return Support(True, reason)
+
+    return supported
+
+
+# optimizer
+
+
+def fused_adamw(accelerator: Accelerator) -> Any:
+    """Gaudi's FusedAdamW, whatever DeepSpeed makes of the parameter groups; a constructor like torch's AdamW."""
+    fused: Any = runtime("hpex.optimizers").FusedAdamW
+
+    class FusedAdamW(fused):
+        """Steps one group at a time, with a step count for each parameter as in torch's AdamW.
+
+        ZeRO-3 hands over one shard a step and leaves the other groups empty. Gaudi's own cannot take an empty group,
+        and counts steps by group: a group of several shards would run ahead of its bias correction.
+        """
+
+        param_groups: list[dict[str, Any]]
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = closure() if closure else None
+            groups = self.param_groups
+            try:
+                for group in groups:
+                    given = [parameter for parameter in group["params"] if parameter.grad is not None]
+                    if given:
+                        group["step"] = int(self.state[given[0]].get("step", 0))
+                        self.param_groups = [group]
+                        super().step()
+                        for parameter in given:
+                            self.state[parameter]["step"] = torch.tensor(float(group["step"]))
+            finally:
+                self.param_groups = groups
+            return loss
+
+    return FusedAdamW
+
+
+FUSED_ADAMW = KernelImpl(
+    operation="adamw",
+    name="habana-fused",
+    factory=fused_adamw,
+    supported=_importable("hpex.optimizers", "FusedAdamW", "one kernel for all parameters of a group"),
+    priority=10,
+)
+
+
+# gradient clipping
+
+
+def fused_clip_norm(accelerator: Accelerator) -> Any:
+    """Gaudi's FusedClipNorm as a function like torch's `clip_grad_norm_`."""
+
+    def clip(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        parameters = list(parameters)
+        if not parameters:
+            return torch.zeros(())
+        clipper = _clipper(runtime("hpex.normalization").FusedClipNorm, float(max_norm), parameters[0].dtype)
+        total: torch.Tensor = clipper.clip_norm(parameters)
+        return total.reshape(())
+
+    return clip
+
+
+@functools.cache
+def _clipper(fused: Any, max_norm: float, dtype: torch.dtype) -> Any:
+    """One object for all steps: making it copies `max_norm` to the device, in the dtype of the parameter shown."""
+    return fused([torch.empty(0, dtype=dtype)], max_norm)
+
+
+FUSED_CLIP_NORM = KernelImpl(
+    operation="clip_grad_norm",
+    name="habana-fused",
+    factory=fused_clip_norm,
+    supported=_importable("hpex.normalization", "FusedClipNorm", "norm and scaling of all gradients in one kernel"),
+    priority=10,
+)
+
+
+# attention
+
+
+def fused_sdpa(accelerator: Accelerator) -> str:
+    """Gaudi's FusedSDPA, registered with transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    fused = runtime("hpex.kernels").FusedSDPA
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **features: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [B, H, T, D], key and value [B, G, S, D] (the kernel itself groups the H heads over G), mask
+        [B, 1 or H, T, S] -> [B, T, H, D]."""
+        for feature in ("position_bias", "s_aux", "softcap"):
+            if features.get(feature) is not None:
+                raise AcceleratorError(f"attention {ATTENTION}: FusedSDPA has no {feature}; use a model without it")
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            lowest = torch.finfo(query.dtype).min
+            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+        output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(ATTENTION, attend)
+    # Masks to add, made once a forward pass: no value is read on the host to see whether one is needed, and a row
+    # without a single real token gets a finite mean instead of NaN.
+    AttentionMaskInterface.register(ATTENTION, eager_mask)
+    return ATTENTION
+
+
+FUSED_SDPA = KernelImpl(
+    operation="attention",
+    name="habana-fused",
+    factory=fused_sdpa,
+    supported=_importable("hpex.kernels", "FusedSDPA", "attention in one kernel, keys and values grouped as they are"),
+    priority=10,
+)
+
+
+FUSED = (FUSED_ADAMW, FUSED_CLIP_NORM, FUSED_SDPA)

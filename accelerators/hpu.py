@@ -1,0 +1,227 @@
+"""The Gaudi backend: what differs from the interface's defaults on Intel Gaudi cards.
+
+Gaudi's PyTorch bridge runs either lazily (operators wait for a step boundary; HPU graphs) or eagerly (torch.compile);
+which one is asked from the runtime. Its fused AdamW, clipping and attention are offered where they can be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from accelerators import gaudi, graphs, kernels
+from accelerators.accelerator import Accelerator
+from accelerators.gaudi_kernels import FUSED, one_line, runtime
+from accelerators.shapes import ShapePolicy
+from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+COMPILER = "hpu_backend"
+"""Gaudi's backend of torch.compile."""
+
+
+class HPU(Accelerator):
+    """Gaudi cards, one a process, with hccl between processes."""
+
+    name = "hpu"
+    deepspeed_name = "hpu"
+    absent: ClassVar[dict[str, str]] = {"quantized_weights": "DeepSpeed's quantizer kernels have no HPU build"}
+
+    # placement
+
+    def bind(self, local_rank: int) -> torch.device:
+        cards = self._cards
+        if local_rank >= cards.count:
+            raise AcceleratorError(
+                f"hpu: no card for rank {local_rank} of this machine, which has {cards.count} x {cards.model} "
+                f"({gaudi.VISIBLE_MODULES} limits them); start at most {cards.count} processes on it"
+            )
+        try:
+            hccl = runtime("distributed.hccl")
+        except Exception as error:  # a missing library, or a bridge that was built for another torch
+            raise AcceleratorError(
+                f"hpu: {gaudi.RUNTIME} cannot be imported ({one_line(error)}); "
+                f"install the one for torch {torch.__version__} and driver {cards.driver}"
+            ) from error
+        try:
+            # Under a launcher (LOCAL_RANK, WORLD_SIZE) each rank gets a module of its own, else any free card is
+            # taken. The import does so too, but before a session without a launcher has set these variables.
+            hccl.initialize_distributed_hpu()
+            runtime("hpu").init()
+        except Exception as error:
+            raise AcceleratorError(
+                f"hpu: the card of rank {local_rank} cannot be opened ({one_line(error)}); hl-smi shows who holds it; "
+                f"where a container has only some of the cards, set {gaudi.VISIBLE_MODULES} to their module ids"
+            ) from error
+        self._device = torch.device("hpu")
+        return self._device
+
+    def info(self) -> DeviceInfo:
+        software = f"torch {torch.__version__}, driver {self._cards.driver}"
+        return DeviceInfo(model=self._cards.model, count=self._cards.count, software=software)
+
+    @functools.cached_property
+    def _cards(self) -> gaudi.Cards:
+        return gaudi.cards()
+
+    # synchronization
+
+    def synchronize(self) -> None:
+        runtime("hpu").synchronize()
+
+    def step_boundary(self, tag: str) -> None:
+        if self.is_lazy():
+            runtime("core").mark_step()
+
+    def is_lazy(self) -> bool:
+        return bool(runtime("utils.internal").is_lazy())
+
+    def compilations(self) -> int | None:
+        metric = runtime("hpu.metrics").metric_global("graph_compilation")
+        return None if metric is None else dict(metric.stats()).get("TotalNumber")
+
+    def _record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Run `body` once while an HPU graph records it (`graphs.Record`)."""
+        outputs, replay = self._recorded(body)
+        if not self._runs_what_it_records:
+            replay()
+        return outputs, replay
+
+    def _recorded(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        hpu = runtime("hpu")
+        self.step_boundary("graphs/record")  # what waits until now, the inputs' copies too, is not part of the graph
+        graph = hpu.HPUGraph()
+        # On the stream that everything else runs on: nobody has to wait for another one between replays.
+        with hpu.graph(graph, stream=hpu.default_stream()):
+            outputs = body()
+        return outputs, graph.replay
+
+    @functools.cached_property
+    def _runs_what_it_records(self) -> bool:
+        """Whether operators run while they are recorded: they do in the published bridge, but no document says so."""
+        counter = torch.zeros(1, device=self.device())
+        self._recorded(lambda: counter.add_(1))
+        return counter.item() == 1
+
+    # precision
+
+    def precision(self, wish: str = "auto") -> Precision:
+        if wish in ("auto", "bf16"):
+            return Precision(
+                torch.bfloat16, "bf16", "native on every Gaudi, and free of the loss scaling that fp16 needs"
+            )
+        if wish == "fp16":
+            if refusal := self._no_fp16():
+                raise AcceleratorError(f"precision fp16 on hpu: {refusal}; use auto, bf16 or fp32")
+            return Precision(torch.float16, "fp16", f"asked for; {self._cards.model} has it", loss_scaling=True)
+        if wish == "fp32":
+            return Precision(torch.float32, "fp32", "asked for; every Gaudi has it")
+        raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
+
+    def _no_fp16(self) -> str | None:
+        """Why not fp16. Gaudi2 and later have it; the runtime is asked because DeepSpeed goes by this answer."""
+        try:
+            supported = runtime("utils.experimental")._is_fp16_supported()
+        except (ImportError, AttributeError) as error:
+            return f"the runtime does not tell whether it has fp16 ({one_line(error)})"
+        return None if supported else f"the runtime says that {self._cards.model} does not compute in it"
+
+    # kernels
+
+    def kernels(self) -> Iterable[KernelImpl]:
+        return (*kernels.PORTABLE, *FUSED, HPU_GRAPHS, TORCH_COMPILE)
+
+    # shapes
+
+    def shape_policy(self) -> ShapePolicy:
+        """Static: a new shape is a new graph to compile."""
+        return ShapePolicy("static")
+
+    # memory and random numbers
+
+    def memory(self) -> Memory:
+        stats = runtime("hpu").memory_stats()
+        return Memory(allocated=stats["InUse"], peak=stats["MaxInUse"], total=stats["Limit"])
+
+    def reset_peak(self) -> None:
+        runtime("hpu").reset_peak_memory_stats()
+
+    def seed(self, n: int) -> None:
+        super().seed(n)
+        runtime("hpu.random").manual_seed_all(n)
+
+    def rng_state(self) -> dict[str, Any]:
+        return super().rng_state() | {"hpu": runtime("hpu.random").get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        super().set_rng_state(state)
+        runtime("hpu.random").set_rng_state(state["hpu"])
+
+    # distributed
+
+    def dist_backend(self) -> str:
+        return "hccl"
+
+    def visible_devices_env(self) -> str | None:
+        return gaudi.VISIBLE_MODULES
+
+
+def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:
+    """Recordings in lazy mode."""
+    return lambda fn, key: graphs.Graph(fn, key, accelerator._record)
+
+
+def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
+    """Compiled functions in eager mode; the first call runs as written, to be checked for host reads."""
+
+    def capture(fn: Function, key: str) -> Any:
+        # Not `checked(torch.compile(fn))`: torch never compiles what it first meets under the guard.
+        check, compiled = graphs.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False)
+        checked = False
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal checked
+            if checked:
+                return compiled(*args, **kwargs)
+            result = check(*args, **kwargs)
+            checked = True
+            return result
+
+        return call
+
+    return capture
+
+
+def _hpu_graphs_supported(accelerator: Accelerator) -> Support:
+    if not accelerator.is_lazy():
+        return Support(False, "HPU graphs exist in lazy mode only")
+    return Support(True, "lazy mode: recorded once, replayed without collecting operators anew")
+
+
+def _torch_compile_supported(accelerator: Accelerator) -> Support:
+    if accelerator.is_lazy():
+        return Support(False, f"the {COMPILER} of torch.compile exists in eager mode only")
+    if COMPILER not in torch.compiler.list_backends(exclude_tags=()):
+        return Support(False, f"{gaudi.RUNTIME} has not registered {COMPILER} with torch.compile")
+    return Support(True, f"eager mode: compiled by {COMPILER} for fixed shapes")
+
+
+HPU_GRAPHS = KernelImpl(
+    operation="graph_capture",
+    name="hpu-graphs",
+    factory=hpu_graphs,
+    supported=_hpu_graphs_supported,
+    priority=10,
+)
+TORCH_COMPILE = KernelImpl(
+    operation="graph_capture",
+    name="torch-compile",
+    factory=torch_compile,
+    supported=_torch_compile_supported,
+    priority=10,
+)

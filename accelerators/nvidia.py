@@ -1,0 +1,269 @@
+"""Facts about NVIDIA GPUs, asked of the driver's management library (NVML) without torch and without a CUDA context.
+
+In: NVML through `pynvml`, CUDA_VISIBLE_DEVICES, and the version file of the installed torch. Out: the `Machine` that
+the cuda backend decides by, and the `Probe` that says whether it can run, or why not. Safe before a fork.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerators import host
+from accelerators.types import AcceleratorError, Probe
+
+VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
+
+# NVML's return codes (nvmlReturn_t) that mean something to a user.
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
+_REASONS = {
+    9: "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia), or reboot",
+    12: "no NVIDIA driver is installed here: libnvidia-ml.so.1 was not found",
+    18: "the NVIDIA driver was updated while the old one is still loaded; reboot",
+}
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU as NVML sees it; `index` counts along the PCI bus, `memory` is in bytes (the host's where it is shared)."""
+
+    index: int
+    name: str
+    uuid: str
+    capability: Version
+    memory: int
+
+    def __str__(self) -> str:
+        return f"{self.sm} ({self.name})"
+
+    @property
+    def sm(self) -> str:
+        """The compute capability as compilers write it."""
+        return "sm_{}{}".format(*self.capability)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The driver, the newest CUDA version that it supports, and the visible GPUs (one at least) in CUDA's order."""
+
+    driver: str
+    cuda: Version
+    gpus: tuple[GPU, ...]
+
+    @property
+    def weakest(self) -> GPU:
+        """The GPU that decides what all ranks do, so that they agree."""
+        return min(self.gpus, key=lambda gpu: (gpu.capability, gpu.memory))
+
+    @property
+    def model(self) -> str:
+        """The name that all GPUs share, or all their names."""
+        return " / ".join(dict.fromkeys(gpu.name for gpu in self.gpus))
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The installed torch, and the CUDA or the ROCm version that it was built for."""
+
+    version: str
+    cuda: Version | None
+    hip: str | None
+
+
+def probe() -> Probe:
+    """Whether the cuda backend can run here; where it cannot, the most fundamental of the reasons."""
+    try:
+        found = machine()
+        build = _usable_torch(found)
+    except AcceleratorError as error:
+        return Probe(False, str(error))
+    weakest = f"{found.weakest.sm} with {found.weakest.memory / 2**30:.0f} GiB"
+    reason = f"{weakest}, driver {found.driver} for CUDA up to {_dotted(found.cuda)}, torch {build.version}"
+    return Probe(True, reason, count=len(found.gpus), model=found.model)
+
+
+def device_order(run: Mapping[str, Any]) -> dict[str, str]:
+    """Makes CUDA count GPUs as NVML and nvidia-smi do; its default, the fastest first, is known to nobody else."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Ask NVML for the driver and the visible GPUs.
+
+    Raises:
+        AcceleratorError: there is none; the message is one clause that says why and what to do.
+    """
+    with _nvml() as nvml:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        if not handles:
+            raise AcceleratorError("the NVIDIA driver finds no GPU")
+        gpus = tuple(_gpu(nvml, index, handle, handle) for index, handle in enumerate(handles))
+        wish = environ.get(VISIBLE_ENV)
+        if wish is not None:
+            gpus = _instance(nvml, wish) if wish.startswith("MIG-") else visible(gpus, wish)
+        if not gpus:
+            raise AcceleratorError(
+                f"{VISIBLE_ENV}={wish!r} hides all GPUs, of which there are {len(handles)}; "
+                "unset it, or name some by index or UUID"
+            )
+        version = nvml.nvmlSystemGetCudaDriverVersion()  # 12080 is 12.8
+        return Machine(_str(nvml.nvmlSystemGetDriverVersion()), (version // 1000, version % 1000 // 10), gpus)
+
+
+def visible(gpus: tuple[GPU, ...], wish: str) -> tuple[GPU, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES=`wish` shows, in its order: indexes, or unique beginnings of UUIDs.
+
+    As in the CUDA runtime, nothing counts from the first entry on that names no GPU, and a repetition hides all.
+    """
+    entries = wish.split(",")
+    find = _with_uuid if entries[0].startswith("GPU-") else _with_index
+    found: list[GPU] = []
+    for entry in entries:
+        gpu = find(gpus, entry)
+        if gpu is None:
+            break
+        found.append(gpu)
+    return tuple(found) if len(set(found)) == len(found) else ()
+
+
+def torch_build() -> TorchBuild | None:
+    """What the installed torch was built for, read beside its code without importing it; None where there is none."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if path is None or not path.is_file():
+        return None
+    text = path.read_text()
+    version, cuda, hip = (_constant(text, name) for name in ("__version__", "cuda", "hip"))
+    return TorchBuild(str(version), _version(cuda) if cuda else None, hip)
+
+
+def runs_on(architecture: str, capability: Version) -> bool:
+    """Whether code that torch carries (`torch.cuda.get_arch_list()`) runs on a GPU.
+
+    Binary code (sm_80) runs on later chips of its generation, with suffix a (sm_90a) on that chip alone; intermediate
+    code (compute_80) is compiled by the driver for every later chip.
+    """
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if not match:
+        return False
+    kind, suffix = match.group(1, 4)
+    own = (int(match[2]), int(match[3]))
+    if suffix == "a":
+        return capability == own
+    return capability >= own and (kind == "compute" or capability[0] == own[0])
+
+
+def torch_for(gpu: GPU, cuda: Version) -> str:
+    """The build of torch to install for a GPU under a driver that supports `cuda`.
+
+    CUDA 13 compiles for nothing older than sm_75, and of the builds of torch 2.11 to 2.13 those for 12.6 alone still
+    carry older code; CUDA knows sm_100 and later chips since 12.8.
+    """
+    wanted = "12.6" if gpu.capability < (7, 5) else str(cuda[0])
+    if wanted == "12" and gpu.capability >= (10, 0):
+        wanted = "12.8 or later"
+    return f"install a build of torch for CUDA {wanted}"
+
+
+def _usable_torch(found: Machine) -> TorchBuild:
+    build = torch_build()
+    weakest = found.weakest
+    remedy = torch_for(weakest, found.cuda)
+    if build is None:
+        raise AcceleratorError(f"torch is not installed; {remedy}")
+    if build.cuda is None:
+        other = f"for ROCm {build.hip}" if build.hip else "without CUDA"
+        raise AcceleratorError(f"torch {build.version} is built {other}; {remedy}")
+    if build.cuda[0] > found.cuda[0]:  # within one major version, newer minor versions run on older drivers
+        raise AcceleratorError(
+            f"driver {found.driver} supports CUDA up to {_dotted(found.cuda)}, but torch {build.version} is built for "
+            f"CUDA {_dotted(build.cuda)}; update the driver, or {remedy}"
+        )
+    if build.cuda[0] >= 13 and weakest.capability < (7, 5):
+        others = any(gpu.capability >= (7, 5) for gpu in found.gpus)
+        hide = f", or hide that GPU with {VISIBLE_ENV}" if others else ""
+        raise AcceleratorError(
+            f"torch {build.version}, built for CUDA {_dotted(build.cuda)}, has no code for {weakest}; {remedy}{hide}"
+        )
+    return build
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The initialized library; what it cannot do becomes an AcceleratorError."""
+    try:
+        import pynvml
+    except ImportError:
+        raise AcceleratorError("nvidia-ml-py, which asks the NVIDIA driver, is not installed; pip install it") from None
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        other = f"the NVIDIA driver does not answer (NVML: {error}); nvidia-smi may tell more"
+        raise AcceleratorError(_REASONS.get(error.value, other)) from error
+
+
+def _gpu(nvml: Any, index: int, board: Any, unit: Any) -> GPU:
+    """`unit` is what computes and has memory: the board itself, or a MIG instance of it."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(unit).total
+    except nvml.NVMLError as error:
+        if error.value != _NOT_SUPPORTED:
+            raise
+        memory = host.total_memory()  # chips without memory of their own, such as GB10
+    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
+    return GPU(index, _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit)), capability, memory)
+
+
+def _instance(nvml: Any, wish: str) -> tuple[GPU, ...]:
+    """The MIG instance that is named first: CUDA shows a process one at most."""
+    try:
+        instance = nvml.nvmlDeviceGetHandleByUUID(wish.split(",")[0])
+    except nvml.NVMLError as error:
+        if error.value in (_INVALID_ARGUMENT, _NOT_FOUND):
+            return ()
+        raise
+    board = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
+    return (_gpu(nvml, nvml.nvmlDeviceGetIndex(board), board, instance),)
+
+
+def _with_index(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
+    match = re.match(r"\s*\+?(\d+)", entry)  # as C reads numbers: what follows the digits is ignored
+    return gpus[int(match[1])] if match and int(match[1]) < len(gpus) else None
+
+
+def _with_uuid(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
+    found = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return found[0] if len(found) == 1 else None
+
+
+def _constant(text: str, name: str) -> Any:
+    """The value of `name = <literal>` or `name: type = <literal>` in a module's text; None where it is not there."""
+    match = re.search(rf"^{name}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
+    return ast.literal_eval(match.group(1)) if match else None
+
+
+def _version(text: str) -> Version:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: Version) -> str:
+    return "{}.{}".format(*version)
+
+
+def _str(value: str | bytes) -> str:
+    """Text from pynvml, whose older releases answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,392 @@
+"""The CUDA backend on every kind of chip: facts come from a fake NVML, the device itself from stand-ins for torch.cuda.
+
+The last tests run where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+
+import pytest
+import torch
+
+from accelerators import OPERATIONS, AcceleratorError, CaptureError, nvidia
+from accelerators.cuda import CUDA
+from tests.accelerators import nvml, replaying
+
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13 for CUDA 13
+OLD_WHEEL = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]  # for CUDA 12.6
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """The backend on a machine with these chips, before a device is bound: on("V100", "V100")."""
+    monkeypatch.delenv(nvidia.VISIBLE_ENV, raising=False)
+
+    def backend(*chips: str) -> CUDA:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml.fake(*chips))
+        return CUDA()
+
+    return backend
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """Let torch.cuda answer as on these chips, in its own order; what was called is listed in the result."""
+
+    def pretend(*chips: str, architectures: list[str] | None = None) -> list[tuple]:
+        calls: list[tuple] = []
+
+        def replace(name, answer):
+            monkeypatch.setattr(torch.cuda, name, lambda *args: calls.append((name, *args)) or answer(*args))
+
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: OLD_WHEEL if architectures is None else architectures)
+        replace("set_device", lambda index: None)
+        replace("get_device_capability", lambda index: nvml.CHIPS[chips[index]].capability)
+        replace("get_device_name", lambda index: nvml.CHIPS[chips[index]].name)
+        return calls
+
+    return pretend
+
+
+# precision
+
+NO_BF16 = "emulated below sm_80, and this is"
+NO_FP16 = "DeepSpeed trains in it from sm_70 on, and this is"
+
+PRECISIONS = [
+    # chip, wish, precision, reason
+    ("P100", "auto", "fp32", rf"^runs on sm_60 \(Tesla P100.*\); bf16: {NO_BF16} sm_60 .*; fp16: {NO_FP16} sm_60"),
+    ("P100", "bf16", None, rf"precision bf16 on cuda: {NO_BF16} sm_60 .*; use auto or fp32$"),
+    ("P100", "fp16", None, rf"precision fp16 on cuda: {NO_FP16} sm_60 .*; use auto or fp32$"),
+    ("P100", "fp32", "fp32", "asked for"),
+    ("V100", "auto", "fp16", rf"^fast on sm_70 \(Tesla V100.*\), with dynamic loss scaling; bf16: {NO_BF16} sm_70"),
+    ("V100", "bf16", None, rf"{NO_BF16} sm_70 \(Tesla V100-SXM2-32GB\); use auto, fp16 or fp32$"),
+    ("V100", "fp16", "fp16", "asked for; fast on sm_70"),
+    ("V100", "fp32", "fp32", "asked for"),
+    ("T4", "auto", "fp16", rf"^fast on sm_75 \(Tesla T4\), with dynamic loss scaling; bf16: {NO_BF16} sm_75"),
+    ("T4", "bf16", None, rf"{NO_BF16} sm_75 \(Tesla T4\); use auto, fp16 or fp32$"),
+    ("T4", "fp16", "fp16", "asked for; fast on sm_75"),
+    ("T4", "fp32", "fp32", "asked for"),
+    *[
+        row
+        for chip, sm in (("A100", 80), ("RTX 3090", 86), ("L4", 89), ("H100", 90), ("H200", 90))
+        for row in (
+            (chip, "auto", "bf16", rf"^native on sm_{sm} \(NVIDIA .*\), and needs no loss scaling$"),
+            (chip, "bf16", "bf16", rf"asked for; native on sm_{sm}"),
+            (chip, "fp16", "fp16", rf"asked for; fast on sm_{sm} .*, with dynamic loss scaling"),
+            (chip, "fp32", "fp32", "asked for"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("chip", "wish", "name", "reason"), PRECISIONS)
+def test_the_chip_decides_the_precision_and_the_reason_names_it(on, chip, wish, name, reason):
+    cuda = on(chip)
+    if name is None:
+        with pytest.raises(AcceleratorError, match=reason):
+            cuda.precision(wish)
+        return
+    precision = cuda.precision(wish)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    assert (precision.name, precision.dtype, precision.loss_scaling) == (name, dtype, name == "fp16")
+    assert re.search(reason, precision.reason), precision.reason
+
+
+def test_dynamic_loss_scaling_enters_deepspeeds_configuration(on):
+    assert on("V100").precision().deepspeed_config() == {"fp16": {"enabled": True, "loss_scale": 0}}
+    assert on("A100").precision().deepspeed_config() == {"bf16": {"enabled": True}}
+
+
+def test_an_unknown_precision_is_an_error(on):
+    with pytest.raises(AcceleratorError, match="precision 'fp8': not known; use auto, bf16, fp16 or fp32"):
+        on("H100").precision("fp8")
+
+
+def test_the_weakest_visible_gpu_decides_for_all_ranks(on, monkeypatch):
+    assert on("A100", "V100").precision().name == "fp16"
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, "0")
+    assert on("A100", "V100").precision().name == "bf16"
+
+
+def test_facts_are_read_once(on):
+    cuda = on("A100")
+    cuda.precision()
+    sys.modules["pynvml"].nvmlInit = None
+    assert cuda.precision().name == "bf16"
+
+
+# kernels
+
+
+@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "L4", "H100", "H200"])
+def test_the_same_kernels_win_on_every_chip(on, chip):
+    cuda = on(chip)
+    used = {operation: support.implementation for operation, support in cuda.capabilities().items() if support.ok}
+    assert used == {
+        "adamw": "torch-fused",
+        "adamw_cpu_offload": "torch-fused",
+        "clip_grad_norm": "torch",
+        "attention": "sdpa",
+        "graph_capture": "cuda-graphs",
+    }
+    assert set(cuda.capabilities()) == set(OPERATIONS)
+    assert all(support.reason for operation in OPERATIONS for _, support in cuda.candidates(operation))
+
+
+@pytest.mark.parametrize(
+    ("chip", "reason"),
+    [
+        ("P100", "flash attention needs sm_80; found sm_60 (Tesla P100-PCIE-16GB)"),
+        ("V100", "flash attention needs sm_80; found sm_70 (Tesla V100-SXM2-32GB)"),
+        ("T4", "flash attention needs sm_80; found sm_75 (Tesla T4)"),
+        ("A100", "batches are padded to fixed shapes: it takes no mask"),
+        ("H100", "batches are padded to fixed shapes: it takes no mask"),
+    ],
+)
+def test_flash_attention_is_refused_with_its_reason(on, chip, reason):
+    (_, _), (refused, support) = on(chip).candidates("attention")
+    assert refused.name == "flash_attention_2"
+    assert not support.ok
+    assert support.reason.startswith(reason)
+
+
+def test_the_plain_adamw_stands_behind_the_fused_one(on):
+    assert [impl.name for impl, _ in on("A100").candidates("adamw")] == ["torch-fused", "torch-foreach"]
+
+
+def test_quantized_weights_are_absent_with_the_release_that_lacks_them(on):
+    support = on("A100").capabilities()["quantized_weights"]
+    assert not support.ok
+    assert "DeepSpeed 0.19" in support.reason
+
+
+# placement
+
+
+def test_each_rank_gets_its_gpu(on, runtime):
+    calls = runtime("A100", "A100")
+    cuda = on("A100", "A100")
+    assert cuda.bind(1) == cuda.device() == torch.device("cuda", 1)
+    assert ("set_device", 1) in calls
+
+
+def test_more_ranks_than_gpus_are_refused_before_the_runtime_starts(on, runtime, monkeypatch):
+    calls = runtime("A100", "A100", "A100")
+    with pytest.raises(AcceleratorError, match="local rank 3, this machine shows 3; start at most 3 ranks per machine"):
+        on("A100", "A100", "A100").bind(3)
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, "2,0")
+    with pytest.raises(AcceleratorError, match=r"shows 2 \(CUDA_VISIBLE_DEVICES=2,0\); start at most 2 ranks"):
+        on("A100", "A100", "A100").bind(2)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("chip", "architectures", "remedy"),
+    [
+        ("P100", WHEEL, "12.6"),
+        ("V100", WHEEL, "12.6"),
+        ("T4", WHEEL, None),
+        ("A100", WHEEL, None),
+        ("RTX 3090", WHEEL, None),
+        ("L4", WHEEL, None),
+        ("H100", WHEEL, None),
+        ("H200", WHEEL, None),
+        ("GB10", WHEEL, None),
+        ("P100", OLD_WHEEL, None),
+        ("V100", OLD_WHEEL, None),
+        ("GB10", OLD_WHEEL, "12.8 or later"),
+        ("GB10", [*OLD_WHEEL, "compute_90"], None),
+        ("A100", [], "12"),
+    ],
+)
+def test_a_build_of_torch_without_code_for_the_gpu_is_refused(on, runtime, chip, architectures, remedy):
+    calls = runtime(chip, architectures=architectures)
+    if remedy is None:
+        assert on(chip).bind(0).type == "cuda"
+        return
+    with pytest.raises(AcceleratorError, match=rf"no code for GPU 0, .*install a build of torch for CUDA {remedy}$"):
+        on(chip).bind(0)
+    assert calls == []
+
+
+def test_a_gpu_that_nvml_counts_elsewhere_is_refused(on, runtime, monkeypatch):
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, "0")
+    runtime("V100")  # what an order of its own makes of index 0
+    with pytest.raises(AcceleratorError, match=r"device 0 is Tesla V100.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        on("A100", "V100").bind(0)
+
+
+def test_the_device_is_described_without_binding_it(on):
+    info = on("A100", "V100").info()
+    assert info.model == "NVIDIA A100-SXM4-80GB / Tesla V100-SXM2-32GB"
+    assert info.count == 2
+    assert "driver 570.86.15" in info.software
+
+
+def test_processes_talk_over_nccl_and_deepspeed_calls_the_device_cuda(on):
+    cuda = on("A100")
+    assert (cuda.dist_backend(), cuda.deepspeed_name) == ("nccl", "cuda")
+    assert cuda.visible_devices_env() == "CUDA_VISIBLE_DEVICES"
+
+
+def test_lengths_are_few_and_multiples_of_eight(on):
+    assert on("A100").shape_policy().warm_up(1000) == (64, 128, 256, 512, 1000)
+    assert all(on("A100").shape_policy().bucket(length) % 8 == 0 for length in range(1, 9000, 7))
+
+
+# memory and random numbers
+
+
+@pytest.fixture
+def bound(on, runtime):
+    runtime("A100", "A100")
+    cuda = on("A100", "A100")
+    cuda.bind(1)
+    return cuda
+
+
+def test_memory_is_that_of_the_bound_device(bound, monkeypatch):
+    class Properties:
+        total_memory = 300
+
+    answers = {"memory_allocated": 100, "max_memory_allocated": 200, "get_device_properties": Properties}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer if device.index == 1 else None)
+    memory = bound.memory()
+    assert (memory.allocated, memory.peak, memory.total) == (100, 200, 300)
+
+
+def test_the_state_of_the_devices_generator_survives_a_checkpoint(bound, monkeypatch, tmp_path):
+    states = {1: torch.tensor([1, 2, 3], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device.index: state}))
+    torch.save(bound.rng_state(), tmp_path / "rng.pt")
+    expected = torch.rand(3)
+    states[1] = torch.zeros(3, dtype=torch.uint8)
+    bound.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert states[1].tolist() == [1, 2, 3]
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_seed_covers_the_device(bound, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    bound.seed(7)
+    assert seeds == [7]
+
+
+# recordings
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Stand-ins for torch.cuda's graphs that record and replay operators on the CPU; the result counts replays."""
+    replays = []
+    stream = ["default"]
+
+    class Graph:
+        def replay(self):
+            replays.append(stream[0])
+            self.tape.replay()
+
+    @contextlib.contextmanager
+    def graph(recorded):
+        recorded.tape = replaying.Tape()
+        before, stream[0] = stream[0], "capture"
+        with recorded.tape:
+            yield
+        stream[0] = before  # as in torch, not reached where the recording fails
+
+    @contextlib.contextmanager
+    def on_stream(chosen):
+        before, stream[0] = stream[0], chosen
+        try:
+            yield
+        finally:
+            stream[0] = before
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    return replays
+
+
+def test_a_captured_function_runs_recorded_from_its_second_call_on(bound, graphs):
+    calls = []
+    step = bound.capture(lambda x: calls.append(0) or x * 2, key="step")
+    assert [step(torch.full((2,), float(n))).tolist() for n in range(5)] == [[2 * n, 2 * n] for n in range(5)]
+    assert len(calls) == 2
+    assert graphs == ["default"] * 4
+
+
+def test_recordings_are_counted_and_no_more_come_after_warm_up(bound, graphs):
+    steps = [bound.capture(lambda x: x + 1, key="a"), bound.capture(lambda x: x - 1, key="b")]
+    counts = []
+    for _ in range(4):
+        for step in steps:
+            step(torch.ones(2))
+        counts.append(bound.compilations())
+    assert counts == [0, 2, 2, 2]
+
+
+def test_a_recording_that_fails_is_not_counted_and_leaves_the_stream_as_it_was(bound, graphs):
+    calls = []
+
+    def step(x):
+        calls.append(0)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return x
+
+    captured = bound.capture(step, key="step")
+    captured(torch.ones(2))
+    with pytest.raises(CaptureError, match="step cannot be recorded: out of memory"):
+        captured(torch.ones(2))
+    assert bound.compilations() == 0
+    assert torch.cuda.current_stream() == "default"
+
+
+# on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def gpu():
+    cuda = CUDA()
+    cuda.bind(0)
+    return cuda
+
+
+@needs_gpu
+def test_a_cuda_graph_changes_the_state_of_its_function_once_a_call(gpu):
+    total = torch.zeros(2, device=gpu.device())
+    step = gpu.capture(lambda x: total.add_(x) * 2, key="step")
+    results = [step(torch.full((2,), float(n), device=gpu.device())).tolist() for n in range(1, 6)]
+    assert results == [[2.0, 2.0], [6.0, 6.0], [12.0, 12.0], [20.0, 20.0], [30.0, 30.0]]
+    assert gpu.compilations() == 1
+
+
+@needs_gpu
+def test_a_dropped_recording_returns_its_memory(gpu):
+    x = torch.ones(1 << 24, device=gpu.device())
+    step = gpu.capture(lambda x: x * 2 + 1, key="step")
+    step(x), step(x)
+    gpu.empty_cache()
+    before = torch.cuda.memory_reserved()
+    del step
+    gpu.empty_cache()
+    assert torch.cuda.memory_reserved() < before
+
+
+@needs_gpu
+def test_the_generators_state_of_a_gpu_survives_a_checkpoint(gpu, tmp_path):
+    torch.save(gpu.rng_state(), tmp_path / "rng.pt")
+    expected = torch.rand(3, device=gpu.device())
+    gpu.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert torch.equal(torch.rand(3, device=gpu.device()), expected)

@@ -1,0 +1,227 @@
+"""What is found out about Gaudi cards before torch is imported, against recorded answers of hl-smi and the driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from accelerators import AcceleratorError, gaudi
+from tests.accelerators.habana import CHIPS, DRIVER, rows, write_hl_smi
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch, tmp_path: Path) -> None:
+    """No tool, no driver, no wish of the user's."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(gaudi, "ACCEL", tmp_path / "accel")
+    monkeypatch.setattr(gaudi, "DRIVER", tmp_path / "habanalabs")
+    for variable in ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def hl_smi(tmp_path: Path):
+    """Put an hl-smi on PATH that answers with this."""
+
+    def put(output: str = "", **behaviour) -> None:
+        write_hl_smi(tmp_path / "bin", output, **behaviour)
+
+    return put
+
+
+@pytest.fixture
+def driver(tmp_path: Path):
+    """The files of a driver with these devices: (what it calls the chip, module)."""
+
+    def put(*devices: tuple[str, str]) -> None:
+        (tmp_path / "habanalabs").mkdir()
+        (tmp_path / "habanalabs" / "version").write_text(f"{DRIVER}\n")
+        for number, (kind, module) in enumerate(devices):
+            device = tmp_path / "accel" / f"accel{number}" / "device"
+            device.mkdir(parents=True)
+            (device / "device_type").write_text(f"{kind}\n")
+            (device / "module_id").write_text(f"{module}\n")
+            (tmp_path / "accel" / f"accel_controlD{number}").mkdir()
+
+    return put
+
+
+@pytest.fixture
+def bridge(monkeypatch) -> None:
+    """habana_frameworks is installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found" if name == gaudi.RUNTIME else find(name))
+
+
+# cards
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("count", [1, 8])
+def test_hl_smi_tells_count_chip_and_driver(hl_smi, chip, count):
+    hl_smi(rows(chip, count))
+    assert gaudi.cards() == gaudi.Cards(count, chip, DRIVER, "hl-smi")
+
+
+@pytest.mark.parametrize(
+    ("board", "model"),
+    [
+        ("HL-200", "Gaudi"),
+        ("HL-205", "Gaudi"),
+        ("HL-225", "Gaudi2"),
+        ("HL-225B", "Gaudi2"),
+        ("HL-288", "Gaudi2"),
+        ("HL-325", "Gaudi3"),
+        ("HL-328", "Gaudi3"),
+        ("HL-338", "Gaudi3"),
+        ("HL-999", "HL-999"),
+    ],
+)
+def test_boards_are_named_by_their_chip_and_unknown_ones_as_they_are(hl_smi, board, model):
+    hl_smi(f"0, {board}, {DRIVER}\n")
+    assert gaudi.cards().model == model
+
+
+def test_lines_that_are_no_cards_are_passed_over(hl_smi):
+    hl_smi("a log line, of something, else\n" + rows("Gaudi2", 2))
+    assert gaudi.cards().count == 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count", "model"),
+    [(["GAUDI"], 1, "Gaudi"), (["GAUDI2B"] * 8, 8, "Gaudi2"), (["GAUDI3", "XDNA"], 1, "Gaudi3")],
+)
+def test_without_hl_smi_the_drivers_files_tell(driver, kinds, count, model):
+    driver(*((kind, str(module)) for module, kind in enumerate(kinds)))
+    found = gaudi.cards()
+    assert (found.count, found.model, found.driver) == (count, model, DRIVER)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("0", 1), ("4,5", 2), (" 6 , 7 ", 2), ("0,9", 1), ("all", 8), ("ALL", 8), (None, 8)]
+)
+def test_only_visible_modules_count(hl_smi, driver, monkeypatch, visible, count):
+    if visible is not None:
+        monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    driver(*(("GAUDI2", str(module)) for module in range(8)))
+    assert gaudi.cards().count == count
+    hl_smi(rows("Gaudi2", 8))
+    assert gaudi.cards().count == count
+
+
+# refusals, the most fundamental first
+
+
+def test_no_driver_is_the_reason_on_most_machines():
+    assert gaudi.probe().reason.startswith("no Gaudi driver: no hl-smi on PATH, no ")
+    assert not gaudi.probe().ok
+
+
+def test_a_driver_without_devices_is_a_reason(driver):
+    driver()
+    assert "the Gaudi driver is loaded, but" in gaudi.probe().reason
+    assert "has no card" in gaudi.probe().reason
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        (
+            {"errors": "Failed to initialize hlml: driver not loaded\n", "code": 1},
+            "hl-smi failed with exit code 1: Failed to initialize hlml: driver not loaded",
+        ),
+        ({"output": "No devices found\n", "code": 9}, "hl-smi failed with exit code 9: No devices found"),
+        ({"output": "No devices found\n"}, "hl-smi lists no card: No devices found"),
+        ({}, "hl-smi lists no card: it said nothing"),
+        ({"output": "N/A, HL-225, 1.24.0\n"}, "hl-smi lists no card: N/A, HL-225, 1.24.0"),
+    ],
+)
+def test_what_hl_smi_says_is_the_reason_when_it_fails(hl_smi, behaviour, reason):
+    hl_smi(**behaviour)
+    assert gaudi.probe().reason == reason
+
+
+def test_a_hanging_hl_smi_is_given_up_and_named(hl_smi, monkeypatch):
+    monkeypatch.setattr(gaudi, "SECONDS", 0.3)
+    hl_smi(seconds=30)
+    started = time.monotonic()
+    assert "hl-smi gave no answer in 0.3 s: the driver may hang" in gaudi.probe().reason
+    assert time.monotonic() - started < 5
+
+
+def test_an_hl_smi_that_cannot_be_started_is_named(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "hl-smi").write_text("#!/nowhere/sh\n")
+    (tmp_path / "bin" / "hl-smi").chmod(0o755)
+    assert "hl-smi cannot be started (" in gaudi.probe().reason
+
+
+def test_a_container_without_cards_is_told_what_chose_them(hl_smi, monkeypatch):
+    monkeypatch.setenv("HABANA_VISIBLE_DEVICES", "void")
+    hl_smi("No devices found\n")
+    assert "HABANA_VISIBLE_DEVICES=void chose the cards" in gaudi.probe().reason
+
+
+@pytest.mark.parametrize("visible", ["", "8", "x"])
+def test_hiding_every_card_is_a_reason(hl_smi, monkeypatch, visible):
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    hl_smi(rows("Gaudi2", 2, first_module=4))
+    assert f"HABANA_VISIBLE_MODULES={visible} hides every card; their modules are 5, 4" == gaudi.probe().reason
+    with pytest.raises(AcceleratorError, match="hides every card"):
+        gaudi.cards()
+
+
+def test_cards_without_the_bridge_are_refused_but_counted(hl_smi):
+    hl_smi(rows("Gaudi2", 8))
+    probe = gaudi.probe()
+    assert not probe.ok
+    assert "8 x Gaudi2 found, but habana_frameworks" in probe.reason
+    assert (probe.count, probe.model) == (8, "Gaudi2")
+
+
+def test_cards_and_bridge_make_the_backend_available(hl_smi, bridge):
+    hl_smi(rows("Gaudi2", 8))
+    probe = gaudi.probe()
+    assert probe.ok
+    assert (probe.count, probe.model) == (8, "Gaudi2")
+    assert DRIVER in probe.reason
+
+
+# discovery, in a process of its own: nothing but PATH and an importable package
+
+
+@pytest.fixture
+def gaudi_machine(monkeypatch, tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with cards and the bridge; importing the bridge would end the process."""
+    monkeypatch.undo()
+    write_hl_smi(tmp_path / "tools", rows("Gaudi2", 8))
+    package = tmp_path / "packages" / "habana_frameworks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('a probe imported the bridge')")
+    path = os.pathsep.join([str(tmp_path / "tools"), os.environ["PATH"]])
+    return {"PATH": path, "PYTHONPATH": str(tmp_path / "packages"), "RLHF_PLUGINS": "none"}
+
+
+def test_the_backend_is_chosen_by_itself_without_torch_or_bridge(run_python, gaudi_machine):
+    code = (
+        "import sys, accelerators\n"
+        "chosen = accelerators.select('auto').name\n"
+        "print(chosen, sorted({'torch', 'habana_frameworks'} & set(sys.modules)))"
+    )
+    done = run_python("-c", code, env=gaudi_machine)
+    assert done.stdout.split() == ["hpu", "[]"], done.stderr
+
+
+def test_the_environment_is_set_where_the_user_has_not(run_python, gaudi_machine):
+    code = (
+        "import os, accelerators; accelerators.select('hpu').export(os.environ)\n"
+        "names = ['PT_ENABLE_INT64_SUPPORT', 'PT_HPU_ENABLE_LAZY_COLLECTIVES', 'PT_HPU_LAZY_MODE']\n"
+        "print(*(os.environ.get(name) for name in names))"
+    )
+    assert run_python("-c", code, env=gaudi_machine).stdout.split() == ["1", "true", "None"]
+    own = {"PT_ENABLE_INT64_SUPPORT": "0", "PT_HPU_LAZY_MODE": "1"}
+    assert run_python("-c", code, env=gaudi_machine | own).stdout.split() == ["0", "true", "1"]

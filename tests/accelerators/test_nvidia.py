@@ -1,0 +1,295 @@
+"""Finding NVIDIA GPUs without torch: what the probe says of each chip, and of each thing that can be amiss."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerators import AcceleratorError, Probe, nvidia
+from accelerators.nvidia import TorchBuild
+from tests.accelerators import nvml
+
+ROOT = Path(__file__).parents[2]
+CUDA_12 = TorchBuild("2.13.0+cu126", (12, 6), None)
+CUDA_13 = TorchBuild("2.13.0+cu130", (13, 0), None)
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """Pretend that the machine has these chips, and torch this build: present("V100", torch=CUDA_13)."""
+    monkeypatch.delenv(nvidia.VISIBLE_ENV, raising=False)
+
+    def pretend(*chips: str, torch: TorchBuild | None = CUDA_12, **driver) -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml.fake(*chips, **driver))
+        monkeypatch.setattr(nvidia, "torch_build", lambda: torch)
+
+    return pretend
+
+
+# what is found
+
+DRIVER = "driver 570.86.15 for CUDA up to 12.8, torch 2.13.0+cu126"
+
+
+@pytest.mark.parametrize(
+    ("chip", "model", "facts"),
+    [
+        ("P100", "Tesla P100-PCIE-16GB", "sm_60 with 16 GiB"),
+        ("V100", "Tesla V100-SXM2-32GB", "sm_70 with 32 GiB"),
+        ("T4", "Tesla T4", "sm_75 with 15 GiB"),
+        ("A100", "NVIDIA A100-SXM4-80GB", "sm_80 with 80 GiB"),
+        ("RTX 3090", "NVIDIA GeForce RTX 3090", "sm_86 with 24 GiB"),
+        ("L4", "NVIDIA L4", "sm_89 with 22 GiB"),
+        ("H100", "NVIDIA H100 80GB HBM3", "sm_90 with 80 GiB"),
+        ("H200", "NVIDIA H200", "sm_90 with 140 GiB"),
+    ],
+)
+def test_the_chip_the_driver_and_torch_are_named(present, chip, model, facts):
+    present(chip, chip)
+    assert nvidia.probe() == Probe(True, f"{facts}, {DRIVER}", count=2, model=model)
+
+
+def test_several_models_are_counted_and_the_weakest_decides(present):
+    present("A100", "V100", "A100")
+    found = nvidia.probe()
+    assert found.model == "NVIDIA A100-SXM4-80GB / Tesla V100-SXM2-32GB"
+    assert found.count == 3
+    assert found.reason.startswith("sm_70 with 32 GiB")
+
+
+def test_older_releases_of_pynvml_answer_in_bytes(present):
+    present("A100", in_bytes=True)
+    (gpu,) = nvidia.machine().gpus
+    assert (gpu.name, gpu.uuid) == ("NVIDIA A100-SXM4-80GB", "GPU-00000000-0000")
+
+
+def test_a_chip_without_memory_of_its_own_has_the_hosts(present, monkeypatch):
+    present("GB10")
+    monkeypatch.setattr(nvidia.host, "total_memory", lambda: 12345)
+    assert nvidia.machine().weakest.memory == 12345
+
+
+@pytest.mark.parametrize("trouble", [{}, {"name_error": nvml.GPU_IS_LOST}])
+def test_the_library_is_closed_after_each_question(present, trouble):
+    present("A100", **trouble)
+    nvidia.probe()
+    assert sys.modules["pynvml"].opened == 0
+
+
+# what can be amiss
+
+
+@pytest.mark.parametrize(
+    ("chips", "environment", "reason"),
+    [
+        (
+            [],
+            {"init_error": nvml.LIBRARY_NOT_FOUND},
+            "no NVIDIA driver is installed here: libnvidia-ml.so.1 was not found",
+        ),
+        (
+            [],
+            {"init_error": nvml.DRIVER_NOT_LOADED},
+            "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia), or reboot",
+        ),
+        (
+            ["A100"],
+            {"init_error": nvml.VERSION_MISMATCH},
+            "the NVIDIA driver was updated while the old one is still loaded; reboot",
+        ),
+        (
+            ["A100"],
+            {"name_error": nvml.GPU_IS_LOST},
+            "the NVIDIA driver does not answer (NVML: GPU is lost); nvidia-smi may tell more",
+        ),
+        ([], {}, "the NVIDIA driver finds no GPU"),
+        (["A100"], {"torch": None}, "torch is not installed; install a build of torch for CUDA 12"),
+        (["V100"], {"torch": None}, "torch is not installed; install a build of torch for CUDA 12.6"),
+        (
+            ["A100"],
+            {"torch": TorchBuild("2.13.0+cpu", None, None)},
+            "torch 2.13.0+cpu is built without CUDA; install a build of torch for CUDA 12",
+        ),
+        (
+            ["A100"],
+            {"torch": TorchBuild("2.13.0+rocm7.1", None, "7.1.25424"), "cuda": 13000},
+            "torch 2.13.0+rocm7.1 is built for ROCm 7.1.25424; install a build of torch for CUDA 13",
+        ),
+        (
+            ["A100"],
+            {"torch": CUDA_13, "driver": "550.54.15", "cuda": 12040},
+            "driver 550.54.15 supports CUDA up to 12.4, but torch 2.13.0+cu130 is built for CUDA 13.0; "
+            "update the driver, or install a build of torch for CUDA 12",
+        ),
+        (
+            ["V100"],
+            {"torch": CUDA_13, "cuda": 13000},
+            "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
+            "install a build of torch for CUDA 12.6",
+        ),
+        (
+            ["A100", "V100"],
+            {"torch": CUDA_13, "cuda": 13000},
+            "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
+            "install a build of torch for CUDA 12.6, or hide that GPU with CUDA_VISIBLE_DEVICES",
+        ),
+    ],
+)
+def test_every_obstacle_has_a_reason_that_helps(present, chips, environment, reason):
+    present(*chips, **environment)
+    assert nvidia.probe() == Probe(False, reason)
+
+
+def test_without_nvidia_ml_py_the_remedy_is_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvidia.probe().reason == "nvidia-ml-py, which asks the NVIDIA driver, is not installed; pip install it"
+
+
+@pytest.mark.parametrize("cuda", [12000, 12040, 12090, 13000])
+def test_within_a_major_version_of_cuda_the_driver_may_be_older_than_torch(present, cuda):
+    present("A100", cuda=cuda)
+    assert nvidia.probe().ok
+
+
+def test_the_most_fundamental_obstacle_comes_first(present, monkeypatch):
+    wrong = TorchBuild("2.13.0+cpu", None, None)
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, "")
+    present("V100", torch=wrong, init_error=nvml.DRIVER_NOT_LOADED)
+    assert "not loaded" in nvidia.probe().reason
+    present("V100", torch=wrong)
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, "")
+    assert "CUDA_VISIBLE_DEVICES='' hides all GPUs" in nvidia.probe().reason
+    monkeypatch.delenv(nvidia.VISIBLE_ENV)
+    assert "built without CUDA" in nvidia.probe().reason
+
+
+# CUDA_VISIBLE_DEVICES
+
+
+@pytest.mark.parametrize(
+    ("wish", "indexes"),
+    [
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("1gpu,+2", [1, 2]),
+        ("", []),
+        ("-1", []),
+        ("0,2,-1,1", [0, 2]),
+        ("0,3,1", [0]),
+        ("7", []),
+        ("none", []),
+        ("0,,1", [0]),
+        ("1,1", []),
+        ("GPU-1", [1]),
+        ("GPU-22222222-2222,GPU-0", [2, 0]),
+        ("GPU-", []),
+        ("GPU-1,GPU-9,GPU-0", [1]),
+        ("GPU-1,0", [1]),
+        ("0,GPU-1", [0]),
+        ("GPU-1,GPU-11", []),
+    ],
+)
+def test_visible_devices_are_those_of_the_cuda_runtime(present, wish, indexes):
+    present("A100", "V100", "T4")
+    if indexes:
+        assert [gpu.index for gpu in nvidia.machine({nvidia.VISIBLE_ENV: wish}).gpus] == indexes
+    else:
+        with pytest.raises(AcceleratorError, match=f"CUDA_VISIBLE_DEVICES='{wish}' hides all GPUs, .* there are 3"):
+            nvidia.machine({nvidia.VISIBLE_ENV: wish})
+
+
+def test_hidden_gpus_decide_nothing(present, monkeypatch):
+    present("V100", "A100")
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, "1")
+    found = nvidia.probe()
+    assert (found.count, found.model) == (1, "NVIDIA A100-SXM4-80GB")
+
+
+def test_one_mig_instance_is_shown_with_its_own_memory(present):
+    present("A100", "H100")
+    (gpu,) = nvidia.machine({nvidia.VISIBLE_ENV: "MIG-1,MIG-0"}).gpus
+    assert (gpu.index, gpu.uuid, gpu.capability) == (1, "MIG-1", (9, 0))
+    assert gpu.memory == (81559 << 20) // 4
+    with pytest.raises(AcceleratorError, match="CUDA_VISIBLE_DEVICES='MIG-9' hides all"):
+        nvidia.machine({nvidia.VISIBLE_ENV: "MIG-9"})
+
+
+def test_cuda_is_made_to_count_gpus_as_nvml_does():
+    assert nvidia.device_order({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+# the installed torch
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ({"version": "2.13.0+cu126", "cuda": "12.6"}, CUDA_12),
+        ({"version": "2.13.0+cpu"}, TorchBuild("2.13.0+cpu", None, None)),
+        ({"version": "2.13.0+rocm7.1", "hip": "7.1.25424"}, TorchBuild("2.13.0+rocm7.1", None, "7.1.25424")),
+    ],
+)
+def test_the_build_of_torch_is_read_from_its_files(monkeypatch, tmp_path, written, found):
+    monkeypatch.syspath_prepend(nvml.install_torch(tmp_path, **written))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert nvidia.torch_build() == found
+
+
+def test_the_torch_that_is_installed_here_is_read():
+    import torch
+
+    build = nvidia.torch_build()
+    assert (build.version, build.hip) == (torch.__version__, torch.version.hip)
+    assert build.cuda == (torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))))
+
+
+def test_no_torch_is_no_build(monkeypatch):
+    monkeypatch.setattr(nvidia.importlib.util, "find_spec", lambda name: None)
+    assert nvidia.torch_build() is None
+
+
+def test_probing_and_selecting_import_no_torch(tmp_path):
+    nvml.install(tmp_path, "A100", "A100")
+    nvml.install_torch(tmp_path, "2.13.0+cu126", cuda="12.6")  # it fails where it is imported
+    code = (
+        "import sys, accelerators\n"
+        "found = accelerators.select('cuda')\n"
+        "print(found.name, found.spec.probe().count, 'torch' in sys.modules)"
+    )
+    clean = {key: value for key, value in os.environ.items() if key not in ("RLHF_ACCELERATOR", nvidia.VISIBLE_ENV)}
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "PYTHONPATH": path, "RLHF_PLUGINS": "none"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["cuda", "2", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "runs"),
+    [
+        ("sm_80", (8, 0), True),
+        ("sm_80", (8, 6), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_75", (7, 0), False),
+        ("compute_80", (9, 0), True),
+        ("compute_120", (12, 1), True),
+        ("compute_90", (8, 0), False),
+        ("sm_120", (12, 1), True),
+        ("sm_90a", (9, 0), True),
+        ("compute_90a", (10, 0), False),
+        ("sm_100f", (10, 3), True),
+        ("gfx942", (9, 0), False),
+    ],
+)
+def test_code_runs_on_its_generation_and_intermediate_code_on_all_that_follow(architecture, capability, runs):
+    assert nvidia.runs_on(architecture, capability) is runs
