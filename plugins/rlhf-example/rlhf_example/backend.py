@@ -27,7 +27,7 @@ class Example(Accelerator):
 
     def bind(self, local_rank: int) -> torch.device:
         """A real device: import its runtime here, make device `local_rank` the current one, return it."""
-        torch.set_num_threads(int(os.environ.get("EXAMPLE_THREADS", "1")))
+        torch.set_num_threads(int(os.environ.get("RLHF_EXAMPLE_THREADS", "1")))
         self._device = torch.device("cpu")
         return self._device
 

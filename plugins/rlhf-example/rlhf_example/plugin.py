@@ -11,14 +11,14 @@ from accelerators import AcceleratorSpec, Probe, hookimpl
 
 def probe() -> Probe:
     """Look for the device without opening it: at its driver's files, or with its vendor's command-line tool."""
-    return Probe(ok=True, reason="an example of a device is always there", count=1, model="Example One")
+    return Probe(ok=True, reason="this device needs no hardware", count=1, model="Example One")
 
 
 def environment(run: Mapping[str, Any]) -> dict[str, str]:
     """What must be set before torch is imported; the user's own values win."""
     return {
         "DS_ACCELERATOR": "cpu",  # so that DeepSpeed does not search for a device before it is given ours
-        "EXAMPLE_THREADS": str(os.cpu_count() or 1),
+        "RLHF_EXAMPLE_THREADS": str(os.cpu_count() or 1),
     }
 
 

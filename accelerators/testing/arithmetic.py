@@ -1,0 +1,191 @@
+"""Checks of numbers: precisions, and kernels against torch's own operators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerators.testing.reference import ADAMW, assert_close, batch, model
+from accelerators.types import AcceleratorError, Precision
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UNKNOWN = "fp12"
+
+
+def check_precision(accelerator: Accelerator) -> None:
+    """Wishes, what they give, and a forward and a backward pass in each."""
+    supported = []
+    for wish in DTYPES:
+        precision = _granted(accelerator, wish)
+        if precision:
+            assert precision.name == wish, f"precision({wish!r}) gives {precision.name}, expected {wish} or a refusal"
+            _check_values(precision)
+            supported.append(precision)
+    auto = accelerator.precision("auto")
+    named = next((precision for precision in supported if precision.name == auto.name), None)
+    assert named, f"precision('auto') gives {auto.name}, which precision({auto.name!r}) refuses"
+    same = _values(auto) == _values(named)
+    assert same, f"precision('auto') gives {_values(auto)}, but precision({auto.name!r}) {_values(named)}"
+    assert _granted(accelerator, UNKNOWN) is None, f"precision({UNKNOWN!r}) is granted, expected an AcceleratorError"
+    for precision in supported:
+        _check_training(accelerator, precision)
+
+
+def check_adamw(accelerator: Accelerator) -> None:
+    """Steps over a list of parameters, over groups, and over groups one of which is empty."""
+    for operation, device in (("adamw", accelerator.device()), ("adamw_cpu_offload", torch.device("cpu"))):
+        kernel = accelerator.kernel(operation)
+        if kernel is None:
+            continue
+        for layout, groups in LAYOUTS.items():
+            expected = _adamw_steps(torch.optim.AdamW, groups, torch.device("cpu"))
+            try:
+                found = _adamw_steps(kernel, groups, device)
+            except Exception as error:
+                text = f"{operation} over {layout} failed ({type(error).__name__}: {error})"
+                raise AssertionError(text) from error
+            for number, (mine, torchs) in enumerate(zip(found, expected)):
+                assert_close(f"{operation} over {layout}: parameter {number} after 4 steps", mine, torchs)
+
+
+def check_clip_grad_norm(accelerator: Accelerator) -> None:
+    """Norm and gradients, clipped and not, with a parameter that has no gradient."""
+    clip = accelerator.kernel("clip_grad_norm", required=True)
+    for max_norm in (1.0, 1e3):
+        expected, expected_norm = _clipped(nn.utils.clip_grad_norm_, max_norm, torch.device("cpu"))
+        found, norm = _clipped(clip, max_norm, accelerator.device())
+        scalar = isinstance(norm, Tensor) and norm.numel() == 1
+        assert scalar, f"clip_grad_norm gives {norm!r}, expected the norm as a scalar tensor"
+        assert_close(f"clip_grad_norm to {max_norm:g}: the norm", norm.reshape(()), expected_norm)
+        assert_close(f"clip_grad_norm to {max_norm:g}: the gradients", found, expected)
+
+
+def check_attention(accelerator: Accelerator) -> None:
+    """Logits and a gradient of a tiny Llama on rows padded left, in the precision that trainers use."""
+    name = accelerator.kernel("attention", required=True)
+    precision = accelerator.precision()
+    eager_logits, eager_gradient = _llama(accelerator, precision, "eager")
+    logits, gradient = _llama(accelerator, precision, name)
+    what = f"attention {name!r} of transformers against 'eager', rows padded left"
+    assert_close(f"{what}: logits", logits, eager_logits, precision)
+    assert_close(f"{what}: gradient of the embedding", gradient, eager_gradient, precision)
+
+
+# precision
+
+
+def _granted(accelerator: Accelerator, wish: str) -> Precision | None:
+    """The precision; None where it is refused as it should be."""
+    try:
+        return accelerator.precision(wish)
+    except AcceleratorError as error:
+        refusal = str(error)
+    except Exception as error:
+        kind = type(error).__name__
+        raise AssertionError(f"precision({wish!r}) raises {kind}, expected AcceleratorError: {error}") from error
+    assert wish in refusal, f"precision({wish!r}) is refused without naming it: {refusal}"
+    return None
+
+
+def _check_values(precision: Precision) -> None:
+    what = f"precision({precision.name!r})"
+    expected = DTYPES[precision.name]
+    assert precision.dtype == expected, f"{what} has dtype {precision.dtype}, expected {expected}"
+    assert precision.reason, f"{what} has no reason"
+    config = precision.deepspeed_config()
+    json.dumps(config)
+    enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")]
+    fitting = [] if precision.name == "fp32" else [precision.name]
+    assert enabled == fitting, (
+        f"{what}.deepspeed_config() enables {enabled or 'nothing'}, expected {fitting or 'nothing'}"
+    )
+
+
+def _values(precision: Precision) -> tuple[Any, ...]:
+    return precision.dtype, precision.loss_scaling, precision.deepspeed_config()
+
+
+def _check_training(accelerator: Accelerator, precision: Precision) -> None:
+    """Logits and gradients against fp32 on the CPU."""
+    tokens, labels = batch()
+    results = []
+    for device, dtype, context in (
+        (torch.device("cpu"), torch.float32, Precision(torch.float32, "fp32", "reference").autocast()),
+        (accelerator.device(), precision.dtype, precision.autocast()),
+    ):
+        network = model().to(device, dtype)
+        with context:
+            logits = network(tokens.to(device))
+            loss = nn.functional.cross_entropy(logits.float(), labels.to(device))
+        loss.backward()
+        results.append((logits.detach(), network[0].weight.grad))
+    for what, found, expected in zip(("logits", "gradient"), results[1], results[0]):
+        assert torch.isfinite(found).all(), (
+            f"{precision.name}: the {what} of a forward and backward pass are not finite"
+        )
+        assert_close(f"{precision.name}: the {what} of a forward and backward pass", found, expected, precision)
+
+
+# kernels
+
+LAYOUTS: dict[str, Callable[[Sequence[nn.Parameter]], list[Any]]] = {
+    "a list of parameters": list,
+    "groups": lambda p: [{"params": p[:1], "weight_decay": 0.5}, {"params": p[1:], "weight_decay": 0.0}],
+    "groups, one of them empty": lambda p: [{"params": list(p), "lr": 0.05}, {"params": [], "weight_decay": 0.0}],
+}
+
+
+def _adamw_steps(
+    adamw: Callable[..., torch.optim.Optimizer],
+    groups: Callable[[Sequence[nn.Parameter]], list[Any]],
+    device: torch.device,
+) -> list[Tensor]:
+    shapes = ((16, 8), (8,), (3, 5, 2))
+    parameters = [nn.Parameter(torch.linspace(-1, 1, torch.Size(s).numel(), device=device).view(s)) for s in shapes]
+    optimizer = adamw(groups(parameters), lr=0.1, **ADAMW)
+    for step in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.sin(parameter.detach() * (step + 2)) + 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _clipped(
+    clip: Callable[[list[nn.Parameter], float], Tensor], max_norm: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in (10, 3, 4)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.linspace(-3, 4, parameter.numel(), device=device)
+    norm = clip(parameters, max_norm)
+    return torch.cat([parameter.grad for parameter in parameters[:2]]), norm
+
+
+def _llama(accelerator: Accelerator, precision: Precision, attention: str) -> tuple[Tensor, Tensor]:
+    """-> (logits [real tokens, V], gradient of the embedding [V, H])."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    # Large weights: attention then looks at few tokens, and a padded one among them shows.
+    config = LlamaConfig(vocab_size=64, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    network = network.to(accelerator.device(), precision.dtype)
+    lengths = torch.tensor([12, 7, 3])
+    mask = (torch.arange(12) >= 12 - lengths.unsqueeze(1)).long()
+    ids = (torch.arange(36).view(3, 12) * 7 % 63 + 1) * mask
+    ids, mask = accelerator.to_device((ids, mask))
+    with precision.autocast():
+        logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    real = logits[mask.bool()]
+    real.logsumexp(-1).sum().backward()
+    return real.detach(), network.get_input_embeddings().weight.grad

@@ -1,0 +1,154 @@
+"""Checks that need processes of their own: what is imported, ranks, DeepSpeed, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from accelerators import hookspecs
+from accelerators.testing import processes, worker
+from accelerators.testing.processes import Outcome
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+
+PROBE_SECONDS = 5.0
+"""What a probe may take; every command waits for the probes of all plugins, and gives up on one after twice that."""
+
+STAGES = ("sft", "reward", "ppo")
+
+RUN = {
+    "data.max_completion_length": 16,
+    "sft.max_steps": 4,
+    "reward.max_steps": 4,
+    "ppo.steps": 4,
+    "ppo.minibatch_size": 2,
+    **{f"{stage}.{key}": 4 for stage in STAGES for key in ("batch_size", "eval_rows")},
+}
+"""Settings of the whole run, on the embedded model and data."""
+
+
+def check_discovery(name: str) -> None:
+    """Load the plugin that offers the backend, in a process that has imported nothing else."""
+    point = _entry_point(name)
+    found = _found(processes.worker("discovery", point.name, point.value))
+    assert not found["torch"], f"{found['torch']} imports torch; expected torch only when the factory is imported"
+
+
+def check_probe(name: str) -> None:
+    """Probe in a fresh process, then use the device in a forked child: an open device would break it."""
+    point = _entry_point(name)
+    found = _found(processes.worker("probe", point.name, point.value, name))
+    assert not found["torch"], "the probe imports torch; expected a look at files or at a vendor's command-line tool"
+    seconds = found["seconds"]
+    assert seconds <= PROBE_SECONDS, f"the probe took {seconds:.1f} s, expected at most {PROBE_SECONDS:g} s"
+    assert not found["child"], f"after the probe, a forked child cannot use the device: {found['child']}"
+
+
+def check_collectives(accelerator: Accelerator) -> None:
+    """Two ranks; skipped where one device cannot be shared by both."""
+    outcomes = processes.ranks(2, "collectives", accelerator.name)
+    unbound = next((outcome for outcome in outcomes if outcome.kind == worker.UnboundError.__name__), None)
+    if unbound and accelerator.info().count < 2:
+        pytest.skip(f"one device here, and a second rank cannot share it: {unbound.error}")
+    expected = {
+        "all_reduce": [3.0] * 4,
+        "all_gather": [1.0, 1.0, 2.0, 2.0],
+        "broadcast": [10.0] * 3,
+        "all_gather_object": [{"rank": 0}, {"rank": 1}],
+    }
+    backend = accelerator.dist_backend()
+    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
+    # The rank that could say why comes first; others were ended, or saw the connection close.
+    failed.sort(key=lambda pair: not pair[1].kind)
+    assert not failed, f"two ranks over {backend}: rank {failed[0][0]}: {failed[0][1].error}"
+    for rank, outcome in enumerate(outcomes):
+        for collective, value in expected.items():
+            found = outcome.value[collective]
+            assert found == value, f"{collective} over {backend}: rank {rank} got {found}, expected {value}"
+
+
+def check_deepspeed(report: Outcome) -> None:
+    """`prepare_deepspeed` makes DeepSpeed use the device that the backend names."""
+    assert report.value, f"prepare_deepspeed() failed: {report.error}"
+    found, expected = report.value["device"], report.value["expected"]
+    assert found == expected, f"after prepare_deepspeed(), DeepSpeed's device is {found!r}, expected {expected!r}"
+
+
+def check_deepspeed_step(report: Outcome, stage: int) -> None:
+    """Losses of a few steps in the backend's own precision, against plain PyTorch in fp32 on the CPU."""
+    from accelerators.testing import reference
+
+    value = report.value or {"losses": {}, "errors": {}}
+    losses = value["losses"].get(str(stage))
+    assert losses, f"ZeRO {stage}: {value['errors'].get(str(stage), report.error)}"
+    precision = value["precision"]
+    expected = reference.losses()
+    # A step that overflowed in fp16 changed nothing: the next loss is that of the same weights.
+    assert losses[-1][0] > 0, f"ZeRO {stage}: no step was taken in {len(losses)}, loss scaling skipped them all"
+    for step, (updates, loss) in enumerate(losses, start=1):
+        off = abs(loss - expected[updates]) / expected[0]
+        close = off <= reference.TOLERANCES[precision]
+        what = f"ZeRO {stage} in {precision}: loss {loss:.4f} at step {step}"
+        assert close, f"{what}, expected {expected[updates]:.4f} (plain PyTorch, fp32)"
+    assert not report.error, f"DeepSpeed's process failed at its end: {report.error}"
+
+
+def check_run(accelerator: Accelerator) -> str:
+    """A run of the three stages through the command line; returns what there is to note."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        settings = [part for key, value in RUN.items() for part in ("--set", f"{key}={value}")]
+        command = ["-m", "rlhf", "--accelerator", accelerator.name, "--output", str(output), *settings]
+        outcome = processes.command(command)
+        # Without the place of a traceback in this folder, which goes.
+        error = (outcome.error or "").partition("; its traceback is in")[0]
+        assert not error, f"rlhf --accelerator {accelerator.name}: {error}"
+        compiled = {stage: list(_compilations(accelerator, output / stage / "metrics.jsonl")) for stage in STAGES}
+    for stage, counts in compiled.items():
+        late = counts[2:]
+        flat = len(set(late)) <= 1
+        assert flat, (
+            f"{stage}: compilations rose from {late[0]} to {late[-1]} after step 3, expected no late compilation"
+        )
+    if not any(compiled.values()):
+        return "nothing is compiled here"
+    return "compilations: " + ", ".join(f"{stage} {counts[-1]}" for stage, counts in compiled.items() if counts)
+
+
+def _compilations(accelerator: Accelerator, path: Path) -> Iterator[int]:
+    """Counts by step; every number on the way has to be finite."""
+    scaled = accelerator.precision().loss_scaling
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [record for record in records if "learning_rate" in record]
+    assert len(steps) == 4, f"{path.parent.name}: metrics.jsonl has {len(steps)} steps, expected 4"
+    for record in records:
+        # A gradient that overflows is no error where loss scaling skips its step.
+        bad = [key for key, value in record.items() if value is None and not (scaled and key.endswith("grad_norm"))]
+        assert not bad, f"{path.parent.name}: {bad[0]} is not finite at step {record['step']}"
+        if "compilations" in record:
+            yield int(record["compilations"])
+
+
+def _entry_point(name: str) -> EntryPoint:
+    """The plugin that offers a backend."""
+    points = entry_points(group=hookspecs.ENTRY_POINT_GROUP)
+    return next(point for point in points if name in _offered(point))
+
+
+def _offered(point: EntryPoint) -> list[str]:
+    try:
+        return [spec.name for spec in worker.offers(point)]
+    except (Exception, SystemExit):  # a broken plugin that is not asked about
+        return []
+
+
+def _found(outcome: Outcome) -> Any:
+    assert outcome.error is None, outcome.error
+    return outcome.value

@@ -1,0 +1,87 @@
+"""Backends that are wrong in one respect each, for the conformance kit to find, and two unusual ones that are right.
+
+Their names say how.
+"""
+
+import os
+
+from accelerators import AcceleratorSpec, Probe, hookimpl
+
+OPENED_BY = None
+"""The process that first opened the device: as with real runtimes, its children cannot use it."""
+
+
+def usual_probe():
+    return Probe(True, "found one", count=1)
+
+
+def probe_that_imports_torch():
+    import torch
+
+    return Probe(True, f"torch {torch.__version__}", count=1)
+
+
+def probe_that_opens_the_device():
+    global OPENED_BY
+    OPENED_BY = OPENED_BY or os.getpid()
+    return Probe(True, "opened one", count=1)
+
+
+PROBES = {"probe-imports-torch": probe_that_imports_torch, "probe-opens-device": probe_that_opens_the_device}
+
+NAMES = (
+    *PROBES,
+    "operation-missing",
+    "refusal-without-reason",
+    "refused-but-there",
+    "factory-raises",
+    "bucket-not-idempotent",
+    "bucket-not-monotone",
+    "bucket-too-short",
+    "bf16-in-fp32",
+    "bf16-not-told",
+    "fp32-that-rounds",
+    "precision-raises-valueerror",
+    "precision-takes-anything",
+    "auto-differs",
+    "device-before-bind",
+    "nested-tensor-forgotten",
+    "named-tuple-lost",
+    "seed-forgets-python",
+    "state-not-restored",
+    "state-not-loadable",
+    "memory-stands-still",
+    "memory-never-falls",
+    "boundary-waits",
+    "boundary-computes",
+    "boundary-draws",
+    "boundary-compiles",
+    "lazy-boundary",
+    "capture-stale",
+    "capture-overwrites",
+    "capture-lets-item-through",
+    "capture-other-error",
+    "adamw-other-eps",
+    "adamw-no-decay",
+    "adamw-empty-group",
+    "clip-other-norm",
+    "clip-gives-float",
+    "attention-sees-padding",
+    "other-dist-backend",
+    "one-device",
+    "deepspeed-not-told",
+    "deepspeed-clips",
+    "compiles-late",
+)
+
+
+@hookimpl
+def rlhf_accelerators():
+    for name in NAMES:
+        yield AcceleratorSpec(
+            name=name,
+            api_version=1,
+            factory=f"rlhf_broken_backends:{''.join(part.capitalize() for part in name.split('-'))}",
+            probe=PROBES.get(name, usual_probe),
+            priority=-10,
+        )
