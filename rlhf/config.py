@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rlhf.errors import ConfigError
 
@@ -45,6 +45,25 @@ class ModelConfig(Section):
         False, description="recompute activations in the backward pass: less memory, more time"
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+
+class LoraConfig(Section):
+    """LoRA: train small adapters on frozen weights, in all stages (arXiv:2106.09685)."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0: off, all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="part of an adapter's inputs dropped while training")
+    target_modules: Literal["auto"] | tuple[str, ...] = Field(
+        "auto", description="names of the linear layers to adapt; auto: all but the output embedding and scalar head"
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {value!r}")
+        return value if value == "auto" else tuple(names)
 
 
 class ColumnsConfig(Section):
@@ -235,6 +254,7 @@ class Config(Section):
         "auto", description="numbers the models compute in; auto: the accelerator's best"
     )
     model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)
+    lora: LoraConfig = Field(LoraConfig(), description=LoraConfig.__doc__)
     data: DataConfig = Field(DataConfig(), description=DataConfig.__doc__)
     engine: EngineConfig = Field(EngineConfig(), description=EngineConfig.__doc__)
     sft: SFTConfig = Field(SFTConfig(), description=SFTConfig.__doc__)

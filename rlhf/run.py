@@ -25,7 +25,7 @@ from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import RunError
 
 _PARTIAL = ".partial"
-_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers")
+_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long and how often, not what is learned.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
@@ -224,7 +224,7 @@ class RunDirectory:
     def _check_same_settings(self, config: Config, resumed: Sequence[Stage]) -> None:
         recorded = read_json(self.description).get("config", {})
         now = config.model_dump(mode="json")
-        keys = [*_SHARED, *(("engine", "precision", *resumed) if resumed else ())]
+        keys = [*_SHARED, *(("engine", "precision", "lora", *resumed) if resumed else ())]
         differing = [text for key in keys for text in _differences(recorded.get(key), now[key], key)]
         if differing:
             raise RunError(

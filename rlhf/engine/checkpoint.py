@@ -1,5 +1,7 @@
 """Checkpoints of a stage: DeepSpeed's shards of every engine and the stage's own state, complete or absent.
 
+Weights that are not trained (LoRA) are left out: the stage loads them from where it took them at first.
+
 A checkpoint is written beside its final name and renamed when every rank has finished, so a crash leaves
 the one before it.
 """
@@ -36,7 +38,9 @@ def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine
         _partial(final).mkdir(parents=True)
     distributed.barrier()
     for name, engine in engines.items():
-        engine.engine.save_checkpoint(str(_partial(final) / name), tag="weights", save_latest=False)
+        engine.engine.save_checkpoint(
+            str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
+        )
     torch.save(state, _partial(final) / _STATE.format(rank=distributed.world().rank))
     with distributed.on_main("writing the checkpoint") as main:
         if main:
@@ -64,7 +68,8 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
         )
     try:
         for name, engine in engines.items():
-            engine.engine.load_checkpoint(str(path / name), tag="weights")
+            whole = engine.parameter_counts["trainable"] == engine.parameter_counts["all"]
+            engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
         state = torch.load(path / _STATE.format(rank=distributed.world().rank), weights_only=True)
     except Exception as error:  # whatever the reader met, the remedy is the same
         raise RunError(

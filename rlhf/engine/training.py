@@ -62,6 +62,7 @@ class TrainingEngine:
         self._max_grad_norm = optimizer.max_grad_norm
         self._norm: Tensor = torch.zeros(())
         self._scale = 1.0
+        self.parameter_counts = _parameter_counts(model)
         adamw = accelerator.kernel("adamw", required=True)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -120,7 +121,8 @@ class TrainingEngine:
             boundary(f"{self.name}/backward")
             if self._clips_itself and self.engine.is_gradient_accumulation_boundary():
                 clip = self.accelerator.kernel("clip_grad_norm", required=True)
-                self._norm = clip(list(self.module.parameters()), self._max_grad_norm)
+                trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+                self._norm = clip(trained, self._max_grad_norm)
             self.engine.step()
             boundary(f"{self.name}/step")
             sums.add(loss=value, **statistics)
@@ -170,6 +172,15 @@ def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, 
     )
     frozen.eval()
     return frozen
+
+
+def _parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Numbers that a model is trained in, and all that it holds."""
+    parameters = list(model.parameters())
+    return {
+        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "all": sum(parameter.numel() for parameter in parameters),
+    }
 
 
 def _deepspeed_config(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.engine import distributed
 from rlhf.models.forward import ScalarHead
+from rlhf.models.lora import merged_adapters, plain_state_dict
 from rlhf.run import atomic_directory
 
 if TYPE_CHECKING:
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
 
 
 def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write the engine's model and the tokenizer to `path`, complete or not at all; every rank calls it."""
+    """Write the engine's model and the tokenizer to `path`, complete or not at all; every rank calls it.
+
+    LoRA adapters are merged into the weights.
+    """
     with engine.whole_weights() as module, distributed.on_main(f"saving {path}") as main:
         if main:
             model = module.model if isinstance(module, ScalarHead) else module
-            with atomic_directory(path) as folder:
+            with atomic_directory(path) as folder, merged_adapters(model):
                 # A user of the saved model wants the cache that training does without.
                 model.config.use_cache = True
-                model.save_pretrained(folder)
+                model.save_pretrained(folder, state_dict=plain_state_dict(model))
                 model.config.use_cache = False
                 tokenizer.save_pretrained(folder)

@@ -137,7 +137,10 @@ def _load(
 def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Any:
     """Match the model to the tokenizer: embedding rows, pad and EOS ids; no cache while training."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        # The same new rows on every rank and after a resume: where they are not trained, nothing else carries them.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:

@@ -1,4 +1,7 @@
-"""The switch of one model from training to generation and back: the same weights, no second copy."""
+"""The switch of one model from training to generation and back: the same weights, no second copy.
+
+Where LoRA adapters are trained they are merged for generation; see `merged_adapters` for what that takes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from rlhf.models.lora import merged_adapters
+
 if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
 
@@ -15,7 +20,7 @@ if TYPE_CHECKING:
 @contextmanager
 def generating(engine: TrainingEngine) -> Iterator[nn.Module]:
     """The engine's model with whole weights, in evaluation mode and the engine's precision."""
-    with engine.whole_weights() as module, engine.precision.autocast():
+    with engine.whole_weights() as module, merged_adapters(module), engine.precision.autocast():
         was_training = module.training
         module.eval()
         try:

@@ -27,6 +27,8 @@ from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.errors import DivergedError
 from rlhf.metrics.progress import console, progress
 from rlhf.metrics.recorder import Recorder
+from rlhf.models.forward import ScalarHead
+from rlhf.models.lora import add_adapters
 from rlhf.run import atomic_write_json, read_json
 
 if TYPE_CHECKING:
@@ -86,8 +88,15 @@ class StageContext:
         batch_size: int,
         micro_batch_size: int,
     ) -> TrainingEngine:
-        """A training engine for global batches of `batch_size` rows."""
-        return TrainingEngine(
+        """A training engine for global batches of `batch_size` rows; it trains adapters where the run uses LoRA.
+
+        Raises:
+            RLHFError: the model has no layers that `lora` could adapt.
+        """
+        lora = self.config.lora
+        if lora.rank:
+            add_adapters(model.model if isinstance(model, ScalarHead) else model, lora, seed=self.config.seed)
+        engine = TrainingEngine(
             name,
             model,
             accelerator=self.accelerator,
@@ -98,6 +107,10 @@ class StageContext:
             micro_batch_size=micro_batch_size,
             accumulation=batch_size // (micro_batch_size * self.world.size),
         )
+        if lora.rank:
+            trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
+            self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
+        return engine
 
     def batches(
         self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, shuffle: bool = True

@@ -7,6 +7,8 @@ rollout, its scoring by four models, and `ppo_epochs` passes of clipped updates 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, freeze
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead, completion_log_probs, last_token_scores
+from rlhf.models.lora import without_adapters
 from rlhf.objectives import (
     advantages_and_returns,
     masked_moments,
@@ -38,10 +41,13 @@ from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
 
 @dataclass(frozen=True)
 class Models:
-    """The four models of PPO, as loaded; `critic` and `reward` have a scalar head."""
+    """The four models of PPO, as loaded; `critic` and `reward` have a scalar head.
+
+    With LoRA no `reference` is needed: it is the actor without its adapters.
+    """
 
     actor: nn.Module
-    reference: nn.Module
+    reference: nn.Module | None
     critic: nn.Module
     reward: nn.Module
 
@@ -66,7 +72,7 @@ class PPO:
         frozen = partial(
             freeze, accelerator=context.accelerator, precision=context.precision, engine=context.config.engine
         )
-        self.reference = frozen(models.reference)
+        self.reference = frozen(models.reference) if models.reference is not None else None
         self.reward = frozen(ScalarHead(models.reward))
 
         collate = partial(
@@ -217,7 +223,8 @@ class PPO:
         with self.context.precision.autocast():
             actor = log_probs(self.actor.engine, entropy=True)
             boundary("score/actor")
-            reference = log_probs(self.reference)
+            with self._reference() as model:
+                reference = log_probs(model)
             boundary("score/reference")
             values = action_values(self.critic.engine(ids, mask), length)
             boundary("score/critic")
@@ -230,6 +237,15 @@ class PPO:
             "values": values.float(),
             "scores": scores,
         }
+
+    @contextmanager
+    def _reference(self) -> Iterator[nn.Module]:
+        """The policy as it was before training: a model of its own, or the actor without its adapters."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        with without_adapters(self.actor.module):
+            yield self.actor.engine
 
     def _micro_batches(self, sequences: Batch) -> list[Batch]:
         columns = (tensor.split(self.micro_rows) for tensor in sequences.values())
@@ -306,7 +322,13 @@ def run(
         {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
         for old, new in zip(before["samples"], after["samples"])
     ]
-    return {"before": before["numbers"], "after": after["numbers"], "steps": settings.steps, "samples": samples}
+    return {
+        "before": before["numbers"],
+        "after": after["numbers"],
+        "steps": settings.steps,
+        "parameters": {"actor": ppo.actor.parameter_counts, "critic": ppo.critic.parameter_counts},
+        "samples": samples,
+    }
 
 
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:

@@ -69,7 +69,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     )
     after = measure("after")
     save_model(engine, tokenizer, context.directory.model)
-    return {"before": before, "after": after, "steps": total_steps}
+    return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
 
 
 def pair_loss(model: nn.Module, batch: Batch, total: Tensor | None = None) -> PairwiseLoss:

@@ -81,7 +81,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     )
     after = measure("after")
     save_model(engine, tokenizer, context.directory.model)
-    return {"before": before, "after": after, "steps": total_steps}
+    return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
 
 
 def perplexity(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> float:

@@ -1,0 +1,130 @@
+"""LoRA (arXiv:2106.09685): trainable low-rank adapters on the linear layers of a frozen model, made by peft.
+
+A loaded model and the `lora` section flow in; `add_adapters` changes the model in place. Afterwards it is read
+in three ways: with its adapters (training, scoring), `without_adapters` (the model that training started
+from), and with `merged_adapters` (plain weights, for generation and export).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from rlhf.config import LoraConfig
+from rlhf.errors import ConfigError, ModelError
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
+    """Freeze a model of transformers, but for adapters on its linear layers and its scalar head, if it has one.
+
+    One factor of each adapter begins at zero, so the model computes what it did before, bit for bit.
+
+    Args:
+        seed: draws the other factor; the same on every rank.
+
+    Raises:
+        ConfigError: `target_modules` names a layer that is not there.
+        ModelError: the model has no linear layers.
+    """
+    model.requires_grad_(False)
+    transformer = model.base_model  # without the output embedding and the scalar head
+    targets = _targets(transformer, config.target_modules)
+    torch.manual_seed(seed)
+    inject_adapter_in_model(
+        PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=list(targets),
+            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in targets.values()),
+        ),
+        transformer,
+        adapter_name=_ADAPTER,
+    )
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model computes with its frozen weights alone; for blocks without gradients. No adapters: no change."""
+    layers = _adapted_layers(model)
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@contextmanager
+def merged_adapters(model: nn.Module) -> Iterator[None]:
+    """Adapters are added to the weights they adapt, in place, and those are restored bit for bit afterwards.
+
+    Sums are float32, rounded once to the weights' type. Meanwhile the frozen weights of the adapted layers
+    exist twice on the device: nearly a second model, where all linear layers are adapted. The weights must be
+    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered.
+    """
+    layers = _adapted_layers(model)
+    frozen: list[Tensor] = []
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                weight = layer.get_base_layer().weight
+                total = _sum(layer)
+                frozen.append(weight.clone())
+                weight.copy_(total)
+        with without_adapters(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for layer, weight in zip(layers, frozen):
+                layer.get_base_layer().weight.copy_(weight)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state under the names that it had before `add_adapters`, the adapters' own left out."""
+    return {
+        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
+    }
+
+
+def _targets(transformer: nn.Module, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
+    """Linear layers by their path: those whose path is or ends in a wanted name, or all."""
+    linear = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+    if not linear:
+        raise ModelError(f"lora.rank: {type(transformer).__name__} has no linear layers to adapt; set it to 0")
+    if isinstance(wanted, str):
+        return linear
+    for name in wanted:
+        if not any(_ends_in(path, name) for path in linear):
+            known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
+            raise ConfigError(f"lora.target_modules: no linear layer is named {name!r}; there are {known}")
+    return {path: layer for path, layer in linear.items() if any(_ends_in(path, name) for name in wanted)}
+
+
+def _ends_in(path: str, name: str) -> bool:
+    return f".{path}".endswith(f".{name}")
+
+
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+
+
+def _sum(layer: Any) -> Tensor:
+    """The layer's frozen weight and its adapter, in float32."""
+    adapter = layer.lora_B[_ADAPTER].weight.float() @ layer.lora_A[_ADAPTER].weight.float()
+    if layer.fan_in_fan_out:
+        adapter = adapter.T
+    return layer.get_base_layer().weight.float() + layer.scaling[_ADAPTER] * adapter
