@@ -30,7 +30,7 @@ def test_a_run_describes_itself(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run", "seed=7"), "sft")
     description = json.loads(run.description.read_text())
     assert description["config"]["seed"] == description["seed"] == 7
-    assert set(description["versions"]) == {"python", "rlhf", "torch", "deepspeed", "transformers"}
+    assert set(description["versions"]) == {"python", "rlhf", "torch", "deepspeed", "transformers", "peft"}
     assert description["invocations"][0]["stages"] == ["sft"]
     assert description["invocations"][0]["command"].startswith("rlhf")
 
