@@ -3,7 +3,8 @@
 #
 #   bash ci/test.sh            what every change must pass
 #   bash ci/test.sh --all      slow tests too
-#   bash ci/test.sh ARGUMENTS  further arguments go to pytest: bash ci/test.sh tests/data -k split
+#   bash ci/test.sh ARGUMENTS  further arguments go to pytest, without the plugins' tests:
+#                              bash ci/test.sh tests/data -k split
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
@@ -14,8 +15,9 @@ export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 arguments=()
+plugins=true
 for argument in "$@"; do
-    if [ "$argument" = --all ]; then arguments+=(-m ""); else arguments+=("$argument"); fi
+    if [ "$argument" = --all ]; then arguments+=(-m ""); else arguments+=("$argument") plugins=false; fi
 done
 
 echo "== lint"
@@ -24,4 +26,14 @@ ruff format --check .
 echo "== types"
 mypy
 echo "== tests"
-exec pytest -n auto ${arguments[@]+"${arguments[@]}"}
+pytest -n auto ${arguments[@]+"${arguments[@]}"}
+$plugins || exit 0
+
+echo "== tests of the simulated Gaudi"
+if command -v "${CXX:-g++}" >/dev/null && .venv/bin/python -c \
+    'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'; then
+    cd plugins/rlhf-gaudi-sim # its device is compiled first, in about a minute, once
+    pytest -n auto --dist loadfile ${arguments[@]+"${arguments[@]}"}
+else
+    echo "not run: they compile a C++ extension, which needs g++ and Python's header files"
+fi

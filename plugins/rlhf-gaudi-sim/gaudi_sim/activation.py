@@ -1,0 +1,86 @@
+"""Turns the simulation on in this process: an `hl-smi` on PATH, and a `habana_frameworks` that can be imported.
+
+Nothing is imported or compiled here, torch included. Where the simulation is on when torch is imported, torch loads the
+device, as it does Gaudi's own; else whoever first imports the runtime does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from accelerators import AcceleratorError
+
+VARIABLE = "RLHF_GAUDI_SIM"
+NAME = "rlhf-gaudi-sim 0.1.0"
+RUNTIME = "habana_frameworks"
+
+_HERE = Path(__file__).parent
+_BIN = _HERE / "bin"
+_SHIM = _HERE / "shim"
+
+
+class Finder:
+    """Finds the shim under the name of Gaudi's bridge; its submodules are then found as those of any package."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != RUNTIME:
+            return None
+        source = _SHIM / "__init__.py"
+        return importlib.util.spec_from_file_location(name, source, submodule_search_locations=[str(_SHIM)])
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for the simulation.
+
+    Raises:
+        AcceleratorError: the variable has a value that says neither yes nor no.
+    """
+    wish = os.environ.get(VARIABLE, "0")
+    if wish not in ("", "0", "1"):
+        raise AcceleratorError(f"{VARIABLE}={wish}: neither 0 nor 1; set it to 1 to simulate a Gaudi on the CPU")
+    return wish == "1"
+
+
+def is_installed() -> bool:
+    """Whether this process simulates a Gaudi."""
+    return Finder in sys.meta_path
+
+
+def install() -> None:
+    """Simulate a Gaudi in this process, and in those that it starts; torch may have been imported already.
+
+    Raises:
+        AcceleratorError: Gaudi's own bridge is installed here.
+    """
+    if is_installed():
+        return
+    if real := importlib.util.find_spec(RUNTIME):
+        where = real.origin or ", ".join(real.submodule_search_locations or ())
+        raise AcceleratorError(
+            f"{NAME} will not stand in for the real {RUNTIME} in {where}; "
+            f"unset {VARIABLE} to use the Gaudi, or simulate in an environment without {RUNTIME}"
+        )
+    sys.meta_path.insert(0, Finder)
+    os.environ[VARIABLE] = "1"
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([str(_BIN), *(folder for folder in path if folder != str(_BIN))])
+
+
+def load_with_torch() -> None:
+    """Load the device while torch is imported (entry point group `torch.backends`), where it is wanted.
+
+    PyTorch looks for devices once, in the first backward at the latest, and does not see one that comes later.
+    """
+    if is_installed() and os.environ.get("RLHF_ACCELERATOR", "hpu") in ("hpu", "auto"):
+        # What is wrong (no compiler, ...) is said when the backend imports the runtime, not in place of torch.
+        with contextlib.suppress(AcceleratorError):
+            importlib.import_module(f"{RUNTIME}.torch")

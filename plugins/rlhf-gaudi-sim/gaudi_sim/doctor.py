@@ -1,0 +1,176 @@
+"""`gaudi-sim shapes`: would this recipe keep compiling on a Gaudi, and which line of code is to blame?
+
+A recipe flows in; a few steps of each stage run on the simulation with a toy copy of its model; out come compilations
+by stage and step, and for every late one the line that caused it. Made to be run before the machine is rented.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rlhf.config import Config
+
+WARM_UP = 2
+"""Steps in which compilations are expected."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What one stage compiled: new graphs in each step, and what caused those after the warm-up and all host reads."""
+
+    stage: str
+    compilations: list[int]
+    late: list[dict[str, Any]]
+    breaks: list[dict[str, Any]]
+
+    @property
+    def stable(self) -> bool:
+        return not self.late and not self.breaks
+
+
+@app.callback()
+def gaudi_sim() -> None:
+    """A simulated Gaudi2, on the CPU."""
+
+
+@app.command()
+def shapes(
+    config: Annotated[
+        Path | None, typer.Option(help="Recipe; without one, the embedded example.", metavar="FILE")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Set one key, above the file. Repeatable.", metavar="KEY=VALUE")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each stage.", min=WARM_UP + 1, metavar="N")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a few steps of a recipe on the simulation and show what a Gaudi would compile, and when.
+
+    The model is replaced by a toy of the same architecture; data, lengths, batches and settings are the recipe's. A
+    graph that is new after step 2 would be compiled again and again on the card: its line is shown, and how its
+    shapes differ from what was known. So is every line that reads a value of the device in the middle of a step.
+
+    Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
+    """
+    from rlhf.config import load_config
+
+    reports = examine(load_config(config, overrides or ()), steps, _say if not as_json else lambda line: None)
+    if as_json:
+        typer.echo(json.dumps([asdict(report) | {"stable": report.stable} for report in reports], indent=2))
+    else:
+        _print(reports)
+    if not all(report.stable for report in reports):
+        raise typer.Exit(1)
+
+
+def examine(config: Config, steps: int, say: Callable[[str], None]) -> list[StageReport]:
+    """Run `steps` steps of every stage on the simulation.
+
+    Raises:
+        RLHFError, AcceleratorError: the recipe is wrong.
+        typer.Exit: a stage failed; its own line is on standard error.
+    """
+    from gaudi_sim.toy import toy_copy
+    from rlhf.config import STAGES
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = toy_copy(config.model, folder / "toy") if config.model.path else config.model
+        (folder / "recipe.yaml").write_text(json.dumps(_short(config, model, folder, steps)))  # JSON is YAML
+        reports = []
+        for stage in STAGES:
+            say(f"{stage}: {steps} steps on the simulation")
+            reports.append(_run(stage, folder))
+        return reports
+
+
+def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, Any]:
+    """The recipe with the toy model and few steps; every length and batch size as it was."""
+    values = config.model_dump(mode="json")
+    values |= {"output": str(folder / "run"), "accelerator": "auto", "model": model.model_dump(mode="json")}
+    for stage, key in (("sft", "max_steps"), ("reward", "max_steps"), ("ppo", "steps")):
+        section = values[stage]
+        # One evaluation batch and a part of one: the last one is seldom full.
+        rows = min(section["eval_rows"], section["batch_size"] + max(1, section["batch_size"] // 2))
+        section |= {key: steps, "eval_rows": rows, "log_every": 1, "checkpoint_every": 0}
+    values["sft"]["epochs"] = values["reward"]["epochs"] = steps  # small data sets last for all steps
+    values["reward"]["model"] = values["ppo"]["actor"] = values["ppo"]["reward_model"] = None
+    return values
+
+
+def _run(stage: str, folder: Path) -> StageReport:
+    report = folder / f"{stage}.json"
+    environment = os.environ | {"RLHF_GAUDI_SIM": "1", "RLHF_GAUDI_SIM_REPORT": str(report)}
+    environment.pop("RLHF_GAUDI_SIM_STRICT", None)  # all lines are wanted, not the first
+    command = [sys.executable, "-m", "rlhf", stage, "--accelerator", "hpu", "--config", str(folder / "recipe.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        typer.echo((done.stderr.strip().splitlines() or [f"{stage} ended without a word"])[-1], err=True)
+        raise typer.Exit(2)
+    metrics = (folder / "run" / stage / "metrics.jsonl").read_text().splitlines()
+    totals = [int(entry["compilations"]) for entry in map(json.loads, metrics) if "compilations" in entry]
+    events = json.loads(report.read_text())["events"]
+    compiled = [event for event in events if event["kind"] == "compilation"]
+    return StageReport(
+        stage=stage,
+        compilations=[after - before for before, after in zip([0, *totals], totals)],
+        late=compiled[totals[WARM_UP - 1] : totals[-1]],
+        breaks=[event for event in events if event["kind"] == "break" and event.get("in_step")],
+    )
+
+
+def _print(reports: Sequence[StageReport]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    count = max(len(report.compilations) for report in reports)
+    steps = [f"step {number}" for number in range(1, count + 1)]
+    table = Table("stage", *steps, "shapes", title="New graphs on a simulated Gaudi2", title_justify="left")
+    for report in reports:
+        verdict = "stable" if report.stable else f"{len(report.late)} late, {len(report.breaks)} reads"
+        table.add_row(report.stage, *map(str, report.compilations), verdict)
+    console.print(table)
+    for report in reports:
+        for what, events in (("compiled after step 2", report.late), ("reads a value inside a step", report.breaks)):
+            for line, found in _by_line(events).items():
+                times = f" ({len(found)} times)" if len(found) > 1 else ""
+                console.print(Text(f"{report.stage}: {line}{times} {what}: {found[0]['difference']}"), soft_wrap=True)
+
+
+def _by_line(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        lines.setdefault(f"{event['line']} (up to {event['tag']})", []).append(event)
+    return lines
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def main() -> None:
+    """Entry point of the `gaudi-sim` script."""
+    from typer.main import get_command
+
+    from rlhf.outcome import Outcome
+
+    try:
+        code = get_command(app).main(prog_name="gaudi-sim", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:
+        code = Outcome.of(error).report()
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,29 @@
+"""The bridge between PyTorch and the simulated Gaudi; importing it makes `torch.device("hpu")` work in this process."""
+
+import os
+import sys
+
+import torch
+
+from accelerators import AcceleratorError
+from gaudi_sim import accounting
+from gaudi_sim.activation import NAME
+from gaudi_sim.build import load
+
+accounting.open_accounts(load())
+if torch.accelerator.current_accelerator() is None:
+    raise AcceleratorError(
+        f"{NAME}: PyTorch has looked for devices in this process already, in a backward for example, and does not look "
+        "again; call gaudi_sim.install() and import habana_frameworks.torch before"
+    )
+
+from . import core, hpu  # noqa: E402 (they need the device)
+
+torch._register_device_module("hpu", hpu)
+if not accounting.is_lazy():
+    from . import compiler  # noqa: F401 (registers itself with torch.compile)
+
+if os.environ.get("RANK", "0") == "0":
+    print(f"{NAME}: this is a simulation of a Gaudi on the CPU, not a Gaudi", file=sys.stderr, flush=True)
+
+__all__ = ["core", "hpu"]

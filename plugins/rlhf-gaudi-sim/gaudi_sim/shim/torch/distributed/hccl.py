@@ -1,0 +1,148 @@
+"""Collectives between simulated cards: gloo, over the memory that the device's tensors lie in.
+
+Importing this registers the backend "hccl" with torch.distributed.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from gaudi_sim.build import load
+
+_device = load()
+
+_COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+"""Methods of a process group that take tensors, under the names of all torch versions that rlhf admits."""
+
+
+def initialize_distributed_hpu() -> tuple[int, int, int]:
+    """World size, rank and local rank, as the launcher set them."""
+    world_size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
+    return world_size, rank, local_rank
+
+
+_ENVIRONMENT = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+
+
+class Work(dist.Work):
+    """Collectives in progress, whose results are tensors of the device."""
+
+    def __init__(self, works: list[dist.Work], results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._results = results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def source_rank(self) -> int:
+        """The sender, of a message received from any."""
+        return self._works[0]._source_rank()
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future:
+        self.wait()
+        future = torch.futures.Future(devices=[torch.device("hpu", 0)])
+        future.set_result(self._results)
+        return future
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """Ranks that work on tensors of the device; a gloo group does the work."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind = dist.ProcessGroup.BackendType
+        self._set_default_backend(kind.CUSTOM)
+        self._register_backend(torch.device("hpu"), kind.CUSTOM, backend)
+        self._gloo = dist.ProcessGroup(store, rank, size)
+        self._gloo._set_default_backend(kind.GLOO)
+        self._gloo._register_backend(torch.device("cpu"), kind.GLOO, backend)
+        self._coalesced: list[Work] | None = None
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return Work(list(works), [tensor for work in works for tensor in work.result()])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        # Without the device that the options name: it would be ours, which gloo does not know.
+        return self._gloo.barrier(dist.BarrierOptions())
+
+
+def _on_cpu(collective: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "hpu":
+        raise RuntimeError(f"hccl: {collective} of a tensor on {tensor.device}; move it to hpu, or use a gloo group")
+    return _device.to_cpu(tensor)
+
+
+def _forwarded(name: str) -> Callable[..., dist.Work]:
+    """A method of the group that runs gloo's on the same memory, so that there is nothing to copy back."""
+
+    def collective(self: ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        call = functools.partial(_on_cpu, name)
+        cpu_args, cpu_kwargs = pytree.tree_map_only(torch.Tensor, call, (args, kwargs))
+        results = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
+        work = Work([getattr(self._gloo, name)(*cpu_args, **cpu_kwargs)], results)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    collective.__name__ = name
+    return collective
+
+
+for _name in _COLLECTIVES:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _forwarded(_name))
+
+dist.Backend.register_backend("hccl", ProcessGroup, devices=["hpu"])

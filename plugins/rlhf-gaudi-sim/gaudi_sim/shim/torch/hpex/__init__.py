@@ -1,0 +1,1 @@
+"""Gaudi's fused kernels, composed of PyTorch's operators."""

@@ -1,0 +1,53 @@
+"""`gaudi-sim shapes`: the verdict on a recipe, and the lines that are to blame."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from conftest import Run
+
+RECIPE = [
+    *("--set", "data.max_completion_length=16", "--set", "data.max_prompt_length=64"),
+    *("--set", "sft.batch_size=4", "--set", "reward.batch_size=4"),
+    *("--set", "ppo.batch_size=4", "--set", "ppo.minibatch_size=2"),
+]
+
+
+def shapes(python: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", "from gaudi_sim.doctor import main; main()", "shapes", *arguments, simulated=False)
+
+
+@pytest.mark.slow
+def test_a_recipe_of_static_shapes_is_stable(python: Run) -> None:
+    done = shapes(python, *RECIPE, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for report in json.loads(done.stdout):
+        assert report["stable"]
+        assert report["compilations"][0] > 0
+        assert report["compilations"][2:] == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_recipe_of_dynamic_shapes_is_told_which_lines_compile_late(python: Run) -> None:
+    done = shapes(python, *RECIPE, "--set", "engine.shapes=dynamic")
+    assert done.returncode == 1, done.stdout + done.stderr
+    blamed = [line for line in done.stdout.splitlines() if "compiled after step 2" in line]
+    assert any(line.startswith("sft: ") and "rlhf/stages/sft.py:" in line for line in blamed), done.stdout
+    assert any(line.startswith("ppo: ") and "at the same place" in line for line in blamed), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--config", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("--set", "sft.epoch=2"), "did you mean 'epochs'?"),
+        (("--set", "model.path=nowhere", "--set", "data.datasets=[{path: world}]"), "nowhere: no toy copy can be made"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_one_line(python: Run, arguments: tuple[str, ...], reason: str) -> None:
+    done = shapes(python, *arguments)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert reason in line
