@@ -1,6 +1,7 @@
-"""Benchmark: a training step of a small Llama on the simulated Gaudi, accounting included, against the plain CPU.
+"""Benchmark: one training step of each stage on the simulated Gaudi, accounting included, against the plain CPU.
 
-One process, the two in turns: A B A B ..., so that whatever else the machine does meets both. Prints medians as JSON.
+Two processes run the trainers of the same recipe and take turns on the whole machine: A B A B ..., so that whatever
+else the machine does meets both. Medians go to results/*.json.
 Needs plugins/rlhf-gaudi-sim: `pip install ./plugins/rlhf-gaudi-sim`.
 """
 
@@ -9,65 +10,94 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
-import gaudi_sim
+from channel import Worker
+from machine import machine, results_file
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-ROWS, TOKENS, VOCABULARY = 8, 128, 4096
+HERE = Path(__file__).resolve().parent
+STAGES = ("sft", "reward", "ppo")
+SIDES = {"cpu": {"RLHF_GAUDI_SIM": "0"}, "hpu": {"RLHF_GAUDI_SIM": "1"}}
+# The same shapes on both sides: static ones, which are the simulated card's default.
+SETTINGS = ["engine.shapes=static", *(f"{stage}.eval_rows=8" for stage in STAGES)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each (30)")
-    options = parser.parse_args()
-    gaudi_sim.install()
-    import habana_frameworks.torch.core as htcore
-    import torch
+    parser.add_argument("--config", metavar="FILE", help="recipe (default: the embedded example)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each side and stage (default: 20)")
+    parser.add_argument("--warmup", type=int, default=4, help="steps of each side before those (default: 4)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--output", type=Path, help="JSON file (default: results/gaudi_sim_step-<machine>.json)")
+    arguments = parser.parse_args()
+    try:
+        version("rlhf-gaudi-sim")
+    except PackageNotFoundError:
+        sys.exit("rlhf-gaudi-sim is not installed; run: pip install ./plugins/rlhf-gaudi-sim")
 
-    sides = {"cpu": training("cpu", lambda: None), "simulated": training("hpu", htcore.mark_step)}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    losses: dict[str, float] = {}
-    for step in range(options.steps + 3):  # the first three warm up
-        for side, one in sides.items():
-            begun = time.perf_counter()
-            loss = one()
-            if step >= 3:
-                seconds[side].append(time.perf_counter() - begun)
-            losses[side] = float(loss)
-    medians = {side: statistics.median(times) for side, times in seconds.items()}
-    facts = {
-        "work": f"Llama {SIZES}, {ROWS} x {TOKENS} tokens, fp32, AdamW; forward, backward, step, two boundaries",
-        "threads": torch.get_num_threads(),
-        "steps": options.steps,
-        "milliseconds": {side: round(1000 * median, 1) for side, median in medians.items()},
-        "ratio": round(medians["simulated"] / medians["cpu"], 2),
-        "losses": losses,
+    settings = [*SETTINGS, f"precision={arguments.precision}"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_models(folder, arguments.config, settings)
+        found = {stage: measure(stage, folder, arguments, settings) for stage in STAGES}
+    result = {
+        "what": f"one step of each stage of {arguments.config or 'the embedded example'}, {arguments.precision}",
+        "settings": settings,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        **found,
     }
-    print(json.dumps(facts, indent=2))
+    output = arguments.output or results_file(HERE, "gaudi_sim_step")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(output)
 
 
-def training(device: str, boundary: Callable[[], None]) -> Callable[[], object]:
-    """One optimizer step each time it is called; gives the loss."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def train_models(folder: Path, recipe: str | None, settings: list[str]) -> None:
+    """Models of one step's training, from which the reward and PPO stages of both sides start."""
+    config = ["--config", recipe] if recipe else []
+    for stage in ("sft", "reward"):
+        given = [part for setting in (*settings, f"{stage}.max_steps=1") for part in ("--set", setting)]
+        command = [sys.executable, "-m", "rlhf", stage, "--accelerator", "cpu", "--output", str(folder / "run")]
+        subprocess.run([*command, *config, *given], check=True, stdout=subprocess.DEVNULL)
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZES)).to(device)
-    ids = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
-    def step() -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        boundary()
-        optimizer.step()
-        optimizer.zero_grad()
-        boundary()
-        return loss.detach()
-
-    return step
+def measure(stage: str, folder: Path, arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
+    models = [
+        f"reward.model={folder}/run/sft/model",
+        f"ppo.actor={folder}/run/sft/model",
+        f"ppo.reward_model={folder}/run/reward/model",
+        f"{stage}.{'steps' if stage == 'ppo' else 'max_steps'}={arguments.warmup + arguments.steps + 1}",
+        *([] if stage == "ppo" else [f"{stage}.epochs=1000"]),
+    ]
+    workers = {}
+    for side, environment in SIDES.items():
+        work = {"stage": stage, "accelerator": side, "recipe": arguments.config, "settings": [*settings, *models]}
+        work["output"] = str(folder / stage / side)
+        workers[side] = Worker(
+            [sys.executable, str(HERE / "stage_worker.py"), json.dumps(work)],
+            errors=folder / f"{stage}-{side}.log",
+            environment=environment,
+        )
+    for number in range(arguments.warmup + arguments.steps):
+        for worker in workers.values():
+            worker.step(record=number >= arguments.warmup)
+    for worker in workers.values():
+        worker.stop()
+    seconds = {side: worker.seconds for side, worker in workers.items()}
+    medians = {side: statistics.median(each) for side, each in seconds.items()}
+    result: dict[str, Any] = {"ratio": round(medians["hpu"] / medians["cpu"], 2)}
+    for side, worker in workers.items():
+        result[side] = {**worker.ready, "median_seconds": round(medians[side], 4)}
+        result[side]["seconds"] = [round(value, 4) for value in seconds[side]]
+    print(f"{stage}: simulated Gaudi / CPU: {result['ratio']}", flush=True)
+    return result
 
 
 if __name__ == "__main__":

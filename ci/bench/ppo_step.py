@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from channel import Worker
+from machine import machine, results_file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -48,65 +47,38 @@ SETTINGS = {
 }
 
 
-class Worker:
-    """One side: a process that does one step each time it is told to."""
+class Side:
+    """A worker, and what its steps took."""
 
     def __init__(self, python: Path, script: str, workload: dict[str, Any], *options: str) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": str(os.cpu_count()),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        self._errors = Path(workload["model"]) / f"{script}.log"
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [str(python), str(HERE / script), json.dumps(workload), *options],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-            )
-        self.ready = self._read()
-        self.seconds: list[float] = []
-        self.generation: list[float] = []
+        self._worker = Worker(
+            [str(python), str(HERE / script), json.dumps(workload), *options],
+            errors=Path(workload["model"]) / f"{script}.log",
+            environment={"PYTHONPATH": str(ROOT)},
+        )
+        self._facts = dict(self._worker.ready)
+        self._generation: list[float] = []
 
-    def step(self, *, record: bool) -> float:
-        """Seconds of one whole step."""
-        begun = time.perf_counter()
-        print("step", file=self._process.stdin, flush=True)
-        reply = self._read()
-        seconds = time.perf_counter() - begun
+    def step(self, *, record: bool) -> None:
+        reply = self._worker.step(record=record)
         if record:
-            self.seconds.append(seconds)
-            self.generation.append(reply["generation"])
-        self.ready["peak_gib"] = reply["peak_gib"]
-        return seconds
+            self._generation.append(reply["generation"])
+        self._facts["peak_gib"] = reply["peak_gib"]
 
     def summary(self, rows: int) -> dict[str, Any]:
-        median = statistics.median(self.seconds)
-        generation = statistics.median(self.generation)
+        seconds = self._worker.seconds
+        median = statistics.median(seconds)
         return {
-            **self.ready,
-            "seconds": [round(value, 3) for value in self.seconds],
+            **self._facts,
+            "seconds": [round(value, 3) for value in seconds],
             "median_seconds": round(median, 3),
-            "median_generation_seconds": round(generation, 3),
-            "median_other_seconds": round(statistics.median(map(float.__sub__, self.seconds, self.generation)), 3),
+            "median_generation_seconds": round(statistics.median(self._generation), 3),
+            "median_other_seconds": round(statistics.median(map(float.__sub__, seconds, self._generation)), 3),
             "samples_per_second": round(rows / median, 3),
         }
 
     def stop(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            sys.exit(f"{self._errors.stem} ended with {self._process.returncode}:\n{self._errors.read_text()[-4000:]}")
-        return json.loads(line)
+        self._worker.stop()
 
 
 def main() -> None:
@@ -126,18 +98,18 @@ def main() -> None:
         draw = random.Random(0)
         workload["prompts"] = [[draw.randrange(16, 49_152) for _ in range(16)] for _ in range(256)]
         start = {
-            "ours": lambda: Worker(Path(sys.executable), "ours_worker.py", workload),
-            "trl": lambda: Worker(TRL_PYTHON, "trl_worker.py", workload, "--precision", arguments.trl_precision),
+            "ours": lambda: Side(Path(sys.executable), "ours_worker.py", workload),
+            "trl": lambda: Side(TRL_PYTHON, "trl_worker.py", workload, "--precision", arguments.trl_precision),
         }
-        workers = {side: start[side]() for side in arguments.sides}
+        sides = {side: start[side]() for side in arguments.sides}
         for number in range(arguments.warmup + arguments.steps):
             timed = number >= arguments.warmup
-            for side, worker in workers.items():
-                seconds = worker.step(record=timed)
-                print(f"{'step' if timed else 'warm-up'} {number + 1}: {side} {seconds:.2f} s", flush=True)
-        found = {side: worker.summary(workload["batch_size"]) for side, worker in workers.items()}
-        for worker in workers.values():
-            worker.stop()
+            for side in sides.values():
+                side.step(record=timed)
+            print(f"{'step' if timed else 'warm-up'} {number + 1} of {arguments.warmup + arguments.steps}", flush=True)
+        found = {name: side.summary(workload["batch_size"]) for name, side in sides.items()}
+        for side in sides.values():
+            side.stop()
 
     result = {
         "what": "one PPO step of a 135M-parameter Llama (random weights), batch 16, 16 prompt + 32 completion tokens",
@@ -153,7 +125,7 @@ def main() -> None:
     if len(found) == 2:
         result["ratio"] = round(found["trl"]["median_seconds"] / found["ours"]["median_seconds"], 3)
         print(f"samples per second, ours / trl: {result['ratio']}")
-    output = arguments.output or HERE / "results" / f"ppo_step-{machine()['model'].replace(' ', '-').lower()}.json"
+    output = arguments.output or results_file(HERE, "ppo_step")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n")
     print(output)
@@ -176,20 +148,6 @@ def make_model(folder: Path) -> None:
         pad_token=f"w{PAD}",
     )
     tokenizer.save_pretrained(folder)
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    flags = ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            model = value.strip() if key.strip() == "model name" else model
-            flags = value if key.strip() == "flags" else flags
-    except OSError:
-        pass  # no Linux: the platform's own word stays
-    native = [name for name in ("avx512_bf16", "amx_bf16") if name in flags.split()]
-    return {"model": model, "cores": os.cpu_count(), "bf16": native, "system": platform.platform()}
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ class TrainingEngine:
             ),
         )
         _forget_setup_step(self.engine)
+        accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
 
     @property
     def module(self) -> nn.Module:

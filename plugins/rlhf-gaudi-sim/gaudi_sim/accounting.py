@@ -133,7 +133,8 @@ def report() -> dict[str, Any]:
 
     `counts` are totals; `tags` has for each boundary's tag the compilations, cache hits and host reads (breaks) up to
     it; `events` has one entry per compilation and per host read, oldest first: `kind` (compilation, break), `tag`,
-    `line` ("file:line"), `operators`, `difference`, `in_step`. Empty where the simulated runtime is not imported.
+    `line` ("file:line"), `operators`, `difference`, `time` (seconds since 1970), `in_step`. Empty where the simulated
+    runtime is not imported.
     """
     return accounts().report() if _accounts else {}
 

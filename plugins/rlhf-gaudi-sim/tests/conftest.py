@@ -1,19 +1,23 @@
-"""Installs the simulator for real (built by setuptools, unpacked by pip) and runs Python with it."""
+"""Installs the simulator for real (built by setuptools, unpacked by pip) and runs Python with it, in strict mode."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import proof
 import pytest
 
 SOURCE = Path(__file__).parents[1]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Runs = Callable[..., proof.Run]
 
 
 @pytest.fixture(scope="session")
@@ -30,14 +34,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def python(site: Path) -> Run:
-    """Run Python where the simulator is installed: python("-m", "rlhf", ..., simulated=False, env={...})."""
+    """Run Python where the simulator is installed: python("-m", "rlhf", ..., simulated=False, strict=False)."""
 
     def run(
-        *arguments: str, simulated: bool = True, env: dict[str, str] | None = None, seconds: float = 500
+        *arguments: str,
+        simulated: bool = True,
+        strict: bool = True,
+        env: dict[str, str] | None = None,
+        seconds: float = 500,
     ) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PT_HPU_", "HABANA"))}
         clean |= {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         clean |= {"RLHF_GAUDI_SIM": "1"} if simulated else {}
+        clean |= {"RLHF_GAUDI_SIM_STRICT": "1"} if strict else {}
         return subprocess.run(
             [sys.executable, *arguments],
             env=clean | (env or {}),
@@ -46,5 +55,43 @@ def python(site: Path) -> Run:
             text=True,
             timeout=seconds,
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of the proof."""
+    return proof.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="session")
+def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A run of all stages of the proof's recipe: finished("hpu", zero_stage=2, lora=4, ranks=2); made once.
+
+    It is strict, but for ZeRO 3: DeepSpeed reads on the host in forward there, in the first steps.
+    """
+    known: dict[tuple[Any, ...], proof.Run] = {}
+
+    def run(accelerator: str, *, zero_stage: int, precision: str = "bf16", lora: int = 0, ranks: int = 1) -> proof.Run:
+        key = (accelerator, zero_stage, precision, lora, ranks)
+        if key not in known:
+            output = tmp_path_factory.mktemp("run") / "output"
+            report = output.with_name("report.json")
+            settings = {
+                "engine.zero_stage": zero_stage,
+                "engine.shapes": "static",  # hpu's own choice
+                "precision": precision,
+                "lora.rank": lora,
+            }
+            given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+            how = ["--accelerator", accelerator, "--ranks", str(ranks), "--output", str(output)]
+            env = {"RLHF_GAUDI_SIM_REPORT": str(report)}
+            command = ["-m", "rlhf", "--config", str(recipe), *how, *given]
+            done = python(*command, simulated=accelerator == "hpu", strict=zero_stage < 3, env=env)
+            assert done.returncode == 0, done.stderr[-2000:]
+            assert "slower" not in done.stderr  # decoding is recorded
+            known[key] = proof.Run(output, json.loads(report.read_text()) if report.exists() else {})
+        return known[key]
 
     return run

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from simulated import device
+
+BEGUN = time.time()
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,9 @@ def ones(*shape: int, **options: Any) -> torch.Tensor:
 
 
 def last() -> dict[str, Any]:
-    return device.events()[-1]
+    event = device.events()[-1]
+    assert BEGUN <= event.pop("time") <= time.time()
+    return event
 
 
 def test_the_same_operators_are_compiled_once() -> None:

@@ -4,6 +4,7 @@
 #include "accounting.h"
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -44,6 +45,10 @@ struct Current {
 Current current;
 uint64_t serial = 1;  // of the current graph, so that a block knows whether its number is of this one
 uint32_t tensors = 0;
+
+double wall_clock() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 bool repeats(uint64_t key) {
   const uint64_t hash = Signature::mixed(current.hash, key);
@@ -154,7 +159,7 @@ void end_graph_locked(const std::string& tag) {
             known[*current.like].steps.begin(),
             known[*current.like].steps.begin() + static_cast<std::ptrdiff_t>(current.operators));
   auto [text, line] = difference(tag, steps);
-  happened.push_back({"compilation", tag, line, operators, std::move(text)});
+  happened.push_back({"compilation", tag, line, operators, std::move(text), wall_clock()});
   uint64_t hash = 0;
   for (const auto& step : steps) {
     hash = Signature::mixed(hash, step.key);
@@ -221,7 +226,12 @@ void host_read(const std::string& what, uint32_t line) {
   const std::lock_guard<std::mutex> lock(mutex);
   ++totals.breaks;
   happened.push_back(
-      {"break", "host read", line, static_cast<int64_t>(current.operators), what + " reads values on the host"});
+      {"break",
+       "host read",
+       line,
+       static_cast<int64_t>(current.operators),
+       what + " reads values on the host",
+       wall_clock()});
   end_graph_locked("host read");
 }
 

@@ -25,6 +25,7 @@ struct Event {
   uint32_t line;
   int64_t operators;
   std::string difference;
+  double time;  // seconds since 1970
 };
 
 // How an operator is reported: its name, and its operands as text.

@@ -62,6 +62,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       entry["line"] = line_text(event.line);
       entry["operators"] = event.operators;
       entry["difference"] = event.difference;
+      entry["time"] = event.time;
       result.append(entry);
     }
     return result;

@@ -17,6 +17,10 @@ if torch.accelerator.current_accelerator() is None:
         "again; call gaudi_sim.install() and import habana_frameworks.torch before"
     )
 
+# Backward runs in the thread that calls it, as the CPU's does. In the device's own thread it would have a second team
+# of OpenMP threads, and two teams that wait for each other's cores make a step a third slower.
+torch.autograd.set_multithreading_enabled(False)
+
 from . import core, hpu  # noqa: E402 (they need the device)
 
 torch._register_device_module("hpu", hpu)

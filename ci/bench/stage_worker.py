@@ -1,0 +1,60 @@
+"""A side of `gaudi_sim_step.py`: runs a stage of a recipe as `rlhf` does, one step for each line on stdin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from channel import Channel
+
+from rlhf.config import EMBEDDED_RECIPE, load_config
+from rlhf.launch import select
+from rlhf.run import RunDirectory
+
+
+def main() -> None:
+    work = json.loads(sys.argv[1])
+    channel = Channel()
+    recipe = Path(work["recipe"]) if work["recipe"] else EMBEDDED_RECIPE
+    config = load_config(recipe, [*work["settings"], f"output={work['output']}"])
+    selection = select(config, work["accelerator"])
+    # These import torch and DeepSpeed, which must find the environment that `select` has set.
+    from rlhf.engine import distributed
+
+    with distributed.session(selection) as accelerator:
+        import torch
+
+        from rlhf import pipeline
+        from rlhf.stages import ppo, reward, sft
+
+        stage = {"sft": sft, "reward": reward, "ppo": ppo}[work["stage"]]
+        stage.run_steps = Held(stage.run_steps, channel, threads=torch.get_num_threads())
+        pipeline.run(config, accelerator, RunDirectory(Path(config.output)), [work["stage"]])
+
+
+class Held:
+    """`run_steps`, with each step held until the benchmark asks for it."""
+
+    def __init__(self, run_steps: Any, channel: Channel, **facts: Any) -> None:
+        self._run_steps = run_steps
+        self._channel = channel
+        self._facts = facts
+
+    def __call__(self, context: Any, *, step: Any, **rest: Any) -> None:
+        self._channel.reply(**self._facts)
+
+        def held(index: int) -> Any:
+            if not self._channel.wait():
+                sys.exit(0)
+            numbers = step(index)
+            context.accelerator.synchronize()
+            self._channel.reply()
+            return numbers
+
+        self._run_steps(context, step=held, **rest)
+
+
+if __name__ == "__main__":
+    main()
