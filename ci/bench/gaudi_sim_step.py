@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--config", metavar="FILE", help="recipe (default: the embedded example)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each side and stage (default: 20)")
     parser.add_argument("--warmup", type=int, default=4, help="steps of each side before those (default: 4)")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--output", type=Path, help="JSON file (default: results/gaudi_sim_step-<machine>.json)")
     arguments = parser.parse_args()
     try:
@@ -41,14 +41,16 @@ def main() -> None:
     except PackageNotFoundError:
         sys.exit("rlhf-gaudi-sim is not installed; run: pip install ./plugins/rlhf-gaudi-sim")
 
-    settings = [*SETTINGS, f"precision={arguments.precision}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train_models(folder, arguments.config, settings)
-        found = {stage: measure(stage, folder, arguments, settings) for stage in STAGES}
+        train_models(folder, arguments.config)
+        found = {
+            precision: {stage: measure(stage, precision, folder, arguments) for stage in STAGES}
+            for precision in arguments.precisions
+        }
     result = {
-        "what": f"one step of each stage of {arguments.config or 'the embedded example'}, {arguments.precision}",
-        "settings": settings,
+        "what": f"one step of each stage of {arguments.config or 'the embedded example'}",
+        "settings": SETTINGS,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         **found,
@@ -59,17 +61,19 @@ def main() -> None:
     print(output)
 
 
-def train_models(folder: Path, recipe: str | None, settings: list[str]) -> None:
+def train_models(folder: Path, recipe: str | None) -> None:
     """Models of one step's training, from which the reward and PPO stages of both sides start."""
     config = ["--config", recipe] if recipe else []
     for stage in ("sft", "reward"):
-        given = [part for setting in (*settings, f"{stage}.max_steps=1") for part in ("--set", setting)]
+        given = [part for setting in (*SETTINGS, f"{stage}.max_steps=1") for part in ("--set", setting)]
         command = [sys.executable, "-m", "rlhf", stage, "--accelerator", "cpu", "--output", str(folder / "run")]
         subprocess.run([*command, *config, *given], check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(stage: str, folder: Path, arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
-    models = [
+def measure(stage: str, precision: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    settings = [
+        *SETTINGS,
+        f"precision={precision}",
         f"reward.model={folder}/run/sft/model",
         f"ppo.actor={folder}/run/sft/model",
         f"ppo.reward_model={folder}/run/reward/model",
@@ -78,11 +82,11 @@ def measure(stage: str, folder: Path, arguments: argparse.Namespace, settings: l
     ]
     workers = {}
     for side, environment in SIDES.items():
-        work = {"stage": stage, "accelerator": side, "recipe": arguments.config, "settings": [*settings, *models]}
-        work["output"] = str(folder / stage / side)
+        work = {"stage": stage, "accelerator": side, "recipe": arguments.config, "settings": settings}
+        work["output"] = str(folder / precision / stage / side)
         workers[side] = Worker(
             [sys.executable, str(HERE / "stage_worker.py"), json.dumps(work)],
-            errors=folder / f"{stage}-{side}.log",
+            errors=folder / f"{stage}-{precision}-{side}.log",
             environment=environment,
         )
     for number in range(arguments.warmup + arguments.steps):
@@ -96,7 +100,7 @@ def measure(stage: str, folder: Path, arguments: argparse.Namespace, settings: l
     for side, worker in workers.items():
         result[side] = {**worker.ready, "median_seconds": round(medians[side], 4)}
         result[side]["seconds"] = [round(value, 4) for value in seconds[side]]
-    print(f"{stage}: simulated Gaudi / CPU: {result['ratio']}", flush=True)
+    print(f"{precision} {stage}: simulated Gaudi / CPU: {result['ratio']}", flush=True)
     return result
 
 

@@ -62,6 +62,7 @@ class TrainingEngine:
         self._max_grad_norm = optimizer.max_grad_norm
         self._norm: Tensor = torch.zeros(())
         self._scale = 1.0
+        self._trained = False
         self.parameter_counts = _parameter_counts(model)
         adamw = accelerator.kernel("adamw", required=True)
         self.engine, *_ = deepspeed.initialize(
@@ -110,6 +111,7 @@ class TrainingEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.scheduled_rate
         self.engine.train()
+        self._record_order()
         sums = Sums()
         for batch in micro_batches:
             boundary(f"{self.name}/before-forward")
@@ -152,15 +154,36 @@ class TrainingEngine:
         if self.zero_stage < 3:
             yield self.module
             return
-        offload = self.engine.optimizer.parameter_offload
-        with GatheredParameters(list(self.module.parameters())):
-            offload._remove_module_hooks()
-            try:
-                yield self.module
-            finally:
-                offload.forward_hooks.clear()
-                offload.backward_hooks.clear()
-                offload.setup_zero_stage3_hooks()
+        with GatheredParameters(list(self.module.parameters())), _hooks_off(self.engine.optimizer.parameter_offload):
+            yield self.module
+
+    def _record_order(self) -> None:
+        """Have DeepSpeed record the order in which layers need their weights from the first training pass on.
+
+        At ZeRO-3 it records whatever pass comes first and gathers weights ahead in that order. Of a scoring pass it
+        would learn nothing about backward: every training pass would end the recording, and every next one make the
+        ranks compare their orders anew, with values read on the host.
+        """
+        if self.zero_stage == 3 and not self._trained:
+            coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+        self._trained = True
+
+
+@contextlib.contextmanager
+def _hooks_off(offload: Any) -> Iterator[None]:
+    """The model without ZeRO-3's hooks. They come back as they were: new ones would make DeepSpeed record anew."""
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    taken = []
+    for handle in sorted(handles, key=lambda handle: handle.id):  # the order in which they were registered and run
+        hooks = handle.hooks_dict_ref()
+        taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
 
 
 def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, engine: EngineConfig) -> nn.Module:

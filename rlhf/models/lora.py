@@ -57,15 +57,19 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model computes with its frozen weights alone; for blocks without gradients. No adapters: no change."""
+    """The model computes what its frozen weights alone do; for blocks without gradients. No adapters: no change.
+
+    The adapters run, and count for nothing: the same layers in the same order as with them are the same graph to an
+    accelerator that compiles, and the same order of weights to gather at ZeRO-3.
+    """
     layers = _adapted_layers(model)
     for layer in layers:
-        layer.enable_adapters(False)
+        layer.set_scale(_ADAPTER, 0)
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer.set_scale(_ADAPTER, 1)
 
 
 @contextmanager
@@ -85,9 +89,12 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
                 total = _sum(layer)
                 frozen.append(weight.clone())
                 weight.copy_(total)
-        with without_adapters(model):
-            yield
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
     finally:
+        for layer in layers:
+            layer.enable_adapters(True)
         with torch.no_grad():
             for layer, weight in zip(layers, frozen):
                 layer.get_base_layer().weight.copy_(weight)

@@ -18,11 +18,12 @@ from types import ModuleType
 
 from accelerators import AcceleratorError
 
+_HERE = Path(__file__).parent
+
 VARIABLE = "RLHF_GAUDI_SIM"
-NAME = "rlhf-gaudi-sim 0.1.0"
+NAME = f"rlhf-gaudi-sim {(_HERE / 'VERSION').read_text().strip()}"
 RUNTIME = "habana_frameworks"
 
-_HERE = Path(__file__).parent
 _BIN = _HERE / "bin"
 _SHIM = _HERE / "shim"
 

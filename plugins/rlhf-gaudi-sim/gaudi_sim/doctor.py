@@ -21,18 +21,20 @@ import typer
 if TYPE_CHECKING:
     from rlhf.config import Config
 
-WARM_UP = 2
-"""Steps in which compilations are expected."""
+# Steps in which compilations are expected. At ZeRO 3, DeepSpeed reads values in the first evaluation and in two steps,
+# while it records the order of its parameters: the third step is the first whole graph, and so is the last evaluation.
+WARM_UP, WARM_UP_ZERO_3 = 2, 3
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one stage compiled: new graphs in each step, and what caused those after the warm-up and all host reads."""
+    """What one stage compiled in each step, and what happened after `warm_up` of them."""
 
     stage: str
     compilations: list[int]
+    warm_up: int
     late: list[dict[str, Any]]
     breaks: list[dict[str, Any]]
 
@@ -54,22 +56,24 @@ def shapes(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set one key, above the file. Repeatable.", metavar="KEY=VALUE")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each stage.", min=WARM_UP + 1, metavar="N")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of each stage.", min=WARM_UP_ZERO_3 + 1, metavar="N")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a few steps of a recipe on the simulation and show what a Gaudi would compile, and when.
 
     The model is replaced by a toy of the same architecture; data, lengths, batches and settings are the recipe's. A
-    graph that is new after step 2 would be compiled again and again on the card: its line is shown, and how its
-    shapes differ from what was known. So is every line that reads a value of the device in the middle of a step.
+    graph that is new after step 2 (ZeRO 3: step 3) would be compiled again and again on the card: its line is shown,
+    and how its shapes differ from what was known. So is every line that goes on reading values of the device in the
+    middle of a step.
 
     Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
     """
+    from rlhf.cli.tables import print_json
     from rlhf.config import load_config
 
     reports = examine(load_config(config, overrides or ()), steps, _say if not as_json else lambda line: None)
     if as_json:
-        typer.echo(json.dumps([asdict(report) | {"stable": report.stable} for report in reports], indent=2))
+        print_json([asdict(report) | {"stable": report.stable} for report in reports])
     else:
         _print(reports)
     if not all(report.stable for report in reports):
@@ -93,7 +97,7 @@ def examine(config: Config, steps: int, say: Callable[[str], None]) -> list[Stag
         reports = []
         for stage in STAGES:
             say(f"{stage}: {steps} steps on the simulation")
-            reports.append(_run(stage, folder))
+            reports.append(_run(stage, folder, zero_3=config.engine.zero_stage == 3))
         return reports
 
 
@@ -111,7 +115,7 @@ def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, An
     return values
 
 
-def _run(stage: str, folder: Path) -> StageReport:
+def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
     report = folder / f"{stage}.json"
     environment = os.environ | {"RLHF_GAUDI_SIM": "1", "RLHF_GAUDI_SIM_REPORT": str(report)}
     environment.pop("RLHF_GAUDI_SIM_STRICT", None)  # all lines are wanted, not the first
@@ -120,36 +124,38 @@ def _run(stage: str, folder: Path) -> StageReport:
     if done.returncode:
         typer.echo((done.stderr.strip().splitlines() or [f"{stage} ended without a word"])[-1], err=True)
         raise typer.Exit(2)
-    metrics = (folder / "run" / stage / "metrics.jsonl").read_text().splitlines()
-    totals = [int(entry["compilations"]) for entry in map(json.loads, metrics) if "compilations" in entry]
+    records = [json.loads(line) for line in (folder / "run" / stage / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "compilations" in record]
+    totals = [int(step["compilations"]) for step in steps]
+    warm_up = WARM_UP_ZERO_3 if zero_3 else WARM_UP
+    begin, end = steps[warm_up - 1]["time"], (steps if zero_3 else records)[-1]["time"]
+    rounding = 0.0005  # records have milliseconds
     events = json.loads(report.read_text())["events"]
-    compiled = [event for event in events if event["kind"] == "compilation"]
+    late = [event for event in events if begin + rounding < event["time"] <= end + rounding]
     return StageReport(
         stage=stage,
         compilations=[after - before for before, after in zip([0, *totals], totals)],
-        late=compiled[totals[WARM_UP - 1] : totals[-1]],
-        breaks=[event for event in events if event["kind"] == "break" and event.get("in_step")],
+        warm_up=warm_up,
+        late=[event for event in late if event["kind"] == "compilation"],
+        breaks=[event for event in late if event["kind"] == "break" and event["in_step"]],
     )
 
 
 def _print(reports: Sequence[StageReport]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from rlhf.cli.tables import print_table
 
-    console = Console()
-    count = max(len(report.compilations) for report in reports)
-    steps = [f"step {number}" for number in range(1, count + 1)]
-    table = Table("stage", *steps, "shapes", title="New graphs on a simulated Gaudi2", title_justify="left")
+    steps = range(1, 1 + max(len(report.compilations) for report in reports))
+    rows = []
     for report in reports:
         verdict = "stable" if report.stable else f"{len(report.late)} late, {len(report.breaks)} reads"
-        table.add_row(report.stage, *map(str, report.compilations), verdict)
-    console.print(table)
+        rows.append([report.stage, *map(str, report.compilations), verdict])
+    print_table("New graphs on a simulated Gaudi2", ["stage", *(f"step {step}" for step in steps), "shapes"], rows)
     for report in reports:
-        for what, events in (("compiled after step 2", report.late), ("reads a value inside a step", report.breaks)):
+        late = f"compiled after step {report.warm_up}"
+        for what, events in ((late, report.late), ("reads a value inside a step", report.breaks)):
             for line, found in _by_line(events).items():
                 times = f" ({len(found)} times)" if len(found) > 1 else ""
-                console.print(Text(f"{report.stage}: {line}{times} {what}: {found[0]['difference']}"), soft_wrap=True)
+                typer.echo(f"{report.stage}: {line}{times} {what}: {found[0]['difference']}")
 
 
 def _by_line(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -14,7 +14,10 @@ from typing import Any
 import proof
 import pytest
 
+from accelerators import host
+
 SOURCE = Path(__file__).parents[1]
+NATIVE_BF16 = {"avx512_bf16", "amx_bf16"}
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Runs = Callable[..., proof.Run]
@@ -74,6 +77,8 @@ def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
     known: dict[tuple[Any, ...], proof.Run] = {}
 
     def run(accelerator: str, *, zero_stage: int, precision: str = "bf16", lora: int = 0, ranks: int = 1) -> proof.Run:
+        if (accelerator, precision) == ("cpu", "bf16") and not NATIVE_BF16 & host.cpu_flags():
+            pytest.skip("the cpu backend has no bf16 on this processor")
         key = (accelerator, zero_stage, precision, lora, ranks)
         if key not in known:
             output = tmp_path_factory.mktemp("run") / "output"
@@ -83,6 +88,7 @@ def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
                 "engine.shapes": "static",  # hpu's own choice
                 "precision": precision,
                 "lora.rank": lora,
+                "ppo.minibatch_size": max(2, ranks),
             }
             given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
             how = ["--accelerator", accelerator, "--ranks", str(ranks), "--output", str(output)]

@@ -36,9 +36,10 @@ class Run:
         """The records of a stage's training steps."""
         return [record for record in self.records(stage) if "learning_rate" in record]
 
-    def late(self, stage: str, warm_up: int) -> list[dict[str, Any]]:
-        """Events of a stage after its first `warm_up` steps, the evaluation at its end included."""
-        begin, end = self.steps(stage)[warm_up - 1]["time"], self.records(stage)[-1]["time"]
+    def late(self, stage: str, warm_up: int, *, evaluation: bool = True) -> list[dict[str, Any]]:
+        """Events of a stage after its first `warm_up` steps, with the evaluation at its end or without."""
+        begin = self.steps(stage)[warm_up - 1]["time"]
+        end = (self.records(stage) if evaluation else self.steps(stage))[-1]["time"]
         rounding = 0.0005  # records have milliseconds
         return [event for event in self.report["events"] if begin + rounding < event["time"] <= end + rounding]
 
@@ -78,8 +79,7 @@ def write_recipe(folder: Path) -> Path:
         "engine": {"zero_persistence_threshold": 0},
         "sft": training | {"max_steps": STEPS},
         "reward": training | {"max_steps": STEPS},
-        "ppo": training
-        | {"steps": STEPS, "minibatch_size": 2, "sampling": {"top_k": 1}, "critic_optimizer": {"learning_rate": 1e-5}},
+        "ppo": training | {"steps": STEPS, "sampling": {"top_k": 1}, "critic_optimizer": {"learning_rate": 1e-5}},
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))  # JSON is YAML
@@ -125,11 +125,12 @@ def assert_losses_are_those_of(run: Run, other: Run, stage: str, *, rel: float =
             assert own[key] == pytest.approx(expected[key], **within), f"{stage}: {key} of step {own['step']}"
 
 
-def assert_nothing_compiled_late(run: Run, stage: str, *, warm_up: int = 2) -> None:
+def assert_nothing_compiled_late(run: Run, stage: str, *, warm_up: int = 2, evaluation: bool = True) -> None:
     """No new graph after the first two steps, the evaluation at the end included."""
     first, *_, last = (record["compilations"] for record in run.steps(stage)[warm_up - 1 :])
     assert run.steps(stage)[0]["compilations"] > 0
-    assert [event for event in run.late(stage, warm_up) if event["kind"] == "compilation"] == []
+    late = run.late(stage, warm_up, evaluation=evaluation)
+    assert [event for event in late if event["kind"] == "compilation"] == []
     assert first == last
 
 

@@ -1,24 +1,12 @@
-"""The simulated device in this process, without the bridge around it."""
+"""The simulation in this process: `core` is Gaudi's bridge as users import it, `device` the module beneath it."""
 
-from contextlib import nullcontext
-from types import ModuleType
+import importlib
 
-import torch
+import gaudi_sim
 from gaudi_sim.build import load
 
+gaudi_sim.install()
+core = importlib.import_module("habana_frameworks.torch.core")
 device = load()
 
-# What PyTorch itself asks of a device's Python module.
-hpu = ModuleType("torch.hpu")
-vars(hpu).update(
-    is_available=lambda: True,
-    device_count=lambda: 1,
-    current_device=lambda: 0,
-    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-    get_rng_state=lambda index=0: device.default_generator().get_state(),
-    set_rng_state=lambda state, index=0: device.default_generator().set_state(state),
-    device=nullcontext,
-    _initialized=True,
-    _is_in_bad_fork=lambda: False,
-)
-torch._register_device_module("hpu", hpu)
+__all__ = ["core", "device"]

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gaudi_sim
 import pytest
 import torch
 from conftest import Run
+from simulated import core
 
-if hasattr(torch, "hpu"):  # the stand-in of `simulated`, where other tests run in this process too
-    del torch.hpu, sys.modules["torch.hpu"]
-gaudi_sim.install()
-core = importlib.import_module("habana_frameworks.torch.core")
 hpu = core.hpu
-
 HPU = torch.device("hpu")
 
 
