@@ -172,12 +172,14 @@ def test_graphs_of_the_same_boundary_are_compared_first() -> None:
     assert "was aten::tan [3] f32" in last()["difference"]
 
 
-def test_operators_of_a_backward_belong_to_the_line_that_called_it() -> None:
+@pytest.mark.parametrize("threads", [False, True])
+def test_operators_of_a_backward_belong_to_the_line_that_called_it(threads: bool) -> None:
     x = ones(3, requires_grad=True)
     x.exp().sum()
     device.end_graph("step")
     loss = x.exp().sum()
-    loss.backward()
+    with torch.autograd.set_multithreading_enabled(threads):
+        loss.backward()
     device.end_graph("step")
     assert last()["line"] == line(-2)
 

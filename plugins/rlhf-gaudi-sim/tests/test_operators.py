@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -346,21 +347,31 @@ model(torch.randn(4, 16, device="hpu")).sum().backward()
 """
 
 
-def ends(times: int) -> list[str]:
+ENDS_AFTER_A_BACKWARD_IN_A_THREAD = """
+import gaudi_sim, threading, torch
+gaudi_sim.install()
+import habana_frameworks.torch
+model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(20))).to("hpu")
+thread = threading.Thread(target=lambda: model(torch.randn(4, 16, device="hpu")).sum().backward())
+thread.start()
+thread.join()
+"""
+
+
+def ends(times: int, program: str) -> list[str]:
     """What the processes printed that did not end well after a backward."""
 
     def run(_: int) -> subprocess.CompletedProcess[str]:
         root = Path(__file__).parents[1]
-        return subprocess.run([sys.executable, "-c", ENDS_AFTER_A_BACKWARD], cwd=root, capture_output=True, text=True)
+        environment = os.environ | {"RANK": "1"}  # the first rank says that it is a simulation
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
     with ThreadPoolExecutor(2) as pool:
         return [done.stderr for done in pool.map(run, range(times)) if done.returncode or done.stderr]
 
 
-def test_ten_processes_that_end_after_a_backward_end_well() -> None:
-    assert ends(10) == []
-
-
-@pytest.mark.slow
-def test_a_hundred_processes_that_end_after_a_backward_end_well() -> None:
-    assert ends(100) == []
+@pytest.mark.parametrize("program", [ENDS_AFTER_A_BACKWARD, ENDS_AFTER_A_BACKWARD_IN_A_THREAD], ids=["main", "thread"])
+@pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_processes_that_end_after_a_backward_end_well(times: int, program: str) -> None:
+    assert ends(times, program) == []

@@ -26,6 +26,7 @@ const auto loaded_by = getpid();
 void drain_autograd() {
   if (getpid() == loaded_by) {  // a forked process has no such thread
     const at::AutoGradMode with_gradients(true);
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(true);  // in that thread, not in this one
     at::ones({}, at::TensorOptions().device(gaudi_sim::kDevice)).requires_grad_().mul(2).backward();
   }
 }
