@@ -13,7 +13,7 @@ from proof import STAGES
 CASES = [
     pytest.param(zero, lora, ranks, id=f"zero{zero}{'-lora' * (lora > 0)}-{ranks}", marks=marks)
     for ranks, lora, zero in product((1, 2), (0, 4), (0, 1, 2, 3))
-    for marks in [() if (zero, lora, ranks) in {(2, 0, 1), (0, 4, 1)} else pytest.mark.slow]
+    for marks in [() if (zero, lora, ranks) in {(2, 0, 1), (0, 4, 1), (3, 4, 1)} else pytest.mark.slow]
 ]
 
 
