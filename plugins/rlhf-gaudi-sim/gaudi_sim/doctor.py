@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Steps in which compilations are expected. At ZeRO 3, DeepSpeed reads values in the first evaluation and in two steps,
 # while it records the order of its parameters: the third step is the first whole graph, and so is the last evaluation.
 WARM_UP, WARM_UP_ZERO_3 = 2, 3
+ROWS, PARTS = 4, 2
+"""The most rows of a micro-batch, and parts that a batch is cut into: more of them compile nothing else."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -61,10 +63,10 @@ def shapes(
 ) -> None:
     """Run a few steps of a recipe on the simulation and show what a Gaudi would compile, and when.
 
-    The model is replaced by a toy of the same architecture; data, lengths, batches and settings are the recipe's. A
-    graph that is new after step 2 (ZeRO 3: step 3) would be compiled again and again on the card: its line is shown,
-    and how its shapes differ from what was known. So is every line that goes on reading values of the device in the
-    middle of a step.
+    The model is replaced by a toy of the same architecture, and batches by some of a few rows, cut into minibatches and
+    micro-batches as the recipe's are; data, lengths and all other settings are the recipe's. A graph that is new after
+    step 2 (ZeRO 3: step 3) would be compiled again and again on the card: its line is shown, and how its shapes differ
+    from what was known. So is every line that goes on reading values of the device in the middle of a step.
 
     Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
     """
@@ -102,17 +104,30 @@ def examine(config: Config, steps: int, say: Callable[[str], None]) -> list[Stag
 
 
 def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, Any]:
-    """The recipe with the toy model and few steps; every length and batch size as it was."""
+    """The recipe with the toy model, few rows and few steps; every length as it was."""
     values = config.model_dump(mode="json")
     values |= {"output": str(folder / "run"), "accelerator": "auto", "model": model.model_dump(mode="json")}
     for stage, key in (("sft", "max_steps"), ("reward", "max_steps"), ("ppo", "steps")):
         section = values[stage]
+        section |= _few_rows(section)
         # One evaluation batch and a part of one: the last one is seldom full.
         rows = min(section["eval_rows"], section["batch_size"] + max(1, section["batch_size"] // 2))
         section |= {key: steps, "eval_rows": rows, "log_every": 1, "checkpoint_every": 0}
     values["sft"]["epochs"] = values["reward"]["epochs"] = steps  # small data sets last for all steps
     values["reward"]["model"] = values["ppo"]["actor"] = values["ppo"]["reward_model"] = None
     return values
+
+
+def _few_rows(section: dict[str, Any]) -> dict[str, int]:
+    """The sizes of a stage's batches, made small: as many parts of parts as before, up to `PARTS`, of a few rows."""
+    batch = section["batch_size"]
+    minibatch = section.get("minibatch_size") or batch
+    micro = section["micro_batch_size"] or minibatch
+    sizes = {"micro_batch_size": min(micro, ROWS)}
+    sizes["batch_size"] = few = sizes["micro_batch_size"] * min(minibatch // micro, PARTS)
+    if "minibatch_size" in section:
+        sizes |= {"minibatch_size": few, "batch_size": few * min(batch // minibatch, PARTS)}
+    return sizes
 
 
 def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:

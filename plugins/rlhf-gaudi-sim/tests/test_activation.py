@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from conftest import Run
 
+from accelerators import host
+
 
 def listed(python: Run, **how: Any) -> dict[str, dict[str, Any]]:
     """The backends that `rlhf accelerators list` shows, by name."""
@@ -116,6 +118,13 @@ def test_torch_loads_the_device_where_the_simulation_is_on(python: Run) -> None:
     assert python("-c", code).stdout == "hpu\n"
     assert python("-c", code, env={"RLHF_ACCELERATOR": "cpu"}).stdout == "None\n"
     assert python("-c", code, simulated=False).stdout == "None\n"
+
+
+@pytest.mark.parametrize(("wish", "threads"), [("", 1), (str(host.cores()), host.cores())])
+def test_cards_of_one_machine_share_its_cores(python: Run, wish: str, threads: int) -> None:
+    code = "import gaudi_sim.plugin, habana_frameworks.torch, torch; print(torch.get_num_threads())"
+    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(host.cores())})
+    assert int(done.stdout) == threads, done.stderr
 
 
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])

@@ -10,8 +10,8 @@ from conftest import Run
 
 RECIPE = [
     *("--set", "data.max_completion_length=16", "--set", "data.max_prompt_length=64"),
-    *("--set", "sft.batch_size=4", "--set", "reward.batch_size=4"),
-    *("--set", "ppo.batch_size=4", "--set", "ppo.minibatch_size=2"),
+    *("--set", "sft.batch_size=48", "--set", "sft.micro_batch_size=16", "--set", "reward.batch_size=4"),
+    *("--set", "ppo.batch_size=48", "--set", "ppo.minibatch_size=16", "--set", "ppo.micro_batch_size=2"),
 ]
 
 
@@ -36,6 +36,9 @@ def test_a_recipe_of_dynamic_shapes_is_told_which_lines_compile_late(python: Run
     blamed = [line for line in done.stdout.splitlines() if "compiled after step 2" in line]
     assert any(line.startswith("sft: ") and "rlhf/stages/sft.py:" in line for line in blamed), done.stdout
     assert any(line.startswith("ppo: ") and "at the same place" in line for line in blamed), done.stdout
+    # Rows of a micro-batch: 16 become 4, and 2 stay.
+    assert any(line.startswith("sft: ") and "was [4, " in line for line in blamed), done.stdout
+    assert any(line.startswith("ppo: ") and "was [2, " in line for line in blamed), done.stdout
 
 
 @pytest.mark.parametrize(

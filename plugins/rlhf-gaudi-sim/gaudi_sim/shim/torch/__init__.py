@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from accelerators import AcceleratorError
+from accelerators import AcceleratorError, host
 from gaudi_sim import accounting
 from gaudi_sim.activation import NAME
 from gaudi_sim.build import load
@@ -20,6 +20,9 @@ if torch.accelerator.current_accelerator() is None:
 # Backward runs in the thread that calls it, as the CPU's does. In the device's own thread it would have a second team
 # of OpenMP threads, and two teams that wait for each other's cores make a step a third slower.
 torch.autograd.set_multithreading_enabled(False)
+_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+if _ranks > 1 and not os.environ.get("OMP_NUM_THREADS"):  # the cards of one machine share its cores
+    torch.set_num_threads(max(1, host.cores() // _ranks))
 
 from . import core, hpu  # noqa: E402 (they need the device)
 
