@@ -73,13 +73,17 @@ def shapes(
     from rlhf.cli.tables import print_json
     from rlhf.config import load_config
 
-    reports = examine(load_config(config, overrides or ()), steps, _say if not as_json else lambda line: None)
+    recipe = load_config(config, overrides or ())
+    reports = examine(recipe, steps, _say if not as_json else lambda line: None)
     if as_json:
         print_json([asdict(report) | {"stable": report.stable} for report in reports])
     else:
         _print(reports)
-    if not all(report.stable for report in reports):
-        raise typer.Exit(1)
+    if all(report.stable for report in reports):
+        return
+    if not as_json and recipe.engine.shapes in ("bucketed", "dynamic"):
+        typer.echo(f"engine.shapes is {recipe.engine.shapes}; with static, batches have the recipe's longest lengths")
+    raise typer.Exit(1)
 
 
 def examine(config: Config, steps: int, say: Callable[[str], None]) -> list[StageReport]:
