@@ -15,7 +15,6 @@ from accelerators import host, kernels
 from accelerators.accelerator import Accelerator
 from accelerators.types import AcceleratorError, DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support
 
-NATIVE_BF16 = ("avx512_bf16", "amx_bf16")
 NO_FP16 = "DeepSpeed's CPU accelerator does not train in fp16"
 
 
@@ -44,8 +43,8 @@ class CPU(Accelerator):
         """Nothing to wait for: operators return when they are done."""
 
     def precision(self, wish: str = "auto") -> Precision:
-        native = [flag for flag in NATIVE_BF16 if flag in host.cpu_flags()]
-        no_bf16 = f"this processor has no native bf16 ({' or '.join(NATIVE_BF16)}), and emulation is slower than fp32"
+        native = host.native_bf16()
+        no_bf16 = f"this processor has no native bf16 ({' or '.join(host.BF16)}), and emulation is slower than fp32"
         if wish == "fp16":
             raise AcceleratorError(f"precision fp16 on cpu: {NO_FP16}; use auto or fp32")
         if wish == "bf16" and not native:

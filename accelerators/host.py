@@ -12,6 +12,9 @@ import re
 import sys
 from pathlib import Path
 
+BF16 = ("avx512_bf16", "amx_bf16")
+"""Extensions that multiply bf16."""
+
 CPUINFO = Path("/proc/cpuinfo")
 STATUS = Path("/proc/self/status")
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -34,6 +37,11 @@ def cpu_flags() -> frozenset[str]:
     """Instruction-set extensions of the processor, as Linux names them; empty elsewhere."""
     match = re.search(r"^flags\s*:\s*(.+)$", _read(CPUINFO), re.MULTILINE)
     return frozenset(match.group(1).split()) if match else frozenset()
+
+
+def native_bf16() -> list[str]:
+    """The processor's extensions that multiply bf16; empty where there are none."""
+    return [flag for flag in BF16 if flag in cpu_flags()]
 
 
 def total_memory() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import accelerators
@@ -104,15 +105,10 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     reward_path = config.ppo.reward_model or _earlier(context, "reward", "ppo.reward_model")
     tokenizer = _tokenizer(context, actor_path)
     check_same_vocabulary(tokenizer, load_model_tokenizer(config.model, reward_path)[0], reward_path)
-    policy = [
-        load_causal_lm(config.model, tokenizer, attention=context.attention, path=actor_path)
-        for _ in range(1 if config.lora.rank else 2)  # with LoRA the actor is its own reference
-    ]
-    scalar = [
-        load_scalar_head(config.model, tokenizer, attention=context.attention, path=reward_path) for _ in range(2)
-    ]
-    reference = policy[1] if len(policy) > 1 else None
-    models = ppo.Models(actor=policy[0], reference=reference, critic=scalar[0], reward=scalar[1])
+    policy = partial(load_causal_lm, config.model, tokenizer, attention=context.attention, path=actor_path)
+    scalar = partial(load_scalar_head, config.model, tokenizer, attention=context.attention, path=reward_path)
+    reference = None if config.lora.rank else policy()  # with LoRA the actor is its own
+    models = ppo.Models(actor=policy(), reference=reference, critic=scalar(), reward=scalar())
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
     return ppo.run(context, models, tokenizer, _data(context, tokenizer), judge)

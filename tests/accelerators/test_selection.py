@@ -175,7 +175,7 @@ def test_the_choice_is_exported_with_the_backends_variables_and_the_users_win(in
     [
         ("nowhere:Nothing", "cannot be imported .ModuleNotFoundError"),
         ("accelerators.cpu:Missing", "cannot be imported .AttributeError"),
-        ("accelerators.cpu:NATIVE_BF16", "is not an Accelerator subclass"),
+        ("accelerators.cpu:NO_FP16", "is not an Accelerator subclass"),
         ("accelerators.cpu:CPU", "is named 'cpu' instead"),
     ],
 )

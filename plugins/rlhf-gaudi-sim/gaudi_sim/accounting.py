@@ -47,8 +47,6 @@ class Accounts:
         self._device = device
         self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self._counted = device.counts()
-        self._in_step = False
-        self._events_in_steps: set[int] = set()
 
     def boundary(self, tag: str) -> None:
         """End what was recorded since the last boundary."""
@@ -57,23 +55,11 @@ class Accounts:
         tally = self._tallies[tag]
         for name in vars(tally):
             setattr(tally, name, getattr(tally, name) + counts[name] - self._counted[name])
-        if self._in_step:
-            self._events_in_steps.update(range(_events(self._counted), _events(counts)))
         self._counted = counts
-        if OPENING.fullmatch(tag) and not self._in_step:
-            self._enter()
-        elif CLOSING.fullmatch(tag) and self._in_step:
-            self._leave()
-
-    def _enter(self) -> None:
-        self._device.set_strict(is_strict())
-        self._device.enter_step()
-        self._in_step = True
-
-    def _leave(self) -> None:
-        self._device.leave_step()
-        self._device.set_strict(False)
-        self._in_step = False
+        if OPENING.fullmatch(tag):
+            self._device.enter_step(is_strict())
+        elif CLOSING.fullmatch(tag):
+            self._device.leave_step()
 
     def compilations(self) -> int:
         """Graphs that were new."""
@@ -88,15 +74,8 @@ class Accounts:
             "strict": is_strict(),
             "counts": self._device.counts(),
             "tags": {tag: asdict(tally) for tag, tally in self._tallies.items()},
-            "events": [
-                event | {"in_step": index in self._events_in_steps} for index, event in enumerate(self._device.events())
-            ],
+            "events": self._device.events(),
         }
-
-
-def _events(counts: dict[str, int]) -> int:
-    """How many events there are: one for each compilation and for each break."""
-    return counts["compilations"] + counts["breaks"]
 
 
 _accounts: Accounts | None = None

@@ -147,10 +147,8 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
     steps = [record for record in records if "compilations" in record]
     totals = [int(step["compilations"]) for step in steps]
     warm_up = WARM_UP_ZERO_3 if zero_3 else WARM_UP
-    begin, end = steps[warm_up - 1]["time"], (steps if zero_3 else records)[-1]["time"]
-    rounding = 0.0005  # records have milliseconds
     events = json.loads(report.read_text())["events"]
-    late = [event for event in events if begin + rounding < event["time"] <= end + rounding]
+    late = events_between(events, steps[warm_up - 1], (steps if zero_3 else records)[-1])
     return StageReport(
         stage=stage,
         compilations=[after - before for before, after in zip([0, *totals], totals)],
@@ -158,6 +156,14 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
         late=[event for event in late if event["kind"] == "compilation"],
         breaks=[event for event in late if event["kind"] == "break" and event["in_step"]],
     )
+
+
+def events_between(
+    events: Sequence[dict[str, Any]], first: dict[str, Any], last: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Events of a report between two records of metrics.jsonl."""
+    rounding = 0.0005  # records have milliseconds
+    return [event for event in events if first["time"] + rounding < event["time"] <= last["time"] + rounding]
 
 
 def _print(reports: Sequence[StageReport]) -> None:

@@ -17,7 +17,6 @@ import pytest
 from accelerators import host
 
 SOURCE = Path(__file__).parents[1]
-NATIVE_BF16 = {"avx512_bf16", "amx_bf16"}
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Runs = Callable[..., proof.Run]
@@ -77,7 +76,7 @@ def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
     known: dict[tuple[Any, ...], proof.Run] = {}
 
     def run(accelerator: str, *, zero_stage: int, precision: str = "bf16", lora: int = 0, ranks: int = 1) -> proof.Run:
-        if (accelerator, precision) == ("cpu", "bf16") and not NATIVE_BF16 & host.cpu_flags():
+        if (accelerator, precision) == ("cpu", "bf16") and not host.native_bf16():
             pytest.skip("the cpu backend has no bf16 on this processor")
         key = (accelerator, zero_stage, precision, lora, ranks)
         if key not in known:

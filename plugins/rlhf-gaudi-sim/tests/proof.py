@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gaudi_sim.doctor import events_between
 
 STAGES = ("sft", "reward", "ppo")
 STEPS = 5
@@ -38,10 +39,8 @@ class Run:
 
     def late(self, stage: str, warm_up: int, *, evaluation: bool = True) -> list[dict[str, Any]]:
         """Events of a stage after its first `warm_up` steps, with the evaluation at its end or without."""
-        begin = self.steps(stage)[warm_up - 1]["time"]
-        end = (self.records(stage) if evaluation else self.steps(stage))[-1]["time"]
-        rounding = 0.0005  # records have milliseconds
-        return [event for event in self.report["events"] if begin + rounding < event["time"] <= end + rounding]
+        steps, records = self.steps(stage), self.records(stage)
+        return events_between(self.report["events"], steps[warm_up - 1], (records if evaluation else steps)[-1])
 
 
 def write_recipe(folder: Path) -> Path:

@@ -19,7 +19,6 @@ def fresh() -> Iterator[None]:
     device.end_graph("before the test")
     device.reset()
     yield
-    device.set_strict(False)
     device.leave_step()
 
 
@@ -137,6 +136,7 @@ def test_a_compilation_names_the_line_and_the_operator_that_differs() -> None:
         "line": line(-6),
         "operators": 2,
         "difference": f"operator 1 is aten::exp [31, 4] f32 at {line(-8)}, was [28, 4] f32 at the same place",
+        "in_step": False,
     }
 
 
@@ -227,7 +227,7 @@ def test_a_read_with_nothing_waiting_is_no_break_unless_in_a_step() -> None:
     x = ones(1)
     x.item()
     assert device.counts()["breaks"] == 0
-    device.enter_step()
+    device.enter_step(strict=False)
     x.item()
     assert device.counts()["breaks"] == 1
 
@@ -270,19 +270,21 @@ STRICT: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 def test_strict_mode_refuses_and_names_the_line(case: str) -> None:
     x = ones(3)
     function, message = STRICT[case]
-    device.enter_step()
+    device.enter_step(strict=False)
     function(x)  # without strict mode it works
-    device.set_strict(True)
+    device.enter_step(strict=True)
     with pytest.raises(RuntimeError) as error:
         function(x)
     assert message in str(error.value)
     assert str(error.value).startswith(f"{__file__}:{function.__code__.co_firstlineno}: ")
 
 
-def test_strict_mode_allows_numbers_of_the_host_reads_between_steps_and_printing() -> None:
+def test_strict_mode_allows_numbers_of_the_host_and_reads_and_printing_between_steps() -> None:
     x = ones(3)
-    device.set_strict(True)
-    assert (x + torch.tensor(2.0)).sum().item() == 9
+    device.enter_step(strict=True)
+    total = (x + torch.tensor(2.0)).sum()
+    device.leave_step()
+    assert total.item() == 9
     assert "device='hpu:0'" in repr(x)
 
 

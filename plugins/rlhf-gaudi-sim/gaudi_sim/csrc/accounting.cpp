@@ -4,6 +4,7 @@
 #include "accounting.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <optional>
@@ -24,6 +25,9 @@ struct Graph {
   std::string tag;
   std::vector<Step> steps;
 };
+
+std::atomic<bool> in_step{false};
+std::atomic<bool> strict{false};
 
 std::mutex mutex;
 Counts totals;
@@ -159,7 +163,7 @@ void end_graph_locked(const std::string& tag) {
             known[*current.like].steps.begin(),
             known[*current.like].steps.begin() + static_cast<std::ptrdiff_t>(current.operators));
   auto [text, line] = difference(tag, steps);
-  happened.push_back({"compilation", tag, line, operators, std::move(text), wall_clock()});
+  happened.push_back({"compilation", tag, line, operators, std::move(text), wall_clock(), in_step});
   uint64_t hash = 0;
   for (const auto& step : steps) {
     hash = Signature::mixed(hash, step.key);
@@ -217,6 +221,24 @@ void add_operator(const Signature& signature, const std::function<Form()>& descr
   ++current.operators;
 }
 
+void enter_step(bool is_strict) {
+  in_step = true;
+  strict = is_strict;
+}
+
+void leave_step() {
+  in_step = false;
+  strict = false;
+}
+
+bool is_in_step() {
+  return in_step;
+}
+
+bool is_strict() {
+  return strict;
+}
+
 void end_graph(const std::string& tag) {
   const std::lock_guard<std::mutex> lock(mutex);
   end_graph_locked(tag);
@@ -231,7 +253,8 @@ void host_read(const std::string& what, uint32_t line) {
        line,
        static_cast<int64_t>(current.operators),
        what + " reads values on the host",
-       wall_clock()});
+       wall_clock(),
+       in_step});
   end_graph_locked("host read");
 }
 

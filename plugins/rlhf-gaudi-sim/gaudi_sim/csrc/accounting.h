@@ -26,6 +26,7 @@ struct Event {
   int64_t operators;
   std::string difference;
   double time;  // seconds since 1970
+  bool in_step;
 };
 
 // How an operator is reported: its name, and its operands as text.
@@ -66,6 +67,13 @@ void add_operator(const Signature& signature, const std::function<Form()>& descr
 
 // Numbers a result, so that it is not taken for an input where it is used.
 void add_result(const at::Tensor& tensor);
+
+// A step of training or scoring. In a strict one, what a Gaudi run should not do is an error: mixed devices, float64,
+// host reads.
+void enter_step(bool strict);
+void leave_step();
+bool is_in_step();
+bool is_strict();
 
 void end_graph(const std::string& tag);
 

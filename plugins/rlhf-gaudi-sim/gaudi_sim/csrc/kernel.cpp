@@ -7,7 +7,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <atomic>
 #include <sstream>
 #include <unordered_set>
 
@@ -17,9 +16,6 @@
 
 namespace gaudi_sim {
 namespace {
-
-std::atomic<bool> strict{false};
-std::atomic<int> steps{0};
 
 std::string short_name(at::ScalarType dtype) {
   switch (dtype) {
@@ -184,14 +180,14 @@ void Kernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* 
   }
   if (call.mixed() && !copies) {
     count_mixed();
-    if (strict) {
+    if (is_strict()) {
       refuse(*this, "mixes tensors of the device and of the host", "move them all to hpu");
     }
   }
-  if (strict && reads_now && steps > 0) {
+  if (is_strict() && reads_now) {
     refuse(*this, "reads values of the device on the host inside a step", "keep them in tensors until the step ends");
   }
-  if (strict && computes_now && call.has_float64() && !is_printing()) {
+  if (is_strict() && computes_now && call.has_float64()) {
     refuse(*this, "computes in float64, which a Gaudi has not", "use float32");
   }
   if (computes_now) {
@@ -211,26 +207,8 @@ void Kernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* 
   for (size_t i = stack->size() - results; i < stack->size(); ++i) {
     (*stack)[i] = call.to_device(std::move((*stack)[i]));
   }
-  if (reads_now && (steps > 0 || operators_wait())) {
+  if (reads_now && (is_in_step() || operators_wait())) {
     host_read(name, current_line());
-  }
-}
-
-void set_strict(bool on) {
-  strict = on;
-}
-
-bool is_strict() {
-  return strict;
-}
-
-void enter_step() {
-  ++steps;
-}
-
-void leave_step() {
-  if (steps > 0) {
-    --steps;
   }
 }
 

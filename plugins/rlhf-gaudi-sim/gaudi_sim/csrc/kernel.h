@@ -1,4 +1,4 @@
-// The one kernel that all operators of the device have, and the modes in which they run.
+// The one kernel that all operators of the device have.
 #pragma once
 
 #include <ATen/core/boxing/OperatorKernel.h>
@@ -37,12 +37,5 @@ struct Kernel final : c10::OperatorKernel {
   bool repeats;             // reads where the size of the result is not given
   bool draws_from_default;  // random numbers, and takes no generator
 };
-
-// In strict mode, what a run on a Gaudi should not do is an error: mixed devices, float64, host reads inside a step.
-void set_strict(bool strict);
-bool is_strict();
-
-void enter_step();
-void leave_step();
 
 }  // namespace gaudi_sim

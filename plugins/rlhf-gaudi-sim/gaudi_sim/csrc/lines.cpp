@@ -3,7 +3,6 @@
 #include <Python.h>
 
 #include <mutex>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -117,24 +116,6 @@ uint32_t current_line() {
 std::string line_text(uint32_t line) {
   const std::lock_guard<std::mutex> lock(texts_mutex);
   return (*texts)[line];
-}
-
-bool is_printing() {
-  constexpr std::string_view printer = "torch/_tensor_str.py";
-  const auto state = PyGILState_Ensure();
-  bool found = false;
-  PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-  while (frame != nullptr) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    const std::string_view file = file_of(code);
-    found = found || (file.size() >= printer.size() && file.substr(file.size() - printer.size()) == printer);
-    Py_DECREF(code);
-    PyFrameObject* back = found ? nullptr : PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = back;
-  }
-  PyGILState_Release(state);
-  return found;
 }
 
 void set_library_paths(std::vector<std::string> framework, std::vector<std::string> packages) {

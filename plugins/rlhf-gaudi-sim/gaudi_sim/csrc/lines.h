@@ -14,9 +14,6 @@ uint32_t current_line();
 // "file:line" of what `current_line` returned.
 std::string line_text(uint32_t line);
 
-// Whether Python is printing a tensor, for which PyTorch itself computes with it. Takes the GIL.
-bool is_printing();
-
 // Folders whose files are not the user's; those of `packages` are named where nothing else is on the stack. Of two
 // folders that hold a file, the inner one counts.
 void set_library_paths(std::vector<std::string> framework, std::vector<std::string> packages);

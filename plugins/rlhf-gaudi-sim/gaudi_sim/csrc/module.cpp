@@ -9,7 +9,6 @@
 #include "accounting.h"
 #include "autocast.h"
 #include "device.h"
-#include "kernel.h"
 #include "lines.h"
 #include "operators.h"
 #include "recording.h"
@@ -35,6 +34,7 @@ void drain_autograd() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace gaudi_sim;
+  using namespace py::literals;
   using Released = py::call_guard<py::gil_scoped_release>;
 
   torch::utils::set_requires_device_init(c10::DeviceType::HPU, false);
@@ -45,32 +45,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset", &reset_accounts, Released());
   m.def("counts", [] {
     const auto now = counts();
-    py::dict result;
-    result["compilations"] = now.compilations;
-    result["hits"] = now.hits;
-    result["breaks"] = now.breaks;
-    result["operators"] = now.operators;
-    result["graphs"] = now.graphs;
-    result["mixed"] = now.mixed;
-    return result;
+    return py::dict(
+        "compilations"_a = now.compilations, "hits"_a = now.hits, "breaks"_a = now.breaks,
+        "operators"_a = now.operators, "graphs"_a = now.graphs, "mixed"_a = now.mixed);
   });
   m.def("events", [] {
     py::list result;
     for (const auto& event : events()) {
-      py::dict entry;
-      entry["kind"] = event.kind;
-      entry["tag"] = event.tag;
-      entry["line"] = line_text(event.line);
-      entry["operators"] = event.operators;
-      entry["difference"] = event.difference;
-      entry["time"] = event.time;
-      result.append(entry);
+      result.append(py::dict(
+          "kind"_a = event.kind, "tag"_a = event.tag, "line"_a = line_text(event.line), "operators"_a = event.operators,
+          "difference"_a = event.difference, "time"_a = event.time, "in_step"_a = event.in_step));
     }
     return result;
   });
 
-  m.def("set_strict", &set_strict, py::arg("strict"));
-  m.def("enter_step", &enter_step);
+  m.def("enter_step", &enter_step, py::arg("strict"));
   m.def("leave_step", &leave_step);
 
   m.def("capture_begin", &capture_begin, Released());
@@ -86,11 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("memory", [] {
     const auto now = memory();
-    py::dict result;
-    result["in_use"] = now.in_use;
-    result["peak"] = now.peak;
-    result["total"] = now.total;
-    return result;
+    return py::dict("in_use"_a = now.in_use, "peak"_a = now.peak, "total"_a = now.total);
   });
   m.def("reset_peak", &reset_peak);
   m.def("set_library_paths", &set_library_paths, py::arg("framework"), py::arg("packages"));

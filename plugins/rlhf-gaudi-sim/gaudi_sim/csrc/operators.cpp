@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "accounting.h"
 #include "device.h"
 #include "kernel.h"
 #include "lines.h"
@@ -25,7 +26,7 @@ void check_wishes(
   TORCH_CHECK(!pin_memory.value_or(false), "only dense CPU tensors can be pinned");
   TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, "the simulated Gaudi has dense tensors only");
   TORCH_CHECK(
-      !is_strict() || dtype.value_or(at::kFloat) != at::kDouble || is_printing(),
+      !is_strict() || dtype.value_or(at::kFloat) != at::kDouble,
       line_text(current_line()), ": a float64 tensor on the device, which a Gaudi has not; use float32");
 }
 
