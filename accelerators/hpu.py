@@ -42,6 +42,8 @@ class HPU(Accelerator):
             )
         try:
             hccl = runtime("distributed.hccl")
+        except AcceleratorError:  # of a bridge that says itself what to do
+            raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             raise AcceleratorError(
                 f"hpu: {gaudi.RUNTIME} cannot be imported ({one_line(error)}); "

@@ -135,6 +135,14 @@ def test_the_first_rank_says_once_that_it_is_a_simulation(python: Run, rank: str
     assert done.stderr.count("this is a simulation of a Gaudi on the CPU") == times
 
 
+def test_a_device_that_cannot_be_compiled_is_one_clear_line(python: Run) -> None:
+    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM_CACHE": "/proc/cache"})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rlhf: error: gaudi-sim: the compiled device cannot be kept in /proc/cache")
+    assert line.endswith("set RLHF_GAUDI_SIM_CACHE to a folder that can be written")
+
+
 def test_hl_smi_tells_the_version_and_refuses_what_it_does_not_know(site: Path) -> None:
     hl_smi = site / "gaudi_sim" / "bin" / "hl-smi"
     (installed,) = (each for each in distributions(path=[str(site)]) if each.name == "rlhf-gaudi-sim")
