@@ -152,6 +152,7 @@ def _wish(cli: str | None, config: str, env: str | None) -> tuple[str, str]:
 def _named(name: str, source: str, reports: list[Report]) -> Report:
     usable = ", ".join(dict.fromkeys(report.name for report in reports if report.available)) or "none"
     where = f"accelerator {name!r}{source}"
+    broken = "".join(f"; plugin {report.provider} is {report.reason}" for report in reports if report.error)
     same = [report for report in reports if report.name == name]
     if sum(report.spec is not None for report in same) > 1:
         raise AcceleratorError(f"{where}: {_duplicate(same)}")
@@ -163,10 +164,9 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
             raise AcceleratorError(
                 f"{where}: its plugin {report.provider} is {report.reason}; update or reinstall it, or use: {usable}"
             )
-        raise AcceleratorError(f"{where}: not available here: {report.reason}; available: {usable}")
+        raise AcceleratorError(f"{where}: not available here: {report.reason}; available: {usable}{broken}")
     near = difflib.get_close_matches(name, [report.name for report in reports], n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    broken = "".join(f"; plugin {report.provider} is {report.reason}" for report in reports if report.error)
     raise AcceleratorError(f"{where}: no such accelerator; {hint}available: {usable}{broken}")
 
 

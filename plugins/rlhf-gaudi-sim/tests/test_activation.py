@@ -53,6 +53,9 @@ def test_a_value_that_says_neither_yes_nor_no_is_an_error(python: Run) -> None:
     report = listed(python, env={"RLHF_GAUDI_SIM": "on"})["gaudi-sim"]
     assert report["broken"]
     assert "RLHF_GAUDI_SIM=on: neither 0 nor 1" in report["reason"]
+    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM": "on"})
+    assert done.returncode == 2
+    assert "RLHF_GAUDI_SIM=on: neither 0 nor 1" in done.stderr
 
 
 def test_a_real_bridge_is_not_replaced(python: Run, site: Path, tmp_path: Path) -> None:
