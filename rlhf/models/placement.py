@@ -1,0 +1,23 @@
+"""Moving a model to the device in the compute precision, without touching what must stay precise."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def place(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+    """Move a model to `device`, its parameters in `dtype`; in place, and returned.
+
+    Buffers keep their type, as they do under DeepSpeed: rotary frequencies rounded to bf16 turn the angle of position
+    1,000 by several degrees, and two copies of one model, one trained and one frozen, would compute different numbers.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    return model.to(device)
