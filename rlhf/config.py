@@ -52,7 +52,9 @@ class LoraConfig(Section):
 
     rank: int = Field(0, ge=0, description="rank of the adapters; 0: off, all weights are trained")
     alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="part of an adapter's inputs dropped while training")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="part of an adapter's inputs dropped while training; PPO drops nothing"
+    )
     target_modules: Literal["auto"] | tuple[str, ...] = Field(
         "auto", description="names of the linear layers to adapt; auto: all but the output embedding and scalar head"
     )
@@ -149,7 +151,9 @@ class TrainingConfig(Section):
     )
     eval_rows: int = Field(256, ge=1, description="held-out rows used for evaluation, at most")
     log_every: int = Field(1, ge=1, description="steps between records in metrics.jsonl and TensorBoard")
-    checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only when interrupted")
+    checkpoint_every: int = Field(
+        100, ge=0, description="steps between checkpoints; 0: only when interrupted and after the last"
+    )
 
     def micro_batch(self, world_size: int, *, section: str) -> int:
         """Rows in one forward pass of one rank.

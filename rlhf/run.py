@@ -68,10 +68,14 @@ class StageDirectory:
         return self._summary.is_file()
 
     @property
+    def all_checkpoints(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != _PARTIAL)
+
+    @property
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
-        found = [path for path in self.checkpoints.glob("step-*") if path.suffix != _PARTIAL]
-        return max(found, default=None)
+        return max(self.all_checkpoints, default=None)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all."""

@@ -3,7 +3,7 @@
 Weights that are not trained (LoRA) are left out: the stage loads them from where it took them at first.
 
 A checkpoint is written beside its final name and renamed when every rank has finished, so a crash leaves
-the one before it.
+the ones before it. The newest two are kept: if a disk fails one, the other remains.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ if TYPE_CHECKING:
     from rlhf.run import StageDirectory
 
 _STATE = "state-rank{rank}.pt"
+_KEPT = 2
 
 
 def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine], state: dict[str, Any]) -> None:
-    """Write the checkpoint of `step` and remove older ones; every rank calls it.
+    """Write the checkpoint of `step` and remove all but the newest two; every rank calls it.
 
     Args:
         state: this rank's own numbers and tensors (random generators, counters).
     """
-    before = directory.latest_checkpoint
     final = directory.checkpoints / f"step-{step:08d}"
-    if distributed.world().is_main:
-        shutil.rmtree(_partial(final), ignore_errors=True)
-        _partial(final).mkdir(parents=True)
-    distributed.barrier()
-    for name, engine in engines.items():
-        engine.engine.save_checkpoint(
-            str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
-        )
-    torch.save(state, _partial(final) / _STATE.format(rank=distributed.world().rank))
     with distributed.on_main("writing the checkpoint") as main:
         if main:
+            shutil.rmtree(_partial(final), ignore_errors=True)
+            _partial(final).mkdir(parents=True)
+    # Published only when the files of all ranks are there: one that still wrote would find its folder gone.
+    with distributed.together("writing the checkpoint"):
+        for name, engine in engines.items():
+            engine.engine.save_checkpoint(
+                str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
+            )
+        torch.save(state, _partial(final) / _STATE.format(rank=distributed.world().rank))
+    with distributed.on_main("publishing the checkpoint") as main:
+        if main:
             publish(_partial(final), final)
-            if before and before != final:
-                shutil.rmtree(before)
+            for older in directory.all_checkpoints[:-_KEPT]:
+                shutil.rmtree(older)
 
 
 def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tuple[int, dict[str, Any]] | None:
@@ -72,10 +74,14 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
             engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
         state = torch.load(path / _STATE.format(rank=distributed.world().rank), weights_only=True)
     except Exception as error:  # whatever the reader met, the remedy is the same
-        raise RunError(
-            f"{path}: cannot be read ({str(error).splitlines()[0]}); remove this folder to resume from an earlier one"
-        ) from error
+        earlier = [other.name for other in directory.all_checkpoints if other != path]
+        what = f"resume from {earlier[-1]}" if earlier else f"start the {directory.name} stage anew; there is no other"
+        raise RunError(f"{path}: cannot be read ({_reason(error)}); move this folder away to {what}") from error
     return int(path.name.removeprefix("step-")), state
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _partial(path: Path) -> Path:

@@ -90,29 +90,28 @@ def all_gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def barrier() -> None:
-    """Wait for every rank."""
-    if world().size > 1:
-        # An object collective rather than dist.barrier(): it needs no device index.
-        all_gather_objects(None)
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Do something on every rank; no rank goes on before all have done it, and if it fails on one, it fails on all.
+
+    Raises:
+        RuntimeError: on the other ranks, when one failed.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+    failures = all_gather_objects(repr(error) if error else None)
+    if error:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure:
+            raise RuntimeError(f"{what} failed on rank {rank}: {failure}")
 
 
 @contextmanager
 def on_main(what: str) -> Iterator[bool]:
-    """Do something on rank 0 while the others wait; if it fails there, it fails everywhere.
-
-    The block receives True on rank 0 only.
-
-    Raises:
-        RuntimeError: on the other ranks, when rank 0 failed.
-    """
-    error: BaseException | None = None
-    try:
+    """`together`, for what rank 0 alone does: the block receives True there, and False on the others."""
+    with together(what):
         yield world().is_main
-    except BaseException as caught:
-        error = caught
-    failures = [text for text in all_gather_objects(repr(error) if error else None) if text]
-    if error:
-        raise error
-    if failures:
-        raise RuntimeError(f"{what} failed on rank 0: {failures[0]}")

@@ -23,12 +23,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) of `total_steps`.
 
-    It rises linearly over the warm-up, then follows the schedule down to `min_lr_ratio` of the peak.
+    It rises linearly over the warm-up, then follows the schedule down to `min_lr_ratio` of the peak at the last step.
     """
     warmup = round(config.warmup * total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, total_steps - warmup)
+    progress = (step - warmup) / max(1, total_steps - warmup - 1)
     shape = {
         "constant": 1.0,
         "linear": 1.0 - progress,

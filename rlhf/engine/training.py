@@ -22,6 +22,7 @@ from rlhf.config import EngineConfig, OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.optimizer import learning_rate, parameter_groups
 from rlhf.engine.statistics import Sums
+from rlhf.models.placement import place
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
@@ -190,7 +191,7 @@ def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, 
     """A model for scoring only: on the device, in the compute precision, its weights sharded at ZeRO-3."""
     model.requires_grad_(False).eval()
     if engine.zero_stage < 3:
-        return model.to(device=accelerator.device(), dtype=precision.dtype)
+        return place(model, accelerator.device(), precision.dtype)
     frozen, *_ = deepspeed.initialize(
         model=model, config=_deepspeed_config(engine, precision, micro_batch_size=1, accumulation=1)
     )
@@ -230,8 +231,22 @@ def _deepspeed_config(
         "zero_allow_untested_optimizer": True,  # AdamW of the accelerator's choice
         "steps_per_print": 10**9,
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
+        **_float32_sums(engine, precision, accumulation),
         **precision.deepspeed_config(),
     }
+
+
+def _float32_sums(engine: EngineConfig, precision: Precision, accumulation: int) -> dict[str, Any]:
+    """Add bf16 gradients of micro-batches and ranks in float32: 8 bits lose more with every part that is added.
+
+    DeepSpeed 0.19 adds up micro-batches in the weights' own type at ZeRO 0, and knows no other there.
+    """
+    if precision.name != "bf16":
+        return {}
+    over_ranks = {"communication_data_type": "fp32"} if distributed.world().size > 1 else {}
+    if accumulation == 1 or engine.zero_stage == 0:
+        return over_ranks
+    return over_ranks | {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def _forget_setup_step(engine: Any) -> None:

@@ -62,10 +62,8 @@ def completion_log_probs(
     end = input_ids.shape[1] - 1
     positions = torch.arange(end - completion_length, end, device=input_ids.device)
     logits = model(**model_inputs(model, input_ids, attention_mask), logits_to_keep=positions).logits
-    if temperature not in (0.0, 1.0):
-        logits = logits / temperature
-    log_probs = token_log_probs(logits, input_ids[:, -completion_length:])
-    return LogProbs(log_probs, token_entropy(logits) if entropy else None)
+    log_probs = token_log_probs(logits, input_ids[:, -completion_length:], temperature)
+    return LogProbs(log_probs, token_entropy(logits, temperature) if entropy else None)
 
 
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 from rlhf.rollout.sampling import sample
 
 if TYPE_CHECKING:
+    from transformers import StaticCache
+
     from accelerators import Accelerator, ShapePolicy
 
 _STEPS_BETWEEN_STOP_CHECKS = 4
@@ -128,6 +130,24 @@ class Decoder:
         self._sessions.clear()
 
 
+def static_cache(model: Any, length: int) -> StaticCache:
+    """transformers' static cache for rows of `length` tokens, made of layers that a recording can repeat.
+
+    Layers with a sliding window hold the whole row too, and the attention mask alone keeps the window: transformers'
+    own (5.x: StaticSlidingWindowLayer) counts tokens in a Python integer, and a replay would repeat the mask and the
+    place of the recorded step. Rollouts are rarely longer than the window, so it costs little.
+    """
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache.layers = [
+        StaticLayer(max_cache_len=length) if type(layer) is StaticSlidingWindowLayer else layer
+        for layer in cache.layers
+    ]
+    return cache
+
+
 def _as_it_is(fn: Callable[[], None], key: str) -> Callable[[], None]:
     return fn
 
@@ -147,8 +167,6 @@ class _Session:
         prompt_ids: Tensor,
         sampling: SamplingConfig,
     ) -> None:
-        from transformers import StaticCache
-
         rows, prompt_length = prompt_ids.shape
         device = prompt_ids.device
         self.decoder = decoder
@@ -156,7 +174,7 @@ class _Session:
         self.sampling = sampling
         self.shape = prompt_ids.shape
         length = decoder.max_new_tokens
-        self.cache = StaticCache(config=model.config, max_cache_len=prompt_length + length)
+        self.cache = static_cache(model, prompt_length + length)
         self.with_positions = accepts_positions(model)
         self.attention_mask = torch.ones(rows, prompt_length + length, dtype=torch.long, device=device)
         self.ids = torch.empty(rows, length, dtype=torch.long, device=device)
@@ -166,7 +184,13 @@ class _Session:
         self.column = torch.empty(1, dtype=torch.long, device=device)
         self.finished = torch.empty(rows, dtype=torch.bool, device=device)
         self.uniform = torch.empty(length, rows, device=device)
-        self.step = capture(self._step, key=f"decode {rows} x {prompt_length} + {length}")
+        key = f"decode {rows} x {prompt_length} + {length}"
+        counting = sorted({type(layer).__name__ for layer in self.cache.layers if layer.is_sliding})
+        if counting and capture is not _as_it_is:
+            raise CaptureError(
+                f"{key} cannot be repeated: {', '.join(counting)} of transformers counts tokens in Python"
+            )
+        self.step = capture(self._step, key=key)
 
     def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> bool:
         return self.model is model and self.shape == prompt_ids.shape and self.sampling == sampling

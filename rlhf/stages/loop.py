@@ -187,8 +187,9 @@ def run_steps(
                 context.recorder.log(done, numbers)
             bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
             interrupted = _anywhere(arrived, context)
-            due = settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < total_steps
-            if due or interrupted:
+            due = settings.checkpoint_every and done % settings.checkpoint_every == 0
+            # After the last step too: the evaluation and the export that follow may fail, or be interrupted.
+            if due or interrupted or done == total_steps:
                 own = {
                     "stage": save_state(),
                     "rng": context.accelerator.rng_state(),

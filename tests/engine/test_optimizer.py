@@ -15,7 +15,7 @@ def rates(**settings):
 def test_the_rate_rises_over_the_warm_up_and_then_falls():
     found = rates(schedule="linear", warmup=0.1, min_lr_ratio=0.0)
     assert 0 < found[0] < found[5] < found[10] == 1.0
-    assert found[10] > found[50] > found[99] > 0
+    assert found[10] > found[50] > found[98] > found[99] == 0.0
 
 
 def test_no_step_has_a_rate_of_zero_at_its_start():
@@ -23,9 +23,21 @@ def test_no_step_has_a_rate_of_zero_at_its_start():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_rate_stays_above_its_floor(schedule):
-    found = rates(schedule=schedule, warmup=0.0, min_lr_ratio=0.2)
-    assert found[0] == 1.0 and 0.2 <= found[-1] < 0.23
+@pytest.mark.parametrize("warmup", [0.0, 0.3])
+def test_the_last_step_has_the_rate_that_min_lr_ratio_names(schedule, warmup):
+    found = rates(schedule=schedule, warmup=warmup, min_lr_ratio=0.2)
+    assert max(found) == 1.0 and found[-1] == pytest.approx(0.2) and found[-2] > 0.2
+
+
+def test_the_cosine_is_half_way_down_in_the_middle():
+    """101 steps without warm-up: step 50 is the middle, and 25 is at (1 + cos(pi / 4)) / 2."""
+    config = OptimizerConfig(learning_rate=2.0, warmup=0.0, min_lr_ratio=0.0)
+    found = [learning_rate(config, step, 101) for step in (0, 25, 50, 100)]
+    assert found == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 0.0])
+
+
+def test_a_single_step_is_taken_at_the_peak():
+    assert learning_rate(OptimizerConfig(learning_rate=1.0, warmup=0.0), 0, 1) == 1.0
 
 
 def test_a_constant_schedule_stays_at_its_peak():

@@ -89,6 +89,71 @@ def test_bf16_follows_the_same_path_at_every_zero_stage(accelerator, zero_stage)
     assert found[-1] < found[0] - 0.5
 
 
+@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accelerator, zero_stage):
+    """Rows that are all alike: the gradient of 64 micro-batches is the one of a single row, whatever it is.
+
+    Adam's first step is lr * g / (|g| + eps), and an eps far above g leaves lr / eps * g.
+    """
+    rows, rate, eps = 64, 1.0, 1e3
+    ids = IDS[:1].expand(rows, -1)
+
+    def part_of_the_mean(model, ids):
+        log_probs = completion_log_probs(model, ids, torch.ones_like(ids), COMPLETION).log_probs
+        return -log_probs.sum() / (rows * COMPLETION) * 3e3, {}
+
+    def gradients(micro):
+        engine = TrainingEngine(
+            "test",
+            llama(60),
+            accelerator=accelerator,
+            precision=accelerator.precision("bf16"),
+            engine=EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0),
+            optimizer=OptimizerConfig(
+                learning_rate=rate, schedule="constant", warmup=0, betas=(0.0, 0.0), eps=eps, max_grad_norm=1e9
+            ),
+            total_steps=1,
+            micro_batch_size=micro,
+            accumulation=rows // micro,
+        )
+        engine.step(ids.split(micro), part_of_the_mean)
+        return engine.grad_norm()
+
+    whole, parts = gradients(rows), gradients(1)
+    assert parts == pytest.approx(whole, rel=1e-3 if zero_stage else 2e-2)
+
+
+@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_first_step(accelerator, zero_stage):
+    """Bit for bit, at positions where a rotary frequency of 8 bits would be off by a whole turn."""
+    ids = torch.randint(2, 60, (2, 600), generator=torch.Generator().manual_seed(1))
+    settings = EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0)
+    precision = accelerator.precision("bf16")
+
+    def log_probs(model):
+        with torch.no_grad():
+            return completion_log_probs(model, ids, torch.ones_like(ids), 300).log_probs
+
+    trained = TrainingEngine(
+        "test",
+        llama(60, max_position_embeddings=1024),
+        accelerator=accelerator,
+        precision=precision,
+        engine=settings,
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        micro_batch_size=2,
+        accumulation=1,
+    )
+    frozen = freeze(
+        llama(60, max_position_embeddings=1024), accelerator=accelerator, precision=precision, engine=settings
+    )
+    trained.engine.eval()
+    assert torch.equal(log_probs(trained.engine), log_probs(frozen))
+
+
 def test_whole_weights_are_sharded_again_when_the_block_ends(accelerator):
     engine = build(accelerator, 3)
     with engine.whole_weights() as module:

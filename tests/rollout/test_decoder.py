@@ -21,12 +21,36 @@ def models():
             OPTConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **sizes)
         )
 
+    def windowed(name, **changes):
+        """A tiny model of a family whose layers, all or some, see `sliding_window` tokens."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+        special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+        config = AutoConfig.for_model(name, vocab_size=60, **sizes, **heads, **special, **changes)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+    def mixed(name):
+        kinds = ["sliding_attention", "full_attention"]
+        return lambda: windowed(name, sliding_window=5, use_sliding_window=True, layer_types=kinds)
+
     return {
+        "mistral": lambda: windowed("mistral", sliding_window=4096),
+        "mistral, filled": lambda: windowed("mistral", sliding_window=8),
+        "phi3, filled": lambda: windowed("phi3", sliding_window=8),
+        "gemma3_text": mixed("gemma3_text"),
+        "qwen2": mixed("qwen2"),
+        "cohere2": mixed("cohere2"),
         "llama": lambda: llama(60),
         "opt": opt,
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=64)),
         "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2)),
     }
+
+
+WINDOWED = ("mistral", "mistral, filled", "phi3, filled", "gemma3_text", "qwen2", "cohere2")
+NAMES = ("llama", "opt", "gpt2", "bloom", *WINDOWED)
 
 
 def build(name):
@@ -44,7 +68,7 @@ def decoder(accelerator, eos=(), length=12, shapes="static"):
     return Decoder(accelerator, eos_ids=eos, pad_id=0, max_new_tokens=length, shapes=ShapePolicy(shapes))
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "bloom"])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_generate(accelerator, name):
     model, (ids, mask) = build(name), prompts()
     expected = model.generate(
@@ -170,7 +194,7 @@ def test_each_shape_is_captured_once_unless_any_shape_can_come(accelerator, capt
     assert len(captured) == captures
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "bloom"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, name):
     """The step is replayed from its second call on: whatever it did in Python would not happen again."""
     from accelerators.graphs import Graph

@@ -7,20 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators import ShapePolicy
 from rlhf.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.data.tokenization import load_stage
-from rlhf.engine import checkpoint, distributed
+from rlhf.engine import checkpoint
 from rlhf.engine.training import TrainingEngine
-from rlhf.metrics.recorder import Recorder
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters
 from rlhf.rollout.switch import generating
 from rlhf.run import RunDirectory
-from rlhf.stages.loop import StageContext
 from rlhf.stages.ppo import PPO, Models
-from tests.helpers import assert_close_weights, assert_same_weights, llama, weights
+from tests.helpers import assert_close_weights, assert_same_weights, llama, stage_context, weights
 from tests.stages.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
@@ -137,10 +134,7 @@ def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
     def build(zero_stage):
         changes = {"engine": {**recipe["engine"], "zero_stage": zero_stage}, "lora": {"rank": 4}}
         config = build_config({**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}})
-        run = RunDirectory(tmp_path)
-        place, precision = run.stage("ppo"), accelerator.precision("fp32")
-        recorder, shapes = Recorder(place, enabled=False), ShapePolicy("static")
-        context = StageContext(config, accelerator, precision, shapes, distributed.world(), run, place, recorder)
+        context = stage_context(accelerator, config, tmp_path, "ppo")
         reward = str(lora_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
         models = Models(original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)

@@ -7,15 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accelerators import ShapePolicy
 from rlhf.config import build_config
 from rlhf.data.tokenization import load_stage
-from rlhf.engine import distributed
-from rlhf.metrics.recorder import Recorder
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.run import RunDirectory
-from rlhf.stages.loop import StageContext
 from rlhf.stages.ppo import PPO, Models
+from tests.helpers import stage_context
 
 
 class Operators(TorchDispatchMode):
@@ -36,13 +32,7 @@ def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: 
     def ppo(shapes: str, zero_stage: int = 1) -> PPO:
         changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
         config = build_config({**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}})
-        run = RunDirectory(tmp_path)
-        place = run.stage("ppo")
-        world = distributed.world()
-        precision = accelerator.precision("fp32")
-        context = StageContext(
-            config, accelerator, precision, ShapePolicy(shapes), world, run, place, Recorder(place, enabled=False)
-        )
+        context = stage_context(accelerator, config, tmp_path, "ppo")
         actor, reference = (load_causal_lm(config.model, tokenizer, attention="sdpa") for _ in range(2))
         reward = str(finished_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))

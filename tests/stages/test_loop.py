@@ -1,0 +1,45 @@
+"""The loop of steps: what is saved when, so that nothing that comes after the last step can lose a stage."""
+
+import pytest
+
+from rlhf.config import build_config
+from rlhf.data.tokenization import load_stage
+from rlhf.models.loading import load_causal_lm
+from rlhf.stages import sft
+from tests.helpers import assert_same_weights, stage_context
+
+
+@pytest.fixture
+def train(accelerator, recipe, tokenizer):
+    """Supervised fine-tuning in a folder, as far as it gets."""
+    config = build_config(recipe)
+    data = load_stage(config.data, "sft", tokenizer, seed=0)
+
+    def run(folder):
+        model = load_causal_lm(config.model, tokenizer, attention="sdpa")
+        return sft.run(stage_context(accelerator, config, folder, "sft"), model, tokenizer, data)
+
+    return run
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("failing", ["evaluation", "export"])
+def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch, failing, failure):
+    expected = train(tmp_path / "whole")
+    measure = sft.perplexity
+
+    def fails(*arguments):
+        if arguments[-1] == "before":
+            return measure(*arguments)
+        raise failure
+
+    steps = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "perplexity" if failing == "evaluation" else "save_model", fails)
+        with pytest.raises(failure):
+            train(tmp_path / "failed")
+    assert (tmp_path / "failed" / "sft" / "checkpoints" / "step-00000003").is_dir()
+    monkeypatch.setattr(sft.TrainingEngine, "step", lambda *arguments: steps.append(arguments))
+    assert train(tmp_path / "failed") == expected
+    assert steps == [], "the three steps are not taken again"
+    assert_same_weights(tmp_path / "failed" / "sft" / "model", tmp_path / "whole" / "sft" / "model")
