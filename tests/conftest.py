@@ -6,13 +6,13 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.forks import Forks
 from tests.helpers import WORDS, build_tokenizer, llama, user_environment
 
 if TYPE_CHECKING:
@@ -101,7 +101,14 @@ Rlhf = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def rlhf(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Rlhf:
+def forks() -> Iterator[Forks]:
+    forks = Forks(user_environment())
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def rlhf(recipe: dict[str, Any], forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Rlhf:
     """Run the command line as a user would: rlhf("sft", "--output", path) with the tiny recipe."""
     import yaml
 
@@ -109,9 +116,7 @@ def rlhf(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Rl
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
 
     def run(*arguments: object, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(path)]
-        environment = user_environment()
-        found = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+        found = forks.run(*map(str, arguments), "--config", str(path), timeout=timeout)
         if check:
             assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
         return found
