@@ -52,6 +52,36 @@ def test_token_log_probs_of_bf16_logits_are_computed_in_float32():
     torch.testing.assert_close(found, token_log_probs(logits.float(), labels))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_log_probs_and_entropy_of_a_tempered_distribution_lose_no_digits(dtype, monkeypatch):
+    """The quotient is float32: rounded to bf16, log-probabilities would differ from the ones that were sampled."""
+    monkeypatch.setattr(objectives, "_CHUNK_ELEMENTS", 100)  # several chunks
+    logits, labels = (torch.randn(2, 3, 50) * 8).to(dtype), torch.randint(50, (2, 3))
+    expected = (logits.double() / 0.7).log_softmax(-1)
+    found = token_log_probs(logits, labels, 0.7).double()
+    torch.testing.assert_close(found, expected.gather(-1, labels[..., None])[..., 0], atol=1e-4, rtol=0)
+    entropy = -(expected.exp() * expected).sum(-1)
+    torch.testing.assert_close(token_entropy(logits, 0.7).double(), entropy, atol=1e-4, rtol=0)
+
+
+def test_log_probs_of_a_tempered_distribution_have_its_gradient(monkeypatch):
+    monkeypatch.setattr(objectives, "_CHUNK_ELEMENTS", 20)
+    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
+    weights = torch.randn(3, 5)
+    (token_log_probs(logits, labels, 0.4) * weights).sum().backward()
+    found, logits.grad = logits.grad, None
+    (F.log_softmax(logits / 0.4, -1).gather(-1, labels[..., None])[..., 0] * weights).sum().backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_log_probs_leave_the_logits_as_they_are():
+    logits = torch.randn(2, 3, 7)
+    before = logits.clone()
+    token_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), 0.5)
+    token_entropy(logits, 0.5)
+    assert torch.equal(logits, before)
+
+
 def test_token_log_probs_make_no_float32_copy_of_the_logits(monkeypatch):
     monkeypatch.setattr(objectives, "_CHUNK_ELEMENTS", 64)
     seen = []
