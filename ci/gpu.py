@@ -123,65 +123,91 @@ def rollout_apart(name: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         return verdict("generation with and without recorded steps", False, {"error": last_line(done)})
-    facts = json.loads(done.stdout.splitlines()[-1])
-    recorded = facts["recordings"] > 0 if facts["graph_capture"]["ok"] else True
-    return verdict("generation with and without recorded steps", facts["same_tokens"] and recorded, facts)
+    families = json.loads(done.stdout.splitlines()[-1])
+    for family, facts in families.items():
+        recorded = facts["recordings"] > 0 if facts["graph_capture"]["ok"] else True
+        what = f"generation with and without recorded steps, {family}"
+        families[family] = verdict(what, facts["same_tokens"] and recorded, facts)
+    return {"passed": all(facts["passed"] for facts in families.values()), **families}
 
 
-def rollout(name: str, *, rows: int = 8, prompt: int = 64, tokens: int = 128, repeats: int = 5) -> dict[str, Any]:
-    """Greedy completions of a 50M-parameter Llama with steps recorded and plain, in turns: tokens and seconds."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 48},  # a recording must not repeat the window of the step that it saw
+    "gemma3_text": {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 4, "head_dim": 64},
+}
+
+
+def rollout(name: str) -> dict[str, Any]:
+    """Greedy completions of 50M-parameter models with steps recorded and plain, in turns: tokens and seconds."""
     import accelerators
     from rlhf.engine import distributed
 
     selection = accelerators.select(name, environ={})
     selection.export(os.environ)
     with distributed.session(selection) as accelerator:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        return {family: _rollout(accelerator, family, changes) for family, changes in FAMILIES.items()}
 
-        from rlhf.config import SamplingConfig
-        from rlhf.rollout.decoder import Decoder
 
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-        attention = accelerator.kernel("attention", required=True)
-        config = LlamaConfig(vocab_size=32_000, num_hidden_layers=8, attn_implementation=attention, **sizes)
-        precision = accelerator.precision("auto")
-        model = LlamaForCausalLM(config).to(device=accelerator.device(), dtype=precision.dtype).eval()
-        ids = torch.randint(3, 32_000, (rows, prompt))
-        mask = (torch.arange(prompt) >= torch.arange(rows).unsqueeze(1) * 4).long()  # padding of different lengths
-        ids, mask = accelerator.to_device((ids * mask, mask))
+def _rollout(
+    accelerator: Any,
+    family: str,
+    changes: dict[str, Any],
+    *,
+    rows: int = 8,
+    prompt: int = 64,
+    tokens: int = 128,
+    repeats: int = 5,
+) -> dict[str, Any]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-        def decoder() -> Decoder:
-            shapes = accelerators.ShapePolicy("static")
-            return Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=tokens, shapes=shapes)
+    import accelerators
+    from rlhf.config import SamplingConfig
+    from rlhf.models.placement import place
+    from rlhf.rollout.decoder import Decoder
 
-        recorded = decoder()
-        capture, accelerator.capture = accelerator.capture, lambda fn, key: fn  # type: ignore[method-assign]
-        plain = decoder()
-        accelerator.capture = capture  # type: ignore[method-assign]
-        seconds: dict[str, list[float]] = {"recorded": [], "plain": []}
-        completions = {}
-        before = accelerator.compilations() or 0
-        for repeat in range(repeats + 1):  # the first warms up
-            for kind, one in (("recorded", recorded), ("plain", plain)):
-                accelerator.synchronize()
-                begun = time.perf_counter()
-                completions[kind] = one.generate(model, ids, mask, SamplingConfig(temperature=0)).ids
-                accelerator.synchronize()
-                if repeat:
-                    seconds[kind].append(time.perf_counter() - begun)
-        medians = {kind: statistics.median(times) for kind, times in seconds.items()}
-        capability = accelerator.capabilities()["graph_capture"]
-        return {
-            "same_tokens": bool(torch.equal(completions["recorded"], completions["plain"])),
-            "graph_capture": {"ok": capability.ok, "implementation": capability.implementation},
-            "recordings": (accelerator.compilations() or 0) - before,
-            "precision": precision.name,
-            "work": f"{rows} x ({prompt} + {tokens}) tokens, median of {repeats}, in turns",
-            "tokens_per_second": {kind: round(rows * tokens / median) for kind, median in medians.items()},
-            "speedup": round(medians["plain"] / medians["recorded"], 2),
-        }
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    attention = accelerator.kernel("attention", required=True)
+    config = AutoConfig.for_model(family, vocab_size=32_000, num_hidden_layers=8, **sizes, **changes)
+    precision = accelerator.precision("auto")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    place(model, accelerator.device(), precision.dtype)
+    ids = torch.randint(3, 32_000, (rows, prompt))
+    mask = (torch.arange(prompt) >= torch.arange(rows).unsqueeze(1) * 4).long()  # padding of different lengths
+    ids, mask = accelerator.to_device((ids * mask, mask))
+
+    def decoder() -> Decoder:
+        shapes = accelerators.ShapePolicy("static")
+        return Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=tokens, shapes=shapes)
+
+    recorded = decoder()
+    capture, accelerator.capture = accelerator.capture, lambda fn, key: fn
+    plain = decoder()
+    accelerator.capture = capture
+    seconds: dict[str, list[float]] = {"recorded": [], "plain": []}
+    completions = {}
+    before = accelerator.compilations() or 0
+    for repeat in range(repeats + 1):  # the first warms up
+        for kind, one in (("recorded", recorded), ("plain", plain)):
+            accelerator.synchronize()
+            begun = time.perf_counter()
+            completions[kind] = one.generate(model, ids, mask, SamplingConfig(temperature=0)).ids
+            accelerator.synchronize()
+            if repeat:
+                seconds[kind].append(time.perf_counter() - begun)
+    medians = {kind: statistics.median(times) for kind, times in seconds.items()}
+    capability = accelerator.capabilities()["graph_capture"]
+    return {
+        "same_tokens": bool(torch.equal(completions["recorded"], completions["plain"])),
+        "graph_capture": {"ok": capability.ok, "implementation": capability.implementation},
+        "recordings": (accelerator.compilations() or 0) - before,
+        "precision": precision.name,
+        "work": f"{rows} x ({prompt} + {tokens}) tokens, median of {repeats}, in turns",
+        "tokens_per_second": {kind: round(rows * tokens / median) for kind, median in medians.items()},
+        "speedup": round(medians["plain"] / medians["recorded"], 2),
+    }
 
 
 def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
