@@ -15,6 +15,7 @@ def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
     rising = round(config.warmup * total)
     if step < rising:
         return config.learning_rate * (step + 1) / (rising + 1)
+    # The line that says where the schedule ends: 1 is reached at step `total`, one after the last.
     passed = (step - rising) / max(1, total - rising)
     shape = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + math.cos(math.pi * passed)) / 2}[config.schedule]
     if config.schedule == "constant":
@@ -44,7 +45,7 @@ class AdamW:
         gradients = torch.autograd.grad(loss, [self._parameters[name] for name in names], allow_unused=True)
         gradients = [torch.zeros_like(self._parameters[n]) if g is None else g for n, g in zip(names, gradients)]
         norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
-        shrink = min(1.0, self._config.max_grad_norm / norm)
+        shrink = self._config.max_grad_norm / norm if norm > self._config.max_grad_norm else 1.0
         rate = self.rate
         self.steps += 1
         beta1, beta2 = self._config.betas

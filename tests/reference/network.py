@@ -22,7 +22,7 @@ class Network:
 
     def __init__(self, model: nn.Module, adapters: Adapters | None = None, scaling: float = 1.0) -> None:
         """`adapters`: with them, only they and the scalar head are trained; `scaling` is alpha / rank."""
-        self._model = _Heads(copy.deepcopy(model).double().eval())
+        self._model = _Heads(_plain(model))
         self._scaling = scaling
         self.weights = {name: tensor.detach().clone() for name, tensor in self._model.model.named_parameters()}
         self.adapters = {
@@ -50,17 +50,32 @@ class Network:
         """
         return self._run("scores", ids, len(ids) if real is None else real, True)
 
+    def state(self) -> dict[str, Tensor]:
+        """All weights, the adapters' as `NAME.A` and `NAME.B`."""
+        return {name: tensor.detach() for name, tensor in (self.weights | self.trained).items()}
+
+    def merged(self) -> dict[str, Tensor]:
+        """All weights of a plain model that computes the same."""
+        return {name: self._adapted(name).detach() for name in self.weights}
+
     def _run(self, head: str, ids: Sequence[int], real: int, adapted: bool) -> Tensor:
-        weights = {f"model.{name}": weight for name, weight in self.weights.items()}
-        if adapted:
-            for name, (a, b) in self.adapters.items():
-                change = self._scaling * b @ a
-                weights[f"model.{name}"] = self.weights[name] + (change.T if self._transposed(name) else change)
+        weights = {f"model.{name}": self._adapted(name) if adapted else self.weights[name] for name in self.weights}
         return functional_call(self._model, weights, (head, torch.tensor([list(ids)]), real))
 
-    def _transposed(self, name: str) -> bool:
-        """GPT-2's layers hold their weights as [inputs, outputs]."""
-        return type(self._model.model.get_submodule(name.removesuffix(".weight"))).__name__ == "Conv1D"
+    def _adapted(self, name: str) -> Tensor:
+        if name not in self.adapters:
+            return self.weights[name]
+        a, b = self.adapters[name]
+        change = self._scaling * b @ a
+        layer = self._model.model.get_submodule(name.removesuffix(".weight"))
+        # GPT-2's layers hold their weights as [inputs, outputs].
+        return self.weights[name] + (change.T if type(layer).__name__ == "Conv1D" else change)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model).double().eval()
+    model.set_attn_implementation("eager")
+    return model
 
 
 class _Heads(nn.Module):

@@ -59,6 +59,8 @@ class PPO:
         self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates)
         self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates)
         self.kl_coef = config.kl_coef
+        self.rollouts: list[list[Row]] = []
+        self.updates: list[dict[str, float]] = []
 
     def step(
         self, sequences: Sequence[tuple[list[int], list[int]]], passes: Sequence[Sequence[Sequence[int]]]
@@ -72,6 +74,8 @@ class PPO:
         rate, coefficient = self.actor_optimizer.rate, self.kl_coef
         rows = self.collect(sequences)
         updates = [self.update([rows[index] for index in part]) for minibatches in passes for part in minibatches]
+        self.rollouts.append(rows)
+        self.updates += updates
         numbers = {
             **statistics(rows),
             "policy_loss": _mean([update["policy_loss"] for update in updates]),
@@ -82,7 +86,7 @@ class PPO:
             "learning_rate": rate,
             "kl_coef": coefficient,
         }
-        self._adapt(numbers["kl"], len(rows))
+        self._adapt(numbers["kl"])
         return numbers
 
     def collect(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Row]:
@@ -99,7 +103,7 @@ class PPO:
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """One update of the policy and one of the critic on a minibatch."""
-        policy, value, clipped, actions = torch.zeros((), dtype=torch.float64), 0.0, 0, 0
+        policy, value, actions, clipped, kept_near = torch.zeros((), dtype=torch.float64), 0.0, 0, 0, 0
         for row in rows:
             log_probs, _ = self._log_probs(row.prompt, row.completion, self.actor)
             values = self._values(row.prompt, row.completion)
@@ -109,14 +113,16 @@ class PPO:
                 ratio = torch.exp(log_probs[action] - row.log_probs[action])
                 nearby = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
                 policy = policy + torch.max(-advantage * ratio, -advantage * nearby)
-                clipped += abs(float(ratio) - 1) > self.config.clip
-                kept = values[action].clamp(old - self.config.value_clip, old + self.config.value_clip)
-                value = value + 0.5 * torch.max((values[action] - target) ** 2, (kept - target) ** 2)
+                clipped += abs(ratio.item() - 1) > self.config.clip
+                near = values[action].clamp(old - self.config.value_clip, old + self.config.value_clip)
+                kept_near += (near.item() - target) ** 2 > (values[action].item() - target) ** 2
+                value = value + 0.5 * torch.max((values[action] - target) ** 2, (near - target) ** 2)
         policy_loss, value_loss = policy / actions, value / actions
         return {
-            "policy_loss": float(policy_loss),
-            "value_loss": float(value_loss),
+            "policy_loss": policy_loss.item(),
+            "value_loss": value_loss.item(),
             "clip_fraction": clipped / actions,
+            "value_clip_fraction": kept_near / actions,
             "grad_norm": self.actor_optimizer.step(policy_loss),
             "critic_grad_norm": self.critic_optimizer.step(value_loss),
         }
@@ -159,11 +165,11 @@ class PPO:
         scores = self.critic.scores(prompt + completion)
         return [scores[len(prompt) + action - 1] for action in range(len(completion))]
 
-    def _adapt(self, kl: float, sequences: int) -> None:
-        """The adaptive coefficient (arXiv:1909.08593, section 2.2)."""
+    def _adapt(self, kl: float) -> None:
+        """The adaptive coefficient (arXiv:1909.08593, section 2.2); a step that lacks rows counts as a whole one."""
         if self.config.kl_target is not None:
             error = min(max(kl / self.config.kl_target - 1, -0.2), 0.2)
-            self.kl_coef *= 1 + error * sequences / self.config.kl_horizon
+            self.kl_coef *= 1 + error * self.config.batch_size / self.config.kl_horizon
 
 
 def statistics(rows: Sequence[Row]) -> dict[str, float]:
@@ -176,8 +182,16 @@ def statistics(rows: Sequence[Row]) -> dict[str, float]:
         "entropy": _mean([entropy for row in rows for entropy in row.entropy]),
         "response_length": _mean([len(row.completion) for row in rows]),
         "returns": _mean([value for row in rows for value in row.returns]),
-        "tokens": float(sum(len(row.prompt) + len(row.completion) for row in rows)),
+        "tokens": float(sum(len(row.completion) for row in rows)),
     }
+
+
+def evaluation(rows: Sequence[Row]) -> dict[str, float]:
+    """What is recorded of held-out prompts; distinct_2: different pairs of neighbours, as a part of all pairs."""
+    pairs = [row.completion[start : start + 2] for row in rows for start in range(len(row.completion) - 1)]
+    different = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
+    numbers = {name: value for name, value in statistics(rows).items() if name not in ("returns", "tokens")}
+    return numbers | {"distinct_2": len(different) / max(len(pairs), 1)}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,20 +27,23 @@ def pair_loss(network: Network, pair: Pair, pad: int) -> tuple[Tensor, float, fl
     losses = [
         -torch.log(torch.sigmoid(rewards[0][column] - rewards[1][column])) for column in range(parting, length)
     ]
-    scores = [float(of_row[len(row) - 1]) for of_row, row in zip(rewards, rows)]
+    scores = [of_row[len(row) - 1].item() for of_row, row in zip(rewards, rows)]
     return sum(losses) / len(losses), scores[0], scores[1]
 
 
 def step(network: Network, optimizer: AdamW, pairs: Sequence[Pair], *, pad: int) -> dict[str, float]:
     """One optimizer step on a global batch; returns what is recorded of it."""
-    results = [pair_loss(network, pair, pad) for pair in pairs]
-    loss, rate = sum(result[0] for result in results) / len(pairs), optimizer.rate
-    norm = optimizer.step(loss)
+    loss = sum(pair_loss(network, pair, pad)[0] for pair in pairs) / len(pairs)
+    numbers = scores(network, pairs, pad=pad) | {"loss": loss.item(), "learning_rate": optimizer.rate}
+    return numbers | {"grad_norm": optimizer.step(loss)}
+
+
+def scores(network: Network, pairs: Sequence[Pair], *, pad: int) -> dict[str, float]:
+    """Mean scores, and the part of the pairs whose chosen reply has the higher one."""
+    with torch.no_grad():
+        found = [pair_loss(network, pair, pad)[1:] for pair in pairs]
     return {
-        "loss": float(loss),
-        "accuracy": sum(chosen > rejected for _, chosen, rejected in results) / len(pairs),
-        "chosen_score": sum(chosen for _, chosen, _ in results) / len(pairs),
-        "rejected_score": sum(rejected for _, _, rejected in results) / len(pairs),
-        "learning_rate": rate,
-        "grad_norm": norm,
+        "accuracy": sum(chosen > rejected for chosen, rejected in found) / len(pairs),
+        "chosen_score": sum(chosen for chosen, _ in found) / len(pairs),
+        "rejected_score": sum(rejected for _, rejected in found) / len(pairs),
     }

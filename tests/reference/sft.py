@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tests.reference.adamw import AdamW
 from tests.reference.network import Network
@@ -15,6 +17,18 @@ Row = tuple[list[int], list[int]]
 
 def step(network: Network, optimizer: AdamW, rows: Sequence[Row], *, loss_on: str = "completion") -> dict[str, float]:
     """One optimizer step on a global batch; returns what is recorded of it."""
+    loss, rate = _mean_loss(network, rows, loss_on), optimizer.rate
+    norm = optimizer.step(loss)
+    return {"loss": loss.item(), "learning_rate": rate, "grad_norm": norm}
+
+
+def perplexity(network: Network, rows: Sequence[Row], *, loss_on: str = "completion") -> float:
+    """exp of the mean negative log-likelihood per target token."""
+    with torch.no_grad():
+        return math.exp(_mean_loss(network, rows, loss_on))
+
+
+def _mean_loss(network: Network, rows: Sequence[Row], loss_on: str) -> Tensor:
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for prompt, completion in rows:
         ids = prompt + completion
@@ -22,11 +36,4 @@ def step(network: Network, optimizer: AdamW, rows: Sequence[Row], *, loss_on: st
         for position in range(len(prompt) if loss_on == "completion" else 1, len(ids)):
             total = total - torch.log_softmax(logits[position - 1], 0)[ids[position]]
             targets += 1
-    loss, rate = total / targets, optimizer.rate
-    norm = optimizer.step(loss)
-    return {"loss": float(loss), "learning_rate": rate, "grad_norm": norm, "tokens": float(tokens(rows))}
-
-
-def tokens(rows: Sequence[Row]) -> int:
-    """Tokens that a batch holds."""
-    return sum(len(prompt) + len(completion) for prompt, completion in rows)
+    return total / targets

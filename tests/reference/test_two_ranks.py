@@ -1,0 +1,47 @@
+"""Steps of two ranks are those of the reference, which knows of none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import ranks
+from tests.helpers import assert_close_weights
+from tests.reference import cases, two_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory) -> Any:
+    """(run, rank) -> what it left."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.reference import two_ranks"
+    outcome = ranks.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
+    assert outcome is None, outcome.line
+    return lambda name, rank=0: torch.load(folder / f"{name}, rank {rank}", weights_only=False)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_supervised_steps_are_those_of_the_reference(left, stage):
+    _, changes = two_ranks.RUNS[stage]
+    config = cases.configuration(stage, **changes)
+    expected = cases.reference_supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
+    cases.assert_same(left(stage), expected)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo, LoRA"])
+def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
+    stage, changes = two_ranks.RUNS[name]
+    config = cases.configuration(stage, **changes)
+    found, other = left(name), left(name, rank=1)
+    expected = cases.reference_ppo(
+        config, cases.Models.build(lora=bool(config.lora.rank)), found.rollouts, found.heldout
+    )
+    cases.assert_same(found, expected)
+    for model, weights in found.weights.items():
+        assert_close_weights(other.weights[model], weights, atol=0)
