@@ -1,38 +1,19 @@
-"""Runs of the real stages on tiny models and rows, the same runs by the reference, and their comparison.
-
-A `Case` is models, rows and settings. `real_*` runs the stage itself (`sft.run` and so on: its loop, engines, batches
-and records) and `reference_*` the reference; both return an `Outcome`.
-"""
+"""What the runs have in common: settings, tiny models, rows, and the comparison of two outcomes."""
 
 from __future__ import annotations
 
-import copy
-import json
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import tests.reference.ppo
-import tests.reference.reward
-import tests.reference.sft
-from accelerators import Accelerator, ShapePolicy
-from rlhf.config import Config, OptimizerConfig, build_config
+from rlhf.config import Config, build_config
 from rlhf.data.rows import Message, Row
 from rlhf.data.tokenization import Demonstration, Pair, Prompt, StageData
-from rlhf.engine import distributed
-from rlhf.metrics.recorder import Recorder
-from rlhf.models.lora import add_adapters
-from rlhf.run import RunDirectory
-from rlhf.stages import ppo, reward, sft
-from rlhf.stages.loop import StageContext
-from tests.helpers import llama, weights
-from tests.reference.adamw import AdamW
-from tests.reference.network import Network
+from tests.helpers import llama
 
 Weights = dict[str, Tensor]
 Sequence = tuple[list[int], list[int]]
@@ -94,7 +75,6 @@ class Outcome:
     weights: dict[str, Weights]
     rollouts: list[Rollout] = field(default_factory=list)
     heldout: list[Sequence] = field(default_factory=list)  # what PPO's evaluation before drew
-    reference: tests.reference.ppo.PPO | None = None
 
 
 @dataclass
@@ -103,6 +83,21 @@ class Rollout:
 
     sequences: list[Sequence]  # of real rows
     passes: list[list[list[int]]]  # each pass's minibatches, as indices into `sequences`
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    """Every number and every weight."""
+    assert len(found.steps) == len(expected.steps) > 0
+    for number, (step, reference) in enumerate(zip(found.steps, expected.steps), 1):
+        for name, value in reference.items():
+            assert step[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"{name} of step {number}"
+    for name, value in expected.before.items():
+        assert found.before[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"held-out {name}"
+    for model, reference_weights in expected.weights.items():
+        assert found.weights[model].keys() == reference_weights.keys()
+        for name, tensor in reference_weights.items():
+            difference = (found.weights[model][name].double() - tensor).abs().max().item()
+            assert difference < 2e-5, f"{model} {name} differs by {difference}"
 
 
 def configuration(stage: str, **changes: Any) -> Config:
@@ -202,77 +197,6 @@ def data(stage: str, count: int) -> StageData:
     return StageData(train=rows[:count], heldout=rows[count:], reports=[])
 
 
-def context(accelerator: Accelerator, config: Config, stage: Any, folder: Path) -> StageContext:
-    """As `rlhf.pipeline.run` makes it."""
-    run = RunDirectory(folder)
-    place, world = run.stage(stage), distributed.world()
-    checkpoint = place.latest_checkpoint
-    step = int(checkpoint.name.removeprefix("step-")) if checkpoint else None
-    recorder = Recorder(place, enabled=world.is_main, resume_step=step)
-    shapes = ShapePolicy(config.engine.shapes)
-    return StageContext(config, accelerator, accelerator.precision("fp32"), shapes, world, run, place, recorder)
-
-
-def records(place: Any, key: str) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl that hold `key`."""
-    lines = [json.loads(line) for line in place.metrics.read_text().splitlines()]
-    return [line for line in lines if key in line]
-
-
-# The supervised stages
-
-
-def real_supervised(
-    stage: str, accelerator: Accelerator, config: Config, model: Any, count: int, folder: Path
-) -> Outcome | None:
-    """`sft.run` or `reward.run`; what it left is returned on rank 0."""
-    run = {"sft": sft.run, "reward": reward.run}[stage]
-    around = context(accelerator, config, stage, folder)
-    with around.recorder:
-        summary = run(around, copy.deepcopy(model), Tokenizer(), data(stage, count))
-    if not around.world.is_main:
-        return None
-    return Outcome(records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})
-
-
-def reference_supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
-    network = reference_network(model, config)
-    settings = config.sft if stage == "sft" else config.reward
-    rows = data(stage, count)
-    total = settings.max_steps
-    batches = [[as_tuple(row) for row in batch] for batch in global_batches(config, settings, rows.train)[:total]]
-    optimizer = AdamW(network.trained, settings.optimizer, total)
-    heldout = [as_tuple(row) for row in rows.heldout]
-    if stage == "sft":
-        before = {"perplexity": tests.reference.sft.perplexity(network, heldout, loss_on=config.sft.loss_on)}
-        steps = [tests.reference.sft.step(network, optimizer, rows, loss_on=config.sft.loss_on) for rows in batches]
-    else:
-        pad = Tokenizer.pad_token_id
-        before = tests.reference.reward.scores(network, heldout, pad=pad)
-        steps = [tests.reference.reward.step(network, optimizer, pairs, pad=pad) for pairs in batches]
-    return Outcome(steps, before, {"model": network.merged()})
-
-
-def as_tuple(example: Any) -> Any:
-    if isinstance(example, Demonstration):
-        return example.prompt_ids, example.completion_ids
-    return example.prompt_ids, example.chosen_ids, example.rejected_ids
-
-
-def global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list[Any]]:
-    """Epoch after epoch in the orders that the seed gives; the last batch of each has what is left."""
-    found = []
-    for epoch in range(settings.epochs):
-        order = list(range(len(rows)))
-        random.Random(f"epoch {config.seed} {epoch}").shuffle(order)
-        starts = range(0, len(rows), settings.batch_size)
-        found += [[rows[index] for index in order[start : start + settings.batch_size]] for start in starts]
-    return found
-
-
-# PPO
-
-
 @dataclass
 class Models:
     """PPO's models, before training."""
@@ -291,167 +215,3 @@ class Models:
             scalar_model(13, kind, scale=0.5),
             scalar_model(14, kind, scale=2.0),
         )
-
-
-class StopError(Exception):
-    """A process that ends after a step."""
-
-
-def real_ppo(
-    accelerator: Accelerator,
-    config: Config,
-    models: Models,
-    count: int,
-    folder: Path,
-    *,
-    stop_before: int | None = None,
-) -> Outcome:
-    """`ppo.run`, its rollouts looked at; the same on every rank.
-
-    Raises:
-        StopError: after all steps before step `stop_before` (0-based).
-    """
-    around = context(accelerator, config, "ppo", folder)
-    watched: list[ppo.PPO] = []
-    heldout: list[Sequence] = []
-    rollouts: list[Rollout] = []
-
-    class Watched(ppo.PPO):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            watched.append(self)
-
-        def generate(self, prompts: Any) -> Any:
-            found = super().generate(prompts)
-            if not heldout:
-                heldout.extend(sequences(self, found, rows.heldout))
-            return found
-
-        def step(self, index: int) -> dict[str, float]:
-            if index == stop_before:
-                raise StopError
-            numbers = super().step(index)
-            rollouts.append(rollout(self, index))
-            return numbers
-
-    rows = data("ppo", count)
-    four = ppo.Models(*(copy.deepcopy(getattr(models, name)) for name in ("actor", "reference", "critic", "reward")))
-    with pytest.MonkeyPatch.context() as patch, around.recorder:
-        patch.setattr(ppo, "PPO", Watched)
-        try:
-            summary = ppo.run(around, four, Tokenizer(), rows)
-        except StopError as stop:
-            stop.args = (rollouts, heldout)
-            raise
-    engines = {"actor": watched[0].actor, "critic": watched[0].critic}
-    return Outcome(
-        records(around.directory, "policy_loss"),
-        summary["before"],
-        {name: state(engine) for name, engine in engines.items()} | {"saved": weights(around.directory.model)},
-        rollouts,
-        heldout,
-    )
-
-
-def sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) -> list[Sequence]:
-    """The real rows of what `generate` returned, of all ranks.
-
-    A completion ends with the first of its end tokens: of the stage's masks nothing is taken over.
-    """
-    columns = drawn["action_mask"].shape[1]
-    mine = [row[-columns:] for row in drawn["input_ids"].tolist()]
-    every = [row for share in distributed.all_gather_objects(mine) for row in share]
-    ends = set(stage.decoder.eos_ids.tolist())
-    return [(example.prompt_ids, cut(row, ends)) for example, row in zip(examples, every)]
-
-
-def rollout(stage: ppo.PPO, index: int) -> Rollout:
-    """What chance decided in a step, of all ranks; the order of the rows is that of `PPO._order`."""
-    settings, size = stage.settings, stage.context.world.size
-    experience, examples = vars(stage.experience), stage.batches.examples(index)
-    passes = []
-    for epoch in range(settings.ppo_epochs):
-        generator = stage._order(index, epoch)
-        share = settings.batch_size // size
-        order = list(range(share)) if generator is None else torch.randperm(share, generator=generator).tolist()
-        rows = (settings.minibatch_size or settings.batch_size) // size
-        # Each rank takes the same places of its own share.
-        minibatches = [
-            [rank * share + place for rank in range(size) for place in order[start : start + rows]]
-            for start in range(0, share, rows)
-        ]
-        passes.append([[row for row in part if row < len(examples)] for part in minibatches])
-    return Rollout(sequences(stage, experience, examples), passes)
-
-
-def cut(tokens: list[int], ends: set[int]) -> list[int]:
-    """Up to and with the first end token."""
-    length = next((number for number, token in enumerate(tokens, 1) if token in ends), len(tokens))
-    return tokens[:length]
-
-
-def reference_ppo(config: Config, models: Models, rollouts: list[Rollout], heldout: list[Sequence]) -> Outcome:
-    settings = config.ppo
-    minibatches = settings.batch_size // (settings.minibatch_size or settings.batch_size)
-    reference = tests.reference.ppo.PPO(
-        settings,
-        reference_network(models.actor, config),
-        reference_network(models.critic, config),
-        Network(models.reward),
-        Network(models.reference) if models.reference is not None else None,
-        settings.steps * settings.ppo_epochs * minibatches,
-    )
-    before = tests.reference.ppo.evaluation(reference.collect(heldout))
-    steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]
-    left = {"actor": reference.actor.state(), "critic": reference.critic.state(), "saved": reference.actor.merged()}
-    return Outcome(steps, before, left, reference=reference)
-
-
-# Models and weights
-
-
-def reference_network(model: nn.Module, config: Config) -> Network:
-    """With LoRA: adapters on every linear layer of the transformer, their A drawn by peft from the run's seed."""
-    if not config.lora.rank:
-        return Network(model)
-    adapted = copy.deepcopy(model)
-    add_adapters(adapted, config.lora, seed=config.seed)
-    drawn = adapted.state_dict()
-    adapters = {}
-    for path, layer in model.base_model.named_modules():
-        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
-            name = f"{model.base_model_prefix}.{path}"
-            a, b = (drawn[f"{name}.lora_{factor}.default.weight"] for factor in "AB")
-            assert a.any() and not b.any()
-            adapters[f"{name}.weight"] = (a, b)
-    return Network(model, adapters, config.lora.alpha / config.lora.rank)
-
-
-def state(engine: Any) -> Weights:
-    """An engine's weights, under the names that `Network.state` gives them."""
-    with engine.whole_weights() as module:
-        found = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    if engine.name == "critic":
-        found = {name.removeprefix("model."): tensor for name, tensor in found.items()}
-    renamed = {}
-    for name, tensor in found.items():
-        for factor in "AB":
-            name = name.replace(f".lora_{factor}.default.weight", f".weight.{factor}")
-        renamed[name.replace(".base_layer.", ".")] = tensor
-    renamed.pop("lm_head.weight", None)  # tied to the embedding
-    return renamed
-
-
-def assert_same(found: Outcome, expected: Outcome) -> None:
-    """Every number and every weight."""
-    assert len(found.steps) == len(expected.steps) > 0
-    for number, (step, reference) in enumerate(zip(found.steps, expected.steps), 1):
-        for name, value in reference.items():
-            assert step[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"{name} of step {number}"
-    for name, value in expected.before.items():
-        assert found.before[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"held-out {name}"
-    for model, reference_weights in expected.weights.items():
-        assert found.weights[model].keys() == reference_weights.keys()
-        for name, tensor in reference_weights.items():
-            difference = (found.weights[model][name].double() - tensor).abs().max().item()
-            assert difference < 2e-5, f"{model} {name} differs by {difference}"

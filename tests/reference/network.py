@@ -25,9 +25,7 @@ class Network:
         self._model = _Heads(_plain(model))
         self._scaling = scaling
         self.weights = {name: tensor.detach().clone() for name, tensor in self._model.model.named_parameters()}
-        self.adapters = {
-            name: (a.detach().double().clone(), b.detach().double().clone()) for name, (a, b) in (adapters or {}).items()
-        }
+        self.adapters = {name: (a.double().clone(), b.double().clone()) for name, (a, b) in (adapters or {}).items()}
         self.trained: dict[str, Tensor] = {}
         for name, (a, b) in self.adapters.items():
             self.trained |= {f"{name}.A": a, f"{name}.B": b}

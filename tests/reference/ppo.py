@@ -103,7 +103,8 @@ class PPO:
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """One update of the policy and one of the critic on a minibatch."""
-        policy, value, actions, clipped, kept_near = torch.zeros((), dtype=torch.float64), 0.0, 0, 0, 0
+        policy = value = torch.zeros((), dtype=torch.float64)
+        actions = clipped = kept_near = 0
         for row in rows:
             log_probs, _ = self._log_probs(row.prompt, row.completion, self.actor)
             values = self._values(row.prompt, row.completion)

@@ -1,4 +1,4 @@
-"""The reward model: the ranking loss on pairs of replies (arXiv:2203.02155, equation 1; arXiv:2308.01320, section 3.2)."""
+"""The ranking loss on pairs of replies (arXiv:2203.02155, equation 1; arXiv:2308.01320, section 3.2), and one step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def pair_loss(network: Network, pair: Pair, pad: int) -> tuple[Tensor, float, fl
     padded = [row + [pad] * (length - len(row)) for row in rows]
     rewards = [network.scores(ids, real=len(row)) for ids, row in zip(padded, rows)]
     parting = next(column for column in range(length) if padded[0][column] != padded[1][column])
-    losses = [
-        -torch.log(torch.sigmoid(rewards[0][column] - rewards[1][column])) for column in range(parting, length)
-    ]
+    losses = [-torch.log(torch.sigmoid(rewards[0][column] - rewards[1][column])) for column in range(parting, length)]
     scores = [of_row[len(row) - 1].item() for of_row, row in zip(rewards, rows)]
     return sum(losses) / len(losses), scores[0], scores[1]
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean negative log-likelihood of all target tokens of a global batch, and one step down."""
+"""Supervised fine-tuning: the mean negative log-likelihood of a global batch's target tokens, and one step down."""
 
 from __future__ import annotations
 

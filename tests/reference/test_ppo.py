@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.reference import cases
+from tests.reference import cases, expected, real
 
 LATE = {"schedule": "linear", "warmup": 0.4, "min_lr_ratio": 0.2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ ROWS = 14  # the second batch of 8 lacks two
 
 @pytest.fixture(scope="module")
 def ran(accelerator, tmp_path_factory):
-    """name -> (configuration, what the run left, what the reference expects)."""
+    """name -> (configuration, what the run left, what it should have left, the reference's algorithm)."""
     known: dict[str, Any] = {}
 
     def run(name: str) -> Any:
@@ -41,8 +41,8 @@ def ran(accelerator, tmp_path_factory):
             kind, changes = CASES[name]
             config = cases.configuration("ppo", **changes)
             models = cases.Models.build(kind, lora=bool(config.lora.rank))
-            found = cases.real_ppo(accelerator, config, models, ROWS, tmp_path_factory.mktemp("run"))
-            known[name] = config, found, cases.reference_ppo(config, models, found.rollouts, found.heldout)
+            found = real.reinforced(accelerator, config, models, ROWS, tmp_path_factory.mktemp("run"))
+            known[name] = config, found, *expected.reinforced(config, models, found.rollouts, found.heldout)
         return known[name]
 
     return run
@@ -50,19 +50,16 @@ def ran(accelerator, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_the_reference(ran, name):
-    config, found, expected = ran(name)
+    config, found, wanted, _ = ran(name)
     assert len(found.steps) == config.ppo.steps
-    cases.assert_same(found, expected)
+    cases.assert_same(found, wanted)
 
 
 def test_these_steps_bring_every_limit_to_bear(ran):
     """Otherwise the comparison would not see a mistake in one."""
-    config, _, expected = ran("ZeRO 1, the last batch filled up")
-    settings, reference = config.ppo, expected.reference
+    config, _, wanted, reference = ran("ZeRO 1, the last batch filled up")
+    settings = config.ppo
     rows, updates = [row for rollout in reference.rollouts for row in rollout], reference.updates
-    print([len(r.completion) for r in rows], [r.score for r in rows])
-    print([(u['clip_fraction'], u['value_clip_fraction'], u['grad_norm'], u['critic_grad_norm']) for u in updates])
-    print([ (s['kl'],s['kl_coef']) for s in expected.steps])
     assert [len(rollout) for rollout in reference.rollouts] == [8, 6]
     assert {1, cases.COMPLETION} < {len(row.completion) for row in rows}
     assert len({len(row.prompt) for row in rows}) > 3
@@ -72,13 +69,13 @@ def test_these_steps_bring_every_limit_to_bear(ran):
     assert 0 < updates[2]["clip_fraction"] < 1 and 0 < updates[2]["value_clip_fraction"] < 1
     assert all(update["grad_norm"] > settings.optimizer.max_grad_norm for update in updates)
     assert all(update["critic_grad_norm"] > settings.critic_optimizer.max_grad_norm for update in updates)
-    error = expected.steps[0]["kl"] / settings.kl_target - 1
+    error = wanted.steps[0]["kl"] / settings.kl_target - 1
     assert 0 < abs(error) < 0.2
 
 
 def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran):
     """With one update a step, every ratio is 1: nothing is clipped, however large the learning rate."""
-    _, found, _ = ran("one minibatch, no whitening, a fixed coefficient, dynamic shapes")
+    _, found, *_ = ran("one minibatch, no whitening, a fixed coefficient, dynamic shapes")
     assert [step["clip_fraction"] for step in found.steps] == [0, 0, 0]
 
 
@@ -86,8 +83,9 @@ def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran)
 def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, lora):
     config = cases.configuration("ppo", lora=lora)
     models = cases.Models.build(lora=bool(lora))
-    with pytest.raises(cases.StopError) as stopped:
-        cases.real_ppo(accelerator, config, models, ROWS, tmp_path, stop_before=1)
+    with pytest.raises(real.StopError) as stopped:
+        real.reinforced(accelerator, config, models, ROWS, tmp_path, stop_before=1)
     first, heldout = stopped.value.args
-    found = cases.real_ppo(accelerator, config, models, ROWS, tmp_path)
-    cases.assert_same(found, cases.reference_ppo(config, models, [*first, *found.rollouts], heldout))
+    found = real.reinforced(accelerator, config, models, ROWS, tmp_path)
+    wanted, _ = expected.reinforced(config, models, [*first, *found.rollouts], heldout)
+    cases.assert_same(found, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reference import cases
+from tests.reference import cases, expected, real
 
 CASES = {
     "ZeRO 1, the last batch filled up": ("llama", {}),
@@ -18,8 +18,8 @@ ROWS = 6  # the second batch of 4 lacks two
 def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
     kind, changes = CASES[name]
     config, model = cases.configuration("reward", **changes), cases.scalar_model(1, kind)
-    found = cases.real_supervised("reward", accelerator, config, model, ROWS, tmp_path)
-    expected = cases.reference_supervised("reward", config, model, ROWS)
+    found = real.supervised("reward", accelerator, config, model, ROWS, tmp_path)
     assert len(found.steps) == config.reward.max_steps
-    print(expected.steps, expected.before)
-    cases.assert_same(found, expected)
+    wanted = expected.supervised("reward", config, model, ROWS)
+    assert any(step["accuracy"] != 0.5 for step in wanted.steps)  # which would be the same if it were inverted
+    cases.assert_same(found, wanted)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
+import torch
 
-from tests.reference import cases
+from tests.reference import cases, expected, real
 
 SCHEDULE = {"epochs": 2, "max_steps": 4, "optimizer": cases.OPTIMIZER | {"warmup": 0.25, "min_lr_ratio": 0.2}}
 CASES = {
@@ -23,19 +22,15 @@ ROWS = 6  # the second batch of 4 lacks two
 def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
     kind, changes = CASES[name]
     config, model = cases.configuration("sft", **changes), cases.language_model(1, kind)
-    found = cases.real_supervised("sft", accelerator, config, model, ROWS, tmp_path)
-    expected = cases.reference_supervised("sft", config, model, ROWS)
+    found = real.supervised("sft", accelerator, config, model, ROWS, tmp_path)
     assert len(found.steps) == config.sft.max_steps
-    cases.assert_same(found, expected)
+    cases.assert_same(found, expected.supervised("sft", config, model, ROWS))
 
 
 def test_the_loss_is_the_one_that_transformers_computes_from_labels(accelerator, tmp_path):
-    """A third opinion, of a batch of rows whose targets are all their tokens but the first."""
-    import torch
-
+    """A third opinion, on one row whose targets are all its tokens but the first."""
     config, model = cases.configuration("sft", batch_size=1, micro_batch_size=1, loss_on="all"), cases.language_model(1)
-    found = cases.real_supervised("sft", accelerator, config, model, 1, tmp_path)
-    prompt, completion = cases.as_tuple(cases.data("sft", 1).train[0])
+    found = real.supervised("sft", accelerator, config, model, 1, tmp_path)
+    prompt, completion = expected.tokens(cases.data("sft", 1).train[0])
     ids = torch.tensor([prompt + completion])
     assert found.steps[0]["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
-    assert math.isfinite(found.steps[0]["loss"])

@@ -11,7 +11,7 @@ import torch
 
 from rlhf import ranks
 from tests.helpers import assert_close_weights
-from tests.reference import cases, two_ranks
+from tests.reference import cases, expected, two_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +30,8 @@ def left(tmp_path_factory) -> Any:
 def test_supervised_steps_are_those_of_the_reference(left, stage):
     _, changes = two_ranks.RUNS[stage]
     config = cases.configuration(stage, **changes)
-    expected = cases.reference_supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
-    cases.assert_same(left(stage), expected)
+    wanted = expected.supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
+    cases.assert_same(left(stage), wanted)
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo, LoRA"])
@@ -39,9 +39,7 @@ def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
     stage, changes = two_ranks.RUNS[name]
     config = cases.configuration(stage, **changes)
     found, other = left(name), left(name, rank=1)
-    expected = cases.reference_ppo(
-        config, cases.Models.build(lora=bool(config.lora.rank)), found.rollouts, found.heldout
-    )
-    cases.assert_same(found, expected)
+    models = cases.Models.build(lora=bool(config.lora.rank))
+    cases.assert_same(found, expected.reinforced(config, models, found.rollouts, found.heldout)[0])
     for model, weights in found.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)

@@ -8,7 +8,7 @@ import torch
 
 import accelerators
 from rlhf.engine import distributed
-from tests.reference import cases
+from tests.reference import cases, real
 
 ROWS = {"sft": 6, "reward": 6, "ppo": 14}
 """Two less than fill the last batch: the second rank's share lacks them."""
@@ -27,9 +27,9 @@ def main(folder: str) -> None:
             config, output = cases.configuration(stage, **changes), Path(folder) / name
             if stage == "ppo":
                 models = cases.Models.build(lora=bool(config.lora.rank))
-                found = cases.real_ppo(accelerator, config, models, ROWS[stage], output)
+                found = real.reinforced(accelerator, config, models, ROWS[stage], output)
             else:
-                found = cases.real_supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
+                found = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
             torch.save(found, Path(folder) / f"{name}, rank {distributed.world().rank}")
 
 
