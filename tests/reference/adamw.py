@@ -15,7 +15,7 @@ def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
     rising = round(config.warmup * total)
     if step < rising:
         return config.learning_rate * (step + 1) / (rising + 1)
-    # The line that says where the schedule ends: 1 is reached at step `total`, one after the last.
+    # Where the schedule ends: at step `total`, one after the last.
     passed = (step - rising) / max(1, total - rising)
     shape = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + math.cos(math.pi * passed)) / 2}[config.schedule]
     if config.schedule == "constant":

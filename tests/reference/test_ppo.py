@@ -56,7 +56,7 @@ def test_steps_are_those_of_the_reference(ran, name):
 
 
 def test_these_steps_bring_every_limit_to_bear(ran):
-    """Otherwise the comparison would not see a mistake in one."""
+    """Otherwise the comparison would not see a mistake in one; where sampling changes, choose other settings."""
     config, _, wanted, reference = ran("ZeRO 1, the last batch filled up")
     settings = config.ppo
     rows, updates = [row for rollout in reference.rollouts for row in rollout], reference.updates
@@ -71,6 +71,13 @@ def test_these_steps_bring_every_limit_to_bear(ran):
     assert all(update["critic_grad_norm"] > settings.critic_optimizer.max_grad_norm for update in updates)
     error = wanted.steps[0]["kl"] / settings.kl_target - 1
     assert 0 < abs(error) < 0.2
+
+
+def test_every_pass_visits_every_row_once_in_an_order_of_its_own(ran):
+    _, found, *_ = ran("ZeRO 1, the last batch filled up")
+    orders = [[row for part in minibatches for row in part] for step in found.rollouts for minibatches in step.passes]
+    assert [sorted(order) for order in orders] == [list(range(8))] * 2 + [list(range(6))] * 2
+    assert len({tuple(order) for order in orders}) == 4
 
 
 def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran):
