@@ -18,28 +18,24 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory) -> Any:
-    """(run, rank) -> what it left."""
+    """(stage, rank) -> what it left."""
     folder = tmp_path_factory.mktemp("two-ranks")
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.reference import two_ranks"
     outcome = ranks.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
     assert outcome is None, outcome.line
-    return lambda name, rank=0: torch.load(folder / f"{name}, rank {rank}", weights_only=False)
+    return lambda stage, rank=0: torch.load(folder / f"{stage}, rank {rank}", weights_only=False)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_supervised_steps_are_those_of_the_reference(left, stage):
-    _, changes = two_ranks.RUNS[stage]
-    config = cases.configuration(stage, **changes)
+    config = cases.configuration(stage, **two_ranks.CHANGES[stage])
     wanted = expected.supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
     cases.assert_same(left(stage), wanted)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo, LoRA"])
-def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
-    stage, changes = two_ranks.RUNS[name]
-    config = cases.configuration(stage, **changes)
-    found, other = left(name), left(name, rank=1)
-    models = cases.Models.build(lora=bool(config.lora.rank))
-    cases.assert_same(found, expected.reinforced(config, models, found.rollouts, found.heldout)[0])
+def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left):
+    config = cases.configuration("ppo", **two_ranks.CHANGES["ppo"])
+    found, other = left("ppo"), left("ppo", rank=1)
+    cases.assert_same(found, expected.reinforced(config, cases.Models.build(), found.rollouts, found.heldout)[0])
     for model, weights in found.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)
