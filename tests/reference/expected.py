@@ -1,0 +1,91 @@
+"""The same runs by the reference: the same models, rows and settings, step after step, and what they should leave."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+from torch import nn
+
+from rlhf.config import Config
+from rlhf.data.tokenization import Demonstration
+from rlhf.models.lora import add_adapters
+from tests.reference import ppo, reward, sft
+from tests.reference.adamw import AdamW
+from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, data
+from tests.reference.network import Network
+
+
+def supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
+    """What `real.supervised` should leave."""
+    network = _network(model, config)
+    settings = config.sft if stage == "sft" else config.reward
+    rows = data(stage, count)
+    total = settings.max_steps
+    batches = [[tokens(row) for row in batch] for batch in _global_batches(config, settings, rows.train)[:total]]
+    optimizer = AdamW(network.trained, settings.optimizer, total)
+    heldout = [tokens(row) for row in rows.heldout]
+    if stage == "sft":
+        before = {"perplexity": sft.perplexity(network, heldout, loss_on=config.sft.loss_on)}
+        steps = [sft.step(network, optimizer, rows, loss_on=config.sft.loss_on) for rows in batches]
+    else:
+        pad = Tokenizer.pad_token_id
+        before = reward.scores(network, heldout, pad=pad)
+        steps = [reward.step(network, optimizer, pairs, pad=pad) for pairs in batches]
+    return Outcome(steps, before, {"model": network.merged()})
+
+
+def tokens(example: Any) -> Any:
+    """A `sft.Row` or a `reward.Pair`."""
+    if isinstance(example, Demonstration):
+        return example.prompt_ids, example.completion_ids
+    return example.prompt_ids, example.chosen_ids, example.rejected_ids
+
+
+def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list[Any]]:
+    """Epoch after epoch in the orders that the seed gives; the last batch of each has what is left."""
+    found = []
+    for epoch in range(settings.epochs):
+        order = list(range(len(rows)))
+        random.Random(f"epoch {config.seed} {epoch}").shuffle(order)
+        starts = range(0, len(rows), settings.batch_size)
+        found += [[rows[index] for index in order[start : start + settings.batch_size]] for start in starts]
+    return found
+
+
+def reinforced(
+    config: Config, models: Models, rollouts: list[Rollout], heldout: list[Sequence]
+) -> tuple[Outcome, ppo.PPO]:
+    """What `real.reinforced` should leave after these rollouts, and the algorithm with all that it met on the way."""
+    settings = config.ppo
+    minibatches = settings.batch_size // (settings.minibatch_size or settings.batch_size)
+    reference = ppo.PPO(
+        settings,
+        _network(models.actor, config),
+        _network(models.critic, config),
+        Network(models.reward),
+        Network(models.reference) if models.reference is not None else None,
+        settings.steps * settings.ppo_epochs * minibatches,
+    )
+    before = ppo.evaluation(reference.collect(heldout))
+    steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]
+    left = {"actor": reference.actor.state(), "critic": reference.critic.state(), "saved": reference.actor.merged()}
+    return Outcome(steps, before, left), reference
+
+
+def _network(model: nn.Module, config: Config) -> Network:
+    """With LoRA: adapters on every linear layer of the transformer, their A drawn by peft from the run's seed."""
+    if not config.lora.rank:
+        return Network(model)
+    adapted = copy.deepcopy(model)
+    add_adapters(adapted, config.lora, seed=config.seed)
+    drawn = adapted.state_dict()
+    adapters = {}
+    for path, layer in model.base_model.named_modules():
+        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+            name = f"{model.base_model_prefix}.{path}"
+            a, b = (drawn[f"{name}.lora_{factor}.default.weight"] for factor in "AB")
+            assert a.any() and not b.any()
+            adapters[f"{name}.weight"] = (a, b)
+    return Network(model, adapters, config.lora.alpha / config.lora.rank)

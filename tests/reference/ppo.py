@@ -1,0 +1,199 @@
+"""PPO for language models (arXiv:1707.06347, arXiv:2203.02155, arXiv:2308.01320): what follows from one rollout.
+
+A token is an action; the state in which it is drawn is all before it. The reward of an action is minus the
+coefficient times log(policy / reference); a sequence's last action also earns the reward model's score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf.config import PPOConfig
+from tests.reference.adamw import AdamW
+from tests.reference.network import Network
+
+
+@dataclass
+class Row:
+    """A sequence, and what the models made of it when it was drawn; one number per action."""
+
+    prompt: list[int]
+    completion: list[int]
+    score: float
+    log_probs: list[float]
+    ref_log_probs: list[float]
+    entropy: list[float]
+    values: list[float]
+    advantages: list[float]
+    returns: list[float]
+
+    @property
+    def kl(self) -> float:
+        return sum(self.log_probs) - sum(self.ref_log_probs)
+
+
+class PPO:
+    """The four models and the coefficient of the KL penalty.
+
+    Args:
+        reference: None: the actor without its adapters (LoRA).
+        total_updates: optimizer steps of the whole run.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        actor: Network,
+        critic: Network,
+        reward_model: Network,
+        reference: Network | None,
+        total_updates: int,
+    ) -> None:
+        self.config = config
+        self.actor, self.critic, self.reward_model, self.reference = actor, critic, reward_model, reference
+        self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates)
+        self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates)
+        self.kl_coef = config.kl_coef
+        self.rollouts: list[list[Row]] = []
+        self.updates: list[dict[str, float]] = []
+
+    def step(
+        self, sequences: Sequence[tuple[list[int], list[int]]], passes: Sequence[Sequence[Sequence[int]]]
+    ) -> dict[str, float]:
+        """Learn from one rollout; returns what is recorded of it.
+
+        Args:
+            sequences: the real rows of the global batch, each (prompt ids, completion ids).
+            passes: for each pass over the rollout, its minibatches: lists of indices into `sequences`.
+        """
+        rate, coefficient = self.actor_optimizer.rate, self.kl_coef
+        rows = self.collect(sequences)
+        updates = [self.update([rows[index] for index in part]) for minibatches in passes for part in minibatches]
+        self.rollouts.append(rows)
+        self.updates += updates
+        numbers = {
+            **statistics(rows),
+            "policy_loss": _mean([update["policy_loss"] for update in updates]),
+            "value_loss": _mean([update["value_loss"] for update in updates]),
+            "clip_fraction": _mean([update["clip_fraction"] for update in updates]),
+            "grad_norm": updates[-1]["grad_norm"],
+            "critic_grad_norm": updates[-1]["critic_grad_norm"],
+            "learning_rate": rate,
+            "kl_coef": coefficient,
+        }
+        self._adapt(numbers["kl"])
+        return numbers
+
+    def collect(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Row]:
+        """What is known of each sequence before the first update."""
+        with torch.no_grad():
+            rows = [self._row(prompt, completion) for prompt, completion in sequences]
+        if self.config.whiten_advantages:
+            every = [advantage for row in rows for advantage in row.advantages]
+            mean = _mean(every)
+            variance = _mean([(advantage - mean) ** 2 for advantage in every])
+            for row in rows:
+                row.advantages = [(advantage - mean) / math.sqrt(variance + 1e-8) for advantage in row.advantages]
+        return rows
+
+    def update(self, rows: Sequence[Row]) -> dict[str, float]:
+        """One update of the policy and one of the critic on a minibatch."""
+        policy = value = torch.zeros((), dtype=torch.float64)
+        actions = clipped = kept_near = 0
+        for row in rows:
+            log_probs, _ = self._log_probs(row.prompt, row.completion, self.actor)
+            values = self._values(row.prompt, row.completion)
+            for action in range(len(row.completion)):
+                actions += 1
+                advantage, target, old = row.advantages[action], row.returns[action], row.values[action]
+                ratio = torch.exp(log_probs[action] - row.log_probs[action])
+                nearby = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
+                policy = policy + torch.max(-advantage * ratio, -advantage * nearby)
+                clipped += abs(ratio.item() - 1) > self.config.clip
+                near = values[action].clamp(old - self.config.value_clip, old + self.config.value_clip)
+                kept_near += (near.item() - target) ** 2 > (values[action].item() - target) ** 2
+                value = value + 0.5 * torch.max((values[action] - target) ** 2, (near - target) ** 2)
+        policy_loss, value_loss = policy / actions, value / actions
+        return {
+            "policy_loss": policy_loss.item(),
+            "value_loss": value_loss.item(),
+            "clip_fraction": clipped / actions,
+            "value_clip_fraction": kept_near / actions,
+            "grad_norm": self.actor_optimizer.step(policy_loss),
+            "critic_grad_norm": self.critic_optimizer.step(value_loss),
+        }
+
+    def _row(self, prompt: list[int], completion: list[int]) -> Row:
+        policy, entropy = self._log_probs(prompt, completion, self.actor)
+        reference, _ = self._log_probs(prompt, completion, self.reference or self.actor, adapted=False)
+        values = self._values(prompt, completion)
+        score = self.reward_model.scores(prompt + completion)[-1]
+        rewards = [float(-self.kl_coef * (p - r)) for p, r in zip(policy, reference)]
+        rewards[-1] += min(max(float(score), -self.config.score_clip), self.config.score_clip)
+        # Generalized advantage estimation (arXiv:1506.02438, equations 11-16): nothing follows the last action.
+        advantages = [0.0] * len(completion)
+        following = value_after = 0.0
+        for action in reversed(range(len(completion))):
+            error = rewards[action] + self.config.gamma * value_after - float(values[action])
+            following = error + self.config.gamma * self.config.lam * following
+            advantages[action], value_after = following, float(values[action])
+        returns = [advantage + float(value) for advantage, value in zip(advantages, values)]
+        return Row(
+            *(prompt, completion, float(score)),
+            *([float(number) for number in numbers] for numbers in (policy, reference, entropy, values)),
+            *(advantages, returns),
+        )
+
+    def _log_probs(
+        self, prompt: list[int], completion: list[int], network: Network, *, adapted: bool = True
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(log-probability, entropy) of each action, of the distribution that tokens are drawn from."""
+        logits = network.logits(prompt + completion, adapted=adapted)
+        log_probs, entropies = [], []
+        for action, token in enumerate(completion):
+            distribution = torch.log_softmax(logits[len(prompt) + action - 1] / self.config.sampling.temperature, 0)
+            log_probs.append(distribution[token])
+            entropies.append(-(distribution.exp() * distribution).sum())
+        return log_probs, entropies
+
+    def _values(self, prompt: list[int], completion: list[int]) -> list[Tensor]:
+        """The critic's value of the state in which each action is taken: at the token before it."""
+        scores = self.critic.scores(prompt + completion)
+        return [scores[len(prompt) + action - 1] for action in range(len(completion))]
+
+    def _adapt(self, kl: float) -> None:
+        """The adaptive coefficient (arXiv:1909.08593, section 2.2); a step that lacks rows counts as a whole one."""
+        if self.config.kl_target is not None:
+            error = min(max(kl / self.config.kl_target - 1, -0.2), 0.2)
+            self.kl_coef *= 1 + error * self.config.batch_size / self.config.kl_horizon
+
+
+def statistics(rows: Sequence[Row]) -> dict[str, float]:
+    """What is recorded of a rollout itself."""
+    scores = [row.score for row in rows]
+    return {
+        "reward": _mean(scores),
+        "reward_std": math.sqrt(_mean([(score - _mean(scores)) ** 2 for score in scores])),
+        "kl": _mean([row.kl for row in rows]),
+        "entropy": _mean([entropy for row in rows for entropy in row.entropy]),
+        "response_length": _mean([len(row.completion) for row in rows]),
+        "returns": _mean([value for row in rows for value in row.returns]),
+        "tokens": float(sum(len(row.completion) for row in rows)),
+    }
+
+
+def evaluation(rows: Sequence[Row]) -> dict[str, float]:
+    """What is recorded of held-out prompts; distinct_2: different pairs of neighbours, as a part of all pairs."""
+    pairs = [row.completion[start : start + 2] for row in rows for start in range(len(row.completion) - 1)]
+    different = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
+    numbers = {name: value for name, value in statistics(rows).items() if name not in ("returns", "tokens")}
+    return numbers | {"distinct_2": len(different) / max(len(pairs), 1)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

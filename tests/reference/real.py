@@ -1,0 +1,167 @@
+"""Runs of the real stages: `sft.run`, `reward.run` and `ppo.run` with their loop, engines, batches and records.
+
+`supervised` and `reinforced` take models and settings of `cases` and return what the run left.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator, ShapePolicy
+from rlhf.config import Config
+from rlhf.engine import distributed
+from rlhf.engine.training import TrainingEngine
+from rlhf.metrics.recorder import Recorder
+from rlhf.run import RunDirectory, StageDirectory
+from rlhf.stages import ppo, reward, sft
+from rlhf.stages.loop import StageContext
+from tests.helpers import weights
+from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
+
+
+class StopError(Exception):
+    """A process that ends after a step."""
+
+
+def supervised(
+    stage: str, accelerator: Accelerator, config: Config, model: Any, count: int, folder: Path
+) -> Outcome | None:
+    """`sft.run` or `reward.run`; what it left is returned on rank 0."""
+    run = {"sft": sft.run, "reward": reward.run}[stage]
+    around = _context(accelerator, config, stage, folder)
+    with around.recorder:
+        summary = run(around, copy.deepcopy(model), Tokenizer(), data(stage, count))
+    if not around.world.is_main:
+        return None
+    return Outcome(_records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})
+
+
+def reinforced(
+    accelerator: Accelerator,
+    config: Config,
+    models: Models,
+    count: int,
+    folder: Path,
+    *,
+    stop_before: int | None = None,
+) -> Outcome:
+    """`ppo.run`, its rollouts looked at; the same on every rank.
+
+    Raises:
+        StopError: after all steps before step `stop_before` (0-based).
+    """
+    around = _context(accelerator, config, "ppo", folder)
+    watched: list[ppo.PPO] = []
+    heldout: list[Sequence] = []
+    rollouts: list[Rollout] = []
+
+    class Watched(ppo.PPO):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            watched.append(self)
+
+        def generate(self, prompts: Any) -> Any:
+            found = super().generate(prompts)
+            if not heldout:
+                heldout.extend(_sequences(self, found, rows.heldout))
+            return found
+
+        def step(self, index: int) -> dict[str, float]:
+            if index == stop_before:
+                raise StopError
+            numbers = super().step(index)
+            rollouts.append(_rollout(self, index))
+            return numbers
+
+    rows = data("ppo", count)
+    four = ppo.Models(*(copy.deepcopy(getattr(models, name)) for name in ("actor", "reference", "critic", "reward")))
+    with mock.patch.object(ppo, "PPO", Watched), around.recorder:
+        try:
+            summary = ppo.run(around, four, Tokenizer(), rows)
+        except StopError as stop:
+            stop.args = (rollouts, heldout)
+            raise
+    engines = {"actor": watched[0].actor, "critic": watched[0].critic}
+    return Outcome(
+        _records(around.directory, "policy_loss"),
+        summary["before"],
+        {name: _state(engine) for name, engine in engines.items()} | {"saved": weights(around.directory.model)},
+        rollouts,
+        heldout,
+    )
+
+
+def _sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) -> list[Sequence]:
+    """The real rows of what `generate` returned, of all ranks.
+
+    A completion ends with the first of its end tokens: of the stage's masks nothing is taken over.
+    """
+    columns = drawn["action_mask"].shape[1]
+    mine = [row[-columns:] for row in drawn["input_ids"].tolist()]
+    every = [row for share in distributed.all_gather_objects(mine) for row in share]
+    ends = set(stage.decoder.eos_ids.tolist())
+    return [(example.prompt_ids, _cut(row, ends)) for example, row in zip(examples, every)]
+
+
+def _rollout(stage: ppo.PPO, index: int) -> Rollout:
+    """What chance decided in a step, of all ranks; the order of the rows is that of `PPO._order`."""
+    settings, size = stage.settings, stage.context.world.size
+    experience, examples = vars(stage.experience), stage.batches.examples(index)
+    passes = []
+    for epoch in range(settings.ppo_epochs):
+        generator = stage._order(index, epoch)
+        share = settings.batch_size // size
+        order = list(range(share)) if generator is None else torch.randperm(share, generator=generator).tolist()
+        rows = (settings.minibatch_size or settings.batch_size) // size
+        # Each rank takes the same places of its own share.
+        minibatches = [
+            [rank * share + place for rank in range(size) for place in order[start : start + rows]]
+            for start in range(0, share, rows)
+        ]
+        passes.append([[row for row in part if row < len(examples)] for part in minibatches])
+    return Rollout(_sequences(stage, experience, examples), passes)
+
+
+def _cut(tokens: list[int], ends: set[int]) -> list[int]:
+    """Up to and with the first end token."""
+    length = next((number for number, token in enumerate(tokens, 1) if token in ends), len(tokens))
+    return tokens[:length]
+
+
+def _state(engine: TrainingEngine) -> Weights:
+    """An engine's weights, under the names that `Network.state` gives them."""
+    with engine.whole_weights() as module:
+        found = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    if engine.name == "critic":
+        found = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    renamed = {}
+    for name, tensor in found.items():
+        for factor in "AB":
+            name = name.replace(f".lora_{factor}.default.weight", f".weight.{factor}")
+        renamed[name.replace(".base_layer.", ".")] = tensor
+    renamed.pop("lm_head.weight", None)  # tied to the embedding
+    return renamed
+
+
+def _context(accelerator: Accelerator, config: Config, stage: Any, folder: Path) -> StageContext:
+    """As `rlhf.pipeline.run` makes it."""
+    run = RunDirectory(folder)
+    place, world = run.stage(stage), distributed.world()
+    checkpoint = place.latest_checkpoint
+    step = int(checkpoint.name.removeprefix("step-")) if checkpoint else None
+    recorder = Recorder(place, enabled=world.is_main, resume_step=step)
+    shapes = ShapePolicy(config.engine.shapes)
+    return StageContext(config, accelerator, accelerator.precision("fp32"), shapes, world, run, place, recorder)
+
+
+def _records(place: StageDirectory, key: str) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl that hold `key`."""
+    lines = [json.loads(line) for line in place.metrics.read_text().splitlines()]
+    return [line for line in lines if key in line]

@@ -1,0 +1,98 @@
+"""Steps of PPO are those of the plain reference: rollout statistics, losses, gradients' norms, weights, coefficient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.reference import cases, expected, real
+
+LATE = {"schedule": "linear", "warmup": 0.4, "min_lr_ratio": 0.2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ZeRO 1, the last batch filled up": ("llama", {}),
+    "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
+    "ZeRO 0, GPT-2": ("gpt2", {"engine": {"zero_stage": 0}, "steps": 1}),
+    "GPT-2, LoRA": ("gpt2", {"lora": cases.LORA}),
+    "one minibatch, no whitening, a fixed coefficient, dynamic shapes": (
+        "llama",
+        {
+            "engine": {"zero_stage": 0, "shapes": "dynamic"},
+            "minibatch_size": None,
+            "micro_batch_size": None,
+            "ppo_epochs": 1,
+            "steps": 3,
+            "whiten_advantages": False,
+            "kl_target": None,
+            "optimizer": cases.OPTIMIZER | LATE,
+        },
+    ),
+}
+ROWS = 14  # the second batch of 8 lacks two
+
+
+@pytest.fixture(scope="module")
+def ran(accelerator, tmp_path_factory):
+    """name -> (configuration, what the run left, what it should have left, the reference's algorithm)."""
+    known: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in known:
+            kind, changes = CASES[name]
+            config = cases.configuration("ppo", **changes)
+            models = cases.Models.build(kind, lora=bool(config.lora.rank))
+            found = real.reinforced(accelerator, config, models, ROWS, tmp_path_factory.mktemp("run"))
+            known[name] = config, found, *expected.reinforced(config, models, found.rollouts, found.heldout)
+        return known[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_the_reference(ran, name):
+    config, found, wanted, _ = ran(name)
+    assert len(found.steps) == config.ppo.steps
+    cases.assert_same(found, wanted)
+
+
+def test_these_steps_bring_every_limit_to_bear(ran):
+    """Otherwise the comparison would not see a mistake in one; where sampling changes, choose other settings."""
+    config, _, wanted, reference = ran("ZeRO 1, the last batch filled up")
+    settings = config.ppo
+    rows, updates = [row for rollout in reference.rollouts for row in rollout], reference.updates
+    assert [len(rollout) for rollout in reference.rollouts] == [8, 6]
+    assert {1, cases.COMPLETION} < {len(row.completion) for row in rows}
+    assert len({len(row.prompt) for row in rows}) > 3
+    clipped = [abs(row.score) > settings.score_clip for row in rows]
+    assert any(clipped) and not all(clipped)
+    assert updates[0]["clip_fraction"] == updates[0]["value_clip_fraction"] == 0
+    assert 0 < updates[2]["clip_fraction"] < 1 and 0 < updates[2]["value_clip_fraction"] < 1
+    assert all(update["grad_norm"] > settings.optimizer.max_grad_norm for update in updates)
+    assert all(update["critic_grad_norm"] > settings.critic_optimizer.max_grad_norm for update in updates)
+    error = wanted.steps[0]["kl"] / settings.kl_target - 1
+    assert 0 < abs(error) < 0.2
+
+
+def test_every_pass_visits_every_row_once_in_an_order_of_its_own(ran):
+    _, found, *_ = ran("ZeRO 1, the last batch filled up")
+    orders = [[row for part in minibatches for row in part] for step in found.rollouts for minibatches in step.passes]
+    assert [sorted(order) for order in orders] == [list(range(8))] * 2 + [list(range(6))] * 2
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran):
+    """With one update a step, every ratio is 1: nothing is clipped, however large the learning rate."""
+    _, found, *_ = ran("one minibatch, no whitening, a fixed coefficient, dynamic shapes")
+    assert [step["clip_fraction"] for step in found.steps] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("lora", [{}, cases.LORA], ids=["ZeRO 1", "LoRA"])
+def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, lora):
+    config = cases.configuration("ppo", lora=lora)
+    models = cases.Models.build(lora=bool(lora))
+    with pytest.raises(real.StopError) as stopped:
+        real.reinforced(accelerator, config, models, ROWS, tmp_path, stop_before=1)
+    first, heldout = stopped.value.args
+    found = real.reinforced(accelerator, config, models, ROWS, tmp_path)
+    wanted, _ = expected.reinforced(config, models, [*first, *found.rollouts], heldout)
+    cases.assert_same(found, wanted)

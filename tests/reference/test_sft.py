@@ -1,0 +1,36 @@
+"""Steps of supervised fine-tuning are those of the plain reference: loss, gradient's norm, learning rate, weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.reference import cases, expected, real
+
+SCHEDULE = {"epochs": 2, "max_steps": 4, "optimizer": cases.OPTIMIZER | {"warmup": 0.25, "min_lr_ratio": 0.2}}
+CASES = {
+    "ZeRO 1, the last batch filled up": ("llama", {}),
+    "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
+    "ZeRO 0, GPT-2, loss on all tokens": ("gpt2", {"engine": {"zero_stage": 0}, "loss_on": "all"}),
+    "cosine": ("llama", SCHEDULE | {"optimizer": SCHEDULE["optimizer"] | {"schedule": "cosine"}}),
+    "linear": ("llama", SCHEDULE | {"optimizer": SCHEDULE["optimizer"] | {"schedule": "linear"}}),
+}
+ROWS = 6  # the second batch of 4 lacks two
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
+    kind, changes = CASES[name]
+    config, model = cases.configuration("sft", **changes), cases.language_model(1, kind)
+    found = real.supervised("sft", accelerator, config, model, ROWS, tmp_path)
+    assert len(found.steps) == config.sft.max_steps
+    cases.assert_same(found, expected.supervised("sft", config, model, ROWS))
+
+
+def test_the_loss_is_the_one_that_transformers_computes_from_labels(accelerator, tmp_path):
+    """A third opinion, on one row whose targets are all its tokens but the first."""
+    config, model = cases.configuration("sft", batch_size=1, micro_batch_size=1, loss_on="all"), cases.language_model(1)
+    found = real.supervised("sft", accelerator, config, model, 1, tmp_path)
+    prompt, completion = expected.tokens(cases.data("sft", 1).train[0])
+    ids = torch.tensor([prompt + completion])
+    assert found.steps[0]["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)

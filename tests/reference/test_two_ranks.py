@@ -1,0 +1,41 @@
+"""Steps of two ranks are those of the reference, which knows of none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import ranks
+from tests.helpers import assert_close_weights
+from tests.reference import cases, expected, two_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory) -> Any:
+    """(stage, rank) -> what it left."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.reference import two_ranks"
+    outcome = ranks.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
+    assert outcome is None, outcome.line
+    return lambda stage, rank=0: torch.load(folder / f"{stage}, rank {rank}", weights_only=False)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_supervised_steps_are_those_of_the_reference(left, stage):
+    config = cases.configuration(stage, **two_ranks.CHANGES[stage])
+    wanted = expected.supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
+    cases.assert_same(left(stage), wanted)
+
+
+def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left):
+    config = cases.configuration("ppo", **two_ranks.CHANGES["ppo"])
+    found, other = left("ppo"), left("ppo", rank=1)
+    cases.assert_same(found, expected.reinforced(config, cases.Models.build(), found.rollouts, found.heldout)[0])
+    for model, weights in found.weights.items():
+        assert_close_weights(other.weights[model], weights, atol=0)
