@@ -16,7 +16,7 @@ def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
     if step < rising:
         return config.learning_rate * (step + 1) / (rising + 1)
     # Where the schedule ends: at step `total`, one after the last.
-    passed = (step - rising) / max(1, total - rising)
+    passed = (step - rising) / max(1, total - 1 - rising)
     shape = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + math.cos(math.pi * passed)) / 2}[config.schedule]
     if config.schedule == "constant":
         return config.learning_rate
