@@ -10,6 +10,7 @@ The definitions are those of DeepSpeed-Chat (arXiv:2308.01320), with explicit ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -135,23 +136,19 @@ def advantages_and_returns(
     return advantages, advantages + values
 
 
-def whiten(values: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
     """Scale masked values to mean 0 and deviation 1; masked-out positions become 0.
+
+    The mean is taken off before the squares are summed: E[x^2] - E[x]^2 has no digits left where the mean is large.
 
     Args:
         values, mask: [B, A].
-        moments: [3], sums over all ranks of (mask, values, values squared); default: of this tensor.
+        all_sum: adds a tensor up over the parts of a batch that other ranks hold.
     """
-    count, total, squares = masked_moments(values, mask) if moments is None else moments
-    mean = total / count.clamp_min(1)
-    variance = (squares / count.clamp_min(1) - mean**2).clamp_min(0)
-    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
-
-
-def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """[3]: the sums of the mask, of the masked values and of their squares; they add up over ranks."""
-    masked = values * mask
-    return torch.stack([mask.sum().float(), masked.sum(), (masked * values).sum()])
+    count, total = all_sum(torch.stack([mask.sum().float(), (values * mask).sum()]))
+    centred = (values - total / count.clamp_min(1)) * mask
+    variance = all_sum((centred**2).sum()) / count.clamp_min(1)
+    return centred * torch.rsqrt(variance + 1e-8)
 
 
 def policy_loss(

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from rlhf import objectives
 from rlhf.objectives import (
     advantages_and_returns,
-    masked_moments,
     pairwise_reward_loss,
     policy_loss,
     shaped_rewards,
@@ -186,10 +185,21 @@ def test_whitened_values_have_mean_zero_and_deviation_one_and_ignore_padding():
     assert (white[~mask.bool()] == 0).all()
 
 
-def test_moments_of_parts_whiten_as_the_whole_does():
+def test_parts_of_a_batch_whiten_as_the_whole_does():
     values, mask = torch.randn(4, 6), lengths_mask([6, 2, 1, 4], 6)
-    moments = masked_moments(values[:2], mask[:2]) + masked_moments(values[2:], mask[2:])
-    torch.testing.assert_close(whiten(values[:2], mask[:2], moments), whiten(values, mask)[:2])
+    sums = [torch.stack([mask[2:].sum(), (values * mask)[2:].sum()])]
+    mean = (values * mask).sum() / mask.sum()
+    sums.append((((values - mean) * mask)[2:] ** 2).sum())
+    found = whiten(values[:2], mask[:2], lambda part: part + sums.pop(0))
+    torch.testing.assert_close(found, whiten(values, mask)[:2])
+
+
+@pytest.mark.parametrize("deviation", [1.0, 0.01, 0.001])
+def test_whitening_keeps_its_digits_beside_a_large_mean(deviation):
+    values, mask = torch.randn(16, 64, dtype=torch.float64) * deviation + 5, torch.ones(16, 64)
+    found = whiten(values.float(), mask)
+    assert found.std(unbiased=False).item() == pytest.approx(1, abs=6e-3)  # 1e-8 is added to the variance
+    torch.testing.assert_close(found.double(), (values - values.mean()) / values.std(), atol=0.02, rtol=0.01)
 
 
 def reference_pairwise(rewards, ids, mask):

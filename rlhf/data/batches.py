@@ -83,7 +83,8 @@ class Batches(Generic[E]):
 
     Global batch k holds positions k * batch_size to (k + 1) * batch_size of the epoch's order. Rank r takes the
     r-th of `world_size` equal slices and cuts it, in order, into micro-batches: whatever the number of ranks and
-    micro-batches, a step sees the same rows. The last batch of an epoch is filled up with masked rows.
+    micro-batches, a step sees the same rows. The last batch of an epoch is filled up with masked rows or, where
+    batches are `endless`, with the first rows of the next epoch.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Batches(Generic[E]):
         world_size: int,
         seed: int,
         shuffle: bool = True,
+        endless: bool = False,
     ) -> None:
         self._examples = examples
         self._collate = collate
@@ -105,6 +107,7 @@ class Batches(Generic[E]):
         self._share = range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self._seed = seed
         self._shuffle = shuffle
+        self._endless = endless
         self._epoch = -1
         self._order: list[int] = []
 
@@ -119,14 +122,19 @@ class Batches(Generic[E]):
 
     def examples(self, index: int) -> list[E]:
         """The real examples of global batch `index`, over all ranks."""
+        rows, size = len(self._examples), self._batch_size
+        if self._endless:
+            return [self._example(*divmod(place, rows)) for place in range(index * size, (index + 1) * size)]
         epoch, position = divmod(index, len(self))
+        return [self._example(epoch, place) for place in range(position * size, min((position + 1) * size, rows))]
+
+    def _example(self, epoch: int, place: int) -> E:
         if epoch != self._epoch:
             self._order = list(range(len(self._examples)))
             if self._shuffle:
                 random.Random(f"epoch {self._seed} {epoch}").shuffle(self._order)
             self._epoch = epoch
-        start = position * self._batch_size
-        return [self._examples[i] for i in self._order[start : start + self._batch_size]]
+        return self._examples[self._order[place]]
 
     def step(self, index: int) -> list[Batch]:
         """This rank's micro-batches of global batch `index`, counted from the start of the first epoch."""

@@ -113,7 +113,7 @@ class StageContext:
         return engine
 
     def batches(
-        self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, shuffle: bool = True
+        self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool
     ) -> Batches:
         """This rank's share of the global batches over `examples`."""
         return Batches(
@@ -124,7 +124,7 @@ class StageContext:
             rank=self.world.rank,
             world_size=self.world.size,
             seed=self.config.seed,
-            shuffle=shuffle,
+            **options,
         )
 
     def evaluation_batches(self, examples: list[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:

@@ -27,7 +27,6 @@ from rlhf.models.forward import ScalarHead, completion_log_probs, last_token_sco
 from rlhf.models.lora import without_adapters
 from rlhf.objectives import (
     advantages_and_returns,
-    masked_moments,
     policy_loss,
     shaped_rewards,
     value_loss,
@@ -85,7 +84,10 @@ class PPO:
             maximum=context.config.data.max_prompt_length,
         )
         self.batch_rows = rows = settings.batch_size // context.world.size
-        self.batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=rows)
+        # Endless: a minibatch without a real row would move weights by momentum alone.
+        self.batches = context.batches(
+            data.train, collate, batch_size=settings.batch_size, micro_batch_size=rows, endless=True
+        )
         # The same rows at a time as in training, so that evaluation adds no shapes.
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
         self.decoder = Decoder(
@@ -162,7 +164,7 @@ class PPO:
         advantages, returns = advantages_and_returns(values, rewards, 0, gamma=settings.gamma, lam=settings.lam)
         sums.add(**rollout_statistics(scored, mask, prompts["row_mask"]), returns=(returns * mask).sum())
         if settings.whiten_advantages:
-            advantages = whiten(advantages, mask, distributed.all_sum(masked_moments(advantages, mask)))
+            advantages = whiten(advantages, mask, distributed.all_sum)
         self.accelerator.step_boundary("rollout/advantages")
         return Experience(
             input_ids=sequences["input_ids"],

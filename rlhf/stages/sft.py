@@ -57,7 +57,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         total = distributed.all_sum(sum(batch["loss_mask"][:, 1:].sum() for batch in micro_batches).float())
 
         def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            tokens = batch["attention_mask"].sum()
+            tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()  # of real rows
             return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
 
         rate = engine.scheduled_rate

@@ -75,7 +75,9 @@ def rows_of(examples: list[Prompt], batches: list[dict[str, torch.Tensor]]) -> l
 EXAMPLES = [Prompt([100 + n], ROW) for n in range(10)]
 
 
-def loader(rank: int = 0, world_size: int = 1, micro: int = 4, seed: int = 0, shuffle: bool = True) -> Batches[Prompt]:
+def loader(
+    rank: int = 0, world_size: int = 1, micro: int = 4, seed: int = 0, shuffle: bool = True, endless: bool = False
+) -> Batches[Prompt]:
     collate = partial(collate_ppo, policy=STATIC, maximum=3, pad_token_id=PAD)
     return Batches(
         EXAMPLES,
@@ -86,6 +88,7 @@ def loader(rank: int = 0, world_size: int = 1, micro: int = 4, seed: int = 0, sh
         world_size=world_size,
         seed=seed,
         shuffle=shuffle,
+        endless=endless,
     )
 
 
@@ -111,6 +114,15 @@ def test_the_last_batch_of_an_epoch_keeps_its_size() -> None:
             assert batch["prompt_ids"].shape == (1, 3)
     assert [b["row_mask"].tolist() for b in loader(1, 2, micro=2).step(2)] == [[False, False]]
     assert len(loader().examples(2)) == 2
+
+
+def test_endless_batches_go_through_one_epoch_after_the_other() -> None:
+    """Ten rows in batches of four: the third batch has two rows of each of two epochs."""
+    batches, epochs = loader(endless=True), loader()
+    rows = [row for step in range(5) for row in rows_of(EXAMPLES, batches.step(step))]
+    assert rows == [row for step in range(6) for row in rows_of(EXAMPLES, epochs.step(step))]
+    assert [row for rank in (0, 1) for row in rows_of(EXAMPLES, loader(rank, 2, 2, endless=True).step(2))] == rows[8:12]
+    assert rows_of(EXAMPLES, loader(endless=True).step(4)) == rows[16:20]
 
 
 def test_a_step_can_be_repeated_and_reached_directly() -> None:

@@ -167,7 +167,7 @@ class PPO:
         return [scores[len(prompt) + action - 1] for action in range(len(completion))]
 
     def _adapt(self, kl: float) -> None:
-        """The adaptive coefficient (arXiv:1909.08593, section 2.2); a step that lacks rows counts as a whole one."""
+        """The adaptive coefficient (arXiv:1909.08593, section 2.2)."""
         if self.config.kl_target is not None:
             error = min(max(kl / self.config.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * self.config.batch_size / self.config.kl_horizon

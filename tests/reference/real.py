@@ -125,7 +125,7 @@ def _rollout(stage: ppo.PPO, index: int) -> Rollout:
             [rank * share + place for rank in range(size) for place in order[start : start + rows]]
             for start in range(0, share, rows)
         ]
-        passes.append([[row for row in part if row < len(examples)] for part in minibatches])
+        passes.append(minibatches)
     return Rollout(_sequences(stage, experience, examples), passes)
 
 

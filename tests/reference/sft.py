@@ -19,7 +19,8 @@ def step(network: Network, optimizer: AdamW, rows: Sequence[Row], *, loss_on: st
     """One optimizer step on a global batch; returns what is recorded of it."""
     loss, rate = _mean_loss(network, rows, loss_on), optimizer.rate
     norm = optimizer.step(loss)
-    return {"loss": loss.item(), "learning_rate": rate, "grad_norm": norm}
+    tokens = float(sum(len(prompt) + len(completion) for prompt, completion in rows))
+    return {"loss": loss.item(), "learning_rate": rate, "grad_norm": norm, "tokens": tokens}
 
 
 def perplexity(network: Network, rows: Sequence[Row], *, loss_on: str = "completion") -> float:

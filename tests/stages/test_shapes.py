@@ -102,12 +102,11 @@ def test_dynamic_shapes_do_add_operators(build):
     assert any(seen - first for seen in later)
 
 
-def test_rows_that_only_fill_up_a_batch_change_no_number(build):
-    """Three prompts in batches of six: the last minibatch has no real row at all."""
+def test_prompts_come_again_where_they_do_not_fill_a_batch(build):
+    """Three prompts in batches of six: every row of every minibatch is a real one."""
     ppo = build("static")
     ppo.batches._examples = ppo.batches._examples[:3]
     numbers = ppo.step(0)
-    assert all(value == value for value in numbers.values())
-    assert [length > 0 for length in lengths(ppo)] == [True] * 3 + [False] * 3
+    assert min(lengths(ppo)) > 0
     assert numbers["tokens"] == sum(lengths(ppo))
-    assert numbers["response_length"] == pytest.approx(sum(lengths(ppo)) / 3)
+    assert numbers["response_length"] == pytest.approx(sum(lengths(ppo)) / 6)

@@ -16,7 +16,10 @@ from gaudi_sim.doctor import events_between
 STAGES = ("sft", "reward", "ppo")
 STEPS = 5
 BATCH = 4
-ROWS, HELD_OUT = 18, 6  # the fifth batch of an epoch has two rows, and so has the last batch of an evaluation
+ROWS, HELD_OUT = (
+    18,
+    6,
+)  # the fifth batch of an epoch has two rows, in PPO two of the next epoch too; an evaluation ends with two
 WORDS = 24
 LONGEST = 24
 EOS, PAD, WORD = 1, 0, 2  # ids: the first word is 2
