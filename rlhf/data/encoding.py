@@ -62,6 +62,11 @@ def encode_conversation(
     return ids
 
 
+def _apart(found: re.Match[str]) -> str:
+    """The text of a control token with a space in it, which makes it plain text."""
+    return f"{found[0][0]} {found[0][1:]}"
+
+
 def has_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
     """Whether prompts are written by a chat template: one is wanted, and the tokenizer has it."""
     return wanted and bool(tokenizer.chat_template)

@@ -97,7 +97,11 @@ def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool)
         classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(found), None)
         if classifier is None:
             return "transformers has no sequence classifier of it, which reward models and critics are"
-        with torch.device("meta"):
-            if not hasattr(classifier(found), "score"):
-                return f"{classifier.__name__} scores whole sequences, not tokens"
+        try:
+            with torch.device("meta"):
+                model = classifier(found)
+        except Exception as error:  # whatever the architecture's code says
+            return f"{classifier.__name__} cannot be built ({reason(error)})"
+        if not hasattr(model, "score"):
+            return f"{classifier.__name__} scores whole sequences, not tokens"
     return None
