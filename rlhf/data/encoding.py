@@ -48,9 +48,7 @@ def encode_conversation(
     """
     if form == "template":
         control = control_tokens(tokenizer)
-        messages = [
-            Message(m.role, control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", m.content)) for m in messages
-        ]
+        messages = [Message(m.role, control.sub(_apart, m.content)) for m in messages]
     text = transcript(messages) if form == "transcript" else plain_prompt(messages)
     row = Row(tuple(messages), text, None, None, None, "")
     ids = encode_prompts(tokenizer, [row], chat_template=form == "template")[0]

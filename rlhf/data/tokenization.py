@@ -136,7 +136,9 @@ def load_stage(
         source.report.heldout = len(source.examples)
     heldout = [example for source in named for example in source.examples]
     undivided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is None]
-    heldout += _hold_out(undivided, config.heldout_fraction, seed)
+    divided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is not None]
+    elsewhere = {prompt_key(example.row) for source in divided for example in source.examples}
+    heldout += _hold_out(undivided, config.heldout_fraction, seed, elsewhere)
     _blend(sources, seed)
 
     heldout = _varied(heldout, seed)
@@ -234,18 +236,21 @@ def _dropped(row: Row, reason: str | Literal[False] | None, report: DataReport) 
     return bool(reason)
 
 
-def _hold_out(sources: Sequence[_Source], fraction: float, seed: int) -> list[Example]:
-    """Move a part of the examples out of the sources; a prompt that several of them have stays on one side."""
-    parts = split(
-        [(number, example) for number, source in enumerate(sources) for example in source.examples],
-        {"train": 1 - fraction, "heldout": fraction},
-        seed=seed,
-        key=lambda item: prompt_key(item[1].row),
-    )
-    for number, source in enumerate(sources):
-        source.examples = [example for n, example in parts["train"] if n == number]
-        source.report.heldout = sum(n == number for n, _ in parts["heldout"])
-    return [example for _, example in parts["heldout"]]
+def _hold_out(sources: Sequence[_Source], fraction: float, seed: int, trained: set[str]) -> list[Example]:
+    """Move a part of the examples out of the sources, but no prompt that another source has in `trained`.
+
+    A prompt that several of the sources have stays on one side.
+    """
+    examples = [example for source in sources for example in source.examples]
+    free = [example for example in examples if prompt_key(example.row) not in trained]
+    parts = {"train": 1 - fraction, "heldout": fraction}
+    chosen = split(free, parts, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
+    keys = {prompt_key(example.row) for example in chosen}
+    for source in sources:
+        before = len(source.examples)
+        source.examples = [example for example in source.examples if prompt_key(example.row) not in keys]
+        source.report.heldout = before - len(source.examples)
+    return chosen
 
 
 def _varied(examples: list[Example], seed: int) -> list[Example]:

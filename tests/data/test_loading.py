@@ -122,6 +122,16 @@ def test_a_prompt_of_two_sources_is_never_held_out_of_one_and_trained_on_in_the_
     assert not keys(data.train) & keys(data.heldout)
 
 
+def test_a_prompt_is_not_held_out_while_a_source_with_its_own_held_out_rows_trains_on_it(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    paths = [write(tmp_path / f"{n}.jsonl", PAIRS[: 60 + n]) for n in range(2)]
+    other = write(tmp_path / "other.jsonl", [{"prompt": "Other?", "chosen": "a", "rejected": "b"}])
+    sources = {"path": paths[0], "heldout": other, "stages": ["sft"]}, {"path": paths[1], "stages": ["sft"]}
+    data = load(tokenizer, *sources, heldout_fraction=0.5)
+    assert not keys(data.train) & keys(data.heldout)
+
+
 def test_rows_left_out_are_counted_by_reason_with_the_first_of_each(tokenizer: Any, tmp_path: Path) -> None:
     path = write(
         tmp_path / "rows.jsonl",
