@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -46,6 +47,9 @@ def chat(
 
     from rlhf.metrics.progress import console
 
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
     folder = model_folder(run_or_model, stage)
     interactive = sys.stdin.isatty()
     with console.status(Text(f"loading {folder}")) if interactive else nullcontext():

@@ -26,6 +26,7 @@ PromptFormat = Literal["template", "transcript", "plain"]
 """How a conversation becomes text: by the chat template, as `Human: ... Assistant:`, or a lone message as it is."""
 
 _PROBE = "a"
+_TAG = re.compile(r"</?\w+>")
 
 
 def prompt_format(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool) -> PromptFormat:
@@ -71,12 +72,17 @@ def has_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches what a tokenizer reads as a control token: its special tokens, and others that its template writes."""
+    """Matches what a tokenizer reads as a control token.
+
+    Those are its special tokens, and other added ones that its template writes (DeepSeek's <｜User｜>); but not tags
+    like <think>, which belong to the contents and are no special tokens.
+    """
     template = str(tokenizer.chat_template or "")
-    added = tokenizer.added_tokens_decoder.values()
-    names = {token.content for token in added if token.special or token.content in template}
-    names = {name for name in names | set(tokenizer.all_special_tokens) if name.strip()}
-    longest_first = sorted(names, key=len, reverse=True)
+    names = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special or (token.content in template and not _TAG.fullmatch(token.content)):
+            names.add(token.content)
+    longest_first = sorted((name for name in names if name.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 

@@ -193,3 +193,15 @@ def test_a_pipe_gets_an_answer_for_each_line(tiny_model: Path, monkeypatch: pyte
     )
     assert done.exit_code == 0
     assert done.stdout.count("\n") == 2
+
+
+def test_bytes_that_are_no_text_are_answered(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from rlhf.cli.app import app
+
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
+    command = ["chat", str(tiny_model), "--max-tokens", "3", "--precision", "fp32"]
+    done = CliRunner().invoke(app, command, input=b"hello \xff\nmoo\n")
+    assert done.exit_code == 0
+    assert done.stdout.count("\n") == 2

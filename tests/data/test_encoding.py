@@ -168,11 +168,12 @@ def test_without_a_template_prompts_are_as_written_and_a_reply_may_bring_its_end
     assert has_control_tokens(written, [reply], control_tokens(plain), templated=False) is found
 
 
-def test_tokens_that_only_the_template_calls_control_tokens_are_known(plain: Any) -> None:
-    plain.add_tokens(["<|turn|>", "<tool>"])
-    plain.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+def test_a_templates_markers_are_control_tokens_and_tags_in_contents_are_not(plain: Any) -> None:
+    plain.add_tokens(["<|turn|>", "<|other|>", "<think>", "</think>"])
+    plain.chat_template = "{% for m in messages %}<|turn|>{{ m.content.split('</think>')[-1] }}{% endfor %}<think>"
     control = control_tokens(plain)
-    assert control.search("a<|turn|>b") and not control.search("a<tool>b")
+    assert control.search("a<|turn|>b") and control.search("a<eos>b")
+    assert not control.search("a<|other|><think>b</think>")
 
 
 def test_a_message_cannot_forge_a_turn_in_chat(chatml: Any) -> None:
