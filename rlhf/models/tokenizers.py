@@ -63,9 +63,14 @@ def end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
 
 
 def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+    if tokenizer.pad_token_id is None:
+        was = "has no pad token"
+    elif tokenizer.pad_token_id == tokenizer.eos_token_id:
+        was = "pads with its end-of-sequence token"
+    elif tokenizer.pad_token in str(tokenizer.chat_template or ""):
+        was = f"pads with {tokenizer.pad_token!r}, which its chat template writes"
+    else:
         return []
-    was = "has no pad token" if tokenizer.pad_token_id is None else "pads with its end-of-sequence token"
     unused = _unused(tokenizer)
     if unused:
         tokenizer.pad_token = unused[0]
@@ -81,13 +86,13 @@ def _unused(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     nothing are taken (<pad>, <|fim_pad|>, <|finetune_right_pad_id|>, <|reserved_special_token_0|>, <unused3>), and the
     unknown token where every text can be written without it. Other special tokens begin turns, or mark images or tools.
     """
-    taken = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, None}
+    taken = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token}
     tokens = [
         token
-        for token in tokenizer.get_added_vocab()
+        for token in sorted(tokenizer.get_added_vocab(), key=lambda token: (len(token), token))
         if token not in taken and token not in str(tokenizer.chat_template or "") and not _MEDIA.search(token)
     ]
-    ordered = [token for kind in (_PADDING, _RESERVED) for token in sorted(tokens, key=len) if kind.search(token)]
+    ordered = [token for kind in (_PADDING, _RESERVED) for token in tokens if kind.search(token)]
     unknown = tokenizer.unk_token
     free = unknown not in (tokenizer.eos_token, tokenizer.bos_token, None)
     if free and tokenizer.unk_token_id not in tokenizer(_STRANGE, add_special_tokens=False)["input_ids"]:

@@ -55,6 +55,15 @@ def test_a_token_that_the_template_writes_does_not_pad(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path))[0].pad_token == "<unused1>"
 
 
+def test_a_pad_token_that_the_template_writes_is_replaced(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(["<|im_start|>", "<|im_end|>", "<unused1>"], [], CHATML)
+    tokenizer.pad_token = "<|im_end|>"
+    tokenizer.save_pretrained(tmp_path)
+    found, (note,) = load_tokenizer(str(tmp_path))
+    assert found.pad_token == "<unused1>"
+    assert "pads with '<|im_end|>', which its chat template writes; padding with its '<unused1>'" in note
+
+
 def test_an_unknown_token_that_texts_contain_does_not_pad(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
