@@ -87,7 +87,9 @@ class DatasetConfig(Section):
     heldout: str | None = Field(
         None, description="a second source, used for evaluation only; empty: a fraction of `path`"
     )
+    subset: str | None = Field(None, description="configuration of a hub data set that has several")
     split: str = Field("train", description="split to read where the source has several")
+    heldout_subset: str | None = Field(None, description="configuration of `heldout`, as `subset` of `path`")
     heldout_split: str = Field("test", description="split to read of `heldout` where that has several")
     stages: tuple[Stage, ...] = Field(STAGES, min_length=1, description="stages that may use this source")
     weight: float = Field(
@@ -113,6 +115,11 @@ class DataConfig(Section):
         256, ge=1, description="longest completion, in tokens, its end-of-sequence token included"
     )
     chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template where it has one")
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt and completion, in tokens."""
+        return self.max_prompt_length + self.max_completion_length
 
 
 class EngineConfig(Section):

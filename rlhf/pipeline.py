@@ -23,12 +23,20 @@ from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
 from rlhf.models.embedded import build_llama
-from rlhf.models.loading import check_same_vocabulary, load_causal_lm, load_model_tokenizer, load_scalar_head
+from rlhf.models.loading import (
+    check_models,
+    check_same_vocabulary,
+    load_causal_lm,
+    load_model_tokenizer,
+    load_scalar_head,
+)
+from rlhf.models.support import generation_settings
+from rlhf.models.tokenizers import end_tokens
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from accelerators import Accelerator
     from rlhf.run import RunDirectory
@@ -46,10 +54,10 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     shapes = accelerator.shape_policy()
     if config.engine.shapes != "auto":
         shapes = accelerators.ShapePolicy(config.engine.shapes)
-    for stage in stages:
+    pending = [stage for stage in stages if not directory.stage(stage).done]
+    check_models(config, pending, directory, attention=accelerator.kernel("attention", required=True))
+    for stage in pending:
         place = directory.stage(stage)
-        if place.done:
-            continue
         checkpoint = place.latest_checkpoint
         step = int(checkpoint.name.removeprefix("step-")) if checkpoint else None
         with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
@@ -88,7 +96,8 @@ def _sft(context: StageContext) -> dict[str, Any]:
     else:
         tokenizer = _tokenizer(context)
         model = load_causal_lm(config.model, tokenizer, attention=context.attention)
-    return sft.run(context, model, tokenizer, _data(context, tokenizer))
+    data = _data(context, tokenizer, model.generation_config)
+    return sft.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
 
 def _reward(context: StageContext) -> dict[str, Any]:
@@ -96,7 +105,8 @@ def _reward(context: StageContext) -> dict[str, Any]:
     path = config.reward.model or _earlier(context, "sft", "reward.model")
     tokenizer = _tokenizer(context, path)
     model = load_scalar_head(config.model, tokenizer, attention=context.attention, path=path, seed=config.seed)
-    return reward.run(context, model, tokenizer, _data(context, tokenizer))
+    data = _data(context, tokenizer, generation_settings(path, config.model))
+    return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
 
 def _ppo(context: StageContext) -> dict[str, Any]:
@@ -111,7 +121,8 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     models = ppo.Models(actor=policy(), reference=reference, critic=scalar(), reward=scalar())
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
-    return ppo.run(context, models, tokenizer, _data(context, tokenizer), judge)
+    data = _data(context, tokenizer, models.actor.generation_config)
+    return ppo.run(context, models, tokenizer, data, judge) | {"prompt_format": data.prompt_format}
 
 
 def _earlier(context: StageContext, stage: Stage, key: str) -> str:
@@ -131,8 +142,15 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
     return tokenizer
 
 
-def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase) -> StageData:
-    data = load_stage(context.config.data, context.directory.name, tokenizer, seed=context.config.seed)
+def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None) -> StageData:
+    """The stage's examples; what ends a reply is what ends generation."""
+    data = load_stage(
+        context.config.data,
+        context.directory.name,
+        tokenizer,
+        seed=context.config.seed,
+        end_ids=end_tokens(tokenizer, settings),
+    )
     for line in lines(data.reports):
         context.say(line)
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from rlhf.config import Config, ModelConfig
 from rlhf.errors import ModelError, RunError
 
 if TYPE_CHECKING:
+    from rlhf.data.encoding import PromptFormat
     from rlhf.data.rows import Message
 
 Show = Callable[[str], None]
@@ -32,21 +34,28 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")] = 256,
     memory: Annotated[
         bool | None,
-        typer.Option(help="Whether an answer sees the turns before it; without this, if there is a chat template."),
+        typer.Option(
+            help="Whether an answer sees the turns before it; without this, if the model was trained on conversations."
+        ),
     ] = None,
 ) -> None:
     """Talk to a trained model.
 
     In a pipe, every line is a prompt of its own: [cyan]echo "Where does the bee live?" | rlhf chat runs/default[/].
     """
+    from rich.text import Text
+
     from rlhf.metrics.progress import console
 
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
     folder = model_folder(run_or_model, stage)
     interactive = sys.stdin.isatty()
-    with console.status(f"loading {folder}") if interactive else nullcontext():
+    with console.status(Text(f"loading {folder}")) if interactive else nullcontext():
         model = ChatModel(folder, options, temperature=temperature, max_tokens=max_tokens)
     if interactive:
-        _converse(model, model.has_template if memory is None else memory, f"{folder} on {model.accelerator.name}")
+        _converse(model, model.converses if memory is None else memory, f"{folder} on {model.accelerator.name}")
     else:
         for line in sys.stdin:
             if line.strip():
@@ -79,6 +88,17 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
     return path
 
 
+def trained_format(folder: Path) -> PromptFormat | None:
+    """How prompts were written in the training that left the model in `folder`; None where no stage left it."""
+    from rlhf.run import read_json
+
+    summary = folder.parent / "stage.json"
+    if folder.name != "model" or not summary.is_file():
+        return None
+    found: PromptFormat | None = read_json(summary).get("prompt_format")
+    return found
+
+
 class ChatModel:
     """A causal language model and its tokenizer on the chosen accelerator, ready to answer."""
 
@@ -92,6 +112,9 @@ class ChatModel:
         from transformers.utils import logging
 
         from rlhf.models.loading import load_causal_lm, load_model_tokenizer
+        from rlhf.models.placement import place
+        from rlhf.models.support import max_positions
+        from rlhf.models.tokenizers import end_tokens
 
         logging.disable_progress_bar()
         self.accelerator = selection.create()
@@ -101,13 +124,17 @@ class ChatModel:
         self.tokenizer, _ = load_model_tokenizer(source)
         attention = self.accelerator.kernel("attention", required=True)
         model = load_causal_lm(source, self.tokenizer, attention=attention)
-        self.model: Any = model.to(device, self.accelerator.precision(config.precision).dtype).eval()
+        self.model: Any = place(model, device, self.accelerator.precision(config.precision).dtype).eval()
+        self.prompt_format = trained_format(folder) or ("template" if self.tokenizer.chat_template else "plain")
+        self.end_ids = end_tokens(self.tokenizer, self.model.generation_config)
+        self._room = max_positions(self.model.config) or 1_000_000
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
         self.max_tokens = max_tokens
 
     @property
-    def has_template(self) -> bool:
-        return bool(self.tokenizer.chat_template)
+    def converses(self) -> bool:
+        """Whether the model was trained on conversations rather than on lone texts."""
+        return self.prompt_format != "plain"
 
     def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
         """Answer a conversation of (role, text); `show` gets the answer piece by piece.
@@ -126,7 +153,7 @@ class ChatModel:
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=min(self.max_tokens, self._room - len(ids)),
-            eos_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=self.end_ids,
             pad_token_id=self.tokenizer.pad_token_id,
             streamer=stream,
             use_cache=True,
@@ -134,17 +161,13 @@ class ChatModel:
         )
         return stream.shown
 
-    @property
-    def _room(self) -> int:
-        return getattr(self.model.config, "max_position_embeddings", None) or 1_000_000
-
     def _prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         from rlhf.data.encoding import encode_conversation
         from rlhf.data.rows import Message
 
         messages: list[Message] = [Message(role, text) for role, text in turns]
         while True:
-            ids = encode_conversation(self.tokenizer, messages, chat_template=True)
+            ids = encode_conversation(self.tokenizer, messages, self.prompt_format)
             if len(ids) + min(self.max_tokens, self._room // 4) <= self._room:
                 return ids
             if len(messages) == 1:
@@ -192,9 +215,11 @@ def _answer(model: ChatModel, turns: Sequence[tuple[str, str]]) -> str:
 def _converse(model: ChatModel, memory: bool, title: str) -> None:
     import readline  # noqa: F401  # gives input() editing and history
 
+    from rich.text import Text
+
     from rlhf.metrics.progress import console
 
-    console.print(f"[bold]{title}[/]", soft_wrap=True)
+    console.print(Text(title, style="bold"), soft_wrap=True)
     remembers = "" if memory else "each message is answered on its own (--memory changes that); "
     console.print(f"[dim]{remembers}/reset forgets the conversation; /exit or Ctrl-D leaves[/]\n")
     turns: list[tuple[str, str]] = []

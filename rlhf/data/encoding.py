@@ -2,40 +2,98 @@
 
 With a chat template the ids are those of the template's own text. Without one, a prompt is its plain text
 (`Row.text`), and the reply follows after a space unless the prompt ends in white space. Either way the
-completion ends with the end-of-sequence token, and a beginning-of-sequence token comes once, where the
+completion ends with a token that ends generation too, and a beginning-of-sequence token comes once, where the
 tokenizer wants one.
+
+Tokenizers read the text of a control token (<|im_end|>) as that token. With a chat template only the template may
+write control tokens: contents that hold one could end a reply or forge a turn, and are recognized by
+`has_control_tokens`. Without a template a prompt is used as it is written, control tokens included.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from rlhf.data.rows import Message, Row, plain_prompt
+from rlhf.data.rows import Message, Row, plain_prompt, transcript
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PromptFormat = Literal["template", "transcript", "plain"]
+"""How a conversation becomes text: by the chat template, as `Human: ... Assistant:`, or a lone message as it is."""
+
 _PROBE = "a"
+_TAG = re.compile(r"</?\w+>")
+
+
+def prompt_format(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool) -> PromptFormat:
+    """What the prompts of most `rows` look like to the model."""
+    if has_template(tokenizer, chat_template):
+        return "template"
+    transcripts = sum(row.text == transcript(row.prompt) for row in rows)
+    return "transcript" if 2 * transcripts > len(rows) else "plain"
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, chat_template: bool
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], form: PromptFormat
 ) -> list[int]:
-    """Prompt ids of a conversation up to where the assistant replies, for chat and samples.
+    """Prompt ids of a conversation up to where the assistant replies, as rows of that form are trained.
+
+    A control token that someone has written in a message is taken apart, where the form is a template.
 
     Raises:
         DataError: the tokenizer's chat template refuses these messages.
     """
-    row = Row(tuple(messages), plain_prompt(messages), None, None, None, "")
-    ids = encode_prompts(tokenizer, [row], chat_template=chat_template)[0]
+    if form == "template":
+        control = control_tokens(tokenizer)
+        messages = [Message(m.role, control.sub(_apart, m.content)) for m in messages]
+    text = transcript(messages) if form == "transcript" else plain_prompt(messages)
+    row = Row(tuple(messages), text, None, None, None, "")
+    ids = encode_prompts(tokenizer, [row], chat_template=form == "template")[0]
     if ids is None:
         roles = ", ".join(message.role for message in messages)
         raise DataError(
             f"the tokenizer's chat template refuses the roles {roles}; change them or set data.chat_template=false"
         )
     return ids
+
+
+def _apart(found: re.Match[str]) -> str:
+    """The text of a control token with a space in it, which makes it plain text."""
+    return f"{found[0][0]} {found[0][1:]}"
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
+    """Whether prompts are written by a chat template: one is wanted, and the tokenizer has it."""
+    return wanted and bool(tokenizer.chat_template)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches what a tokenizer reads as a control token.
+
+    Those are its special tokens, and other added ones that its template writes (DeepSeek's <｜User｜>); but not tags
+    like <think>, which belong to the contents and are no special tokens.
+    """
+    template = str(tokenizer.chat_template or "")
+    names = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special or (token.content in template and not _TAG.fullmatch(token.content)):
+            names.add(token.content)
+    longest_first = sorted((name for name in names if name.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def has_control_tokens(row: Row, replies: Sequence[str], control: re.Pattern[str], *, templated: bool) -> bool:
+    """Whether a row's texts hold control tokens where they must not.
+
+    Without a template, a reply may end with one of them: data that was formatted beforehand has its end there.
+    """
+    if templated:
+        return any(map(control.search, [*(message.content for message in row.prompt), *replies]))
+    return any(found.end() < len(reply) for reply in replies for found in control.finditer(reply))
 
 
 def encode_prompts(
@@ -52,12 +110,17 @@ def encode_replies(
     prompts: Sequence[list[int] | None],
     *,
     chat_template: bool,
+    end_ids: Sequence[int] | None = None,
 ) -> list[list[int] | None]:
-    """Completion ids of a reply to each row, the end-of-sequence token included.
+    """Completion ids of a reply to each row, up to and including the first of `end_ids`.
 
     `prompts` are the rows' prompt ids. Prompt and completion ids together are the tokens of the whole text,
     unless the tokenizer would merge across their border: then the reply is tokenized alone, because
     generation starts from the prompt ids as they are.
+
+    `end_ids` are the tokens that end generation (default: the end-of-sequence token). Where a reply has none, the
+    end-of-sequence token is added; what a template writes after the first (Gemma: <end_of_turn>, then nothing of the
+    reply), generation would never come to.
     """
     wholes = [_whole(tokenizer, row, reply, chat_template) for row, reply in zip(rows, replies, strict=True)]
     completions: list[list[int] | None] = []
@@ -71,31 +134,28 @@ def encode_replies(
             prompt = _prompt(tokenizer, row, chat_template) or ""
             tail = whole[len(prompt) :] if whole.startswith(prompt) else reply
             completion = tokenizer(tail, add_special_tokens=False)["input_ids"]
-        completions.append(_ended(completion, tokenizer.eos_token_id))
+        completions.append(_ended(completion, end_ids or [tokenizer.eos_token_id], tokenizer.eos_token_id))
     return completions
 
 
-def _ended(ids: list[int], eos: int) -> list[int]:
-    """The ids up to and including the first end-of-sequence token, added where there is none."""
-    return ids[: ids.index(eos) + 1] if eos in ids else [*ids, eos]
+def _ended(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
+    """The ids up to and including the first of `ends`; with `eos` where there is none."""
+    first = next((position for position, token in enumerate(ids) if token in ends), None)
+    return [*ids, eos] if first is None else ids[: first + 1]
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool) -> str | None:
-    if _has_template(tokenizer, chat_template):
+    if has_template(tokenizer, chat_template):
         return _render(tokenizer, row.prompt, add_generation_prompt=True)
     return _begun(tokenizer, row.text)
 
 
 def _whole(tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool) -> str | None:
-    if _has_template(tokenizer, chat_template):
+    if has_template(tokenizer, chat_template):
         text = _render(tokenizer, [*row.prompt, Message("assistant", reply)], add_generation_prompt=False)
         return text and text.rstrip()  # what a template puts after the end-of-sequence token is no part of the reply
     space = "" if row.text[-1:].isspace() else " "
     return _begun(tokenizer, f"{row.text}{space}{reply}")
-
-
-def _has_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
-    return wanted and bool(tokenizer.chat_template)
 
 
 def _render(

@@ -166,6 +166,10 @@ def _text(value: Any) -> str:
         return ""
     if not isinstance(value, str):
         raise Rejected(MALFORMED)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half a character: no tokenizer takes it, and no file holds it
+        raise Rejected(MALFORMED) from error
     return value
 
 
@@ -178,7 +182,8 @@ def _messages(value: Any) -> tuple[Message, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
-        return _turns(value) if _is_conversation(value) else (Message("user", value),)
+        text = _text(value)
+        return _turns(text) if _is_conversation(text) else (Message("user", text),)
     try:
         return tuple(Message(_ROLES[turn["role"]], _text(turn["content"])) for turn in value)
     except (TypeError, KeyError, IndexError) as error:

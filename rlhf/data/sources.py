@@ -18,6 +18,7 @@ from rlhf.data import world
 from rlhf.errors import DataError
 
 WORLD = "world"
+_LONGEST_FIELD = 2**31 - 1  # of a CSV file, in characters; the module's own limit is 131,072
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,20 @@ class Record:
     source: str
 
 
-def read(source: str, *, split: str = "train", seed: int = 0) -> list[Record]:
+def read(source: str, *, split: str = "train", subset: str | None = None, seed: int = 0) -> list[Record]:
     """All records of a source, in its order. `seed` decides the rows of the embedded world.
+
+    Args:
+        split, subset: of a source that has several; only hub data sets have subsets (configurations).
 
     Raises:
         DataError: the source does not exist, cannot be reached, or cannot be read as a whole.
     """
+    path = Path(source).expanduser()
+    if subset is not None and (source == WORLD or path.exists()):
+        raise DataError(f"{source}: has no subsets, hub data sets have; leave subset {subset!r} out")
     if source == WORLD:
         return _numbered(world.records(seed), lambda number: f"{WORLD}:{number}")
-    path = Path(source).expanduser()
     if path.is_dir():
         return _numbered(_saved_folder(path, split), lambda number: f"{path.name}, row {number}")
     if path.suffix in _READERS:
@@ -45,7 +51,7 @@ def read(source: str, *, split: str = "train", seed: int = 0) -> list[Record]:
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise DataError(f"{source}: no such file or folder; check data.datasets")
-    return _numbered(_hub(source, split), lambda number: f"{source}, row {number}")
+    return _numbered(_hub(source, subset, split), lambda number: f"{source}, row {number}")
 
 
 def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]:
@@ -71,7 +77,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
             if line.strip():
                 try:
                     values = json.loads(line)
-                except json.JSONDecodeError:
+                except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, lists without end
                     values = None
                 yield Record(values if isinstance(values, dict) else None, f"{path.name}:{number}")
 
@@ -81,6 +87,8 @@ def _json(path: Path) -> list[Record]:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not readable as JSON ({error.msg}); is it JSONL?") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: not readable as JSON (nested too deeply)") from error
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise DataError(f'{path}: expected a list of objects, or {{"data": [...]}}')
@@ -88,6 +96,7 @@ def _json(path: Path) -> list[Record]:
 
 
 def _csv(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines)
         try:
@@ -101,12 +110,12 @@ def _csv(path: Path) -> Iterator[Record]:
 
 
 def _parquet(path: Path) -> list[Record]:
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
     try:
         rows = read_table(path).to_pylist()
-    except ArrowInvalid as error:
+    except ArrowException as error:
         raise DataError(f"{path}: not readable as Parquet ({_first_line(error)})") from error
     return _numbered(rows, lambda number: f"{path.name}, row {number}")
 
@@ -135,11 +144,11 @@ def _saved_folder(path: Path, split: str) -> Iterable[dict[str, Any]]:
     return dataset
 
 
-def _hub(name: str, split: str) -> Iterable[dict[str, Any]]:
+def _hub(name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
     try:
-        return load_dataset(name, split=split)
+        return load_dataset(name, subset, split=split)
     except Exception as error:  # network, hub and reader errors have no common base
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"} else ""
         raise DataError(

@@ -9,10 +9,18 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
-from rlhf.data.encoding import encode_prompts, encode_replies
+from rlhf.data.encoding import (
+    PromptFormat,
+    control_tokens,
+    encode_prompts,
+    encode_replies,
+    has_control_tokens,
+    has_template,
+    prompt_format,
+)
 from rlhf.data.report import DataReport
 from rlhf.data.rows import MALFORMED, Rejected, Row, parse, recognize
 from rlhf.data.sources import Record, read
@@ -58,11 +66,12 @@ _REPLIES: dict[Stage, tuple[str, ...]] = {"sft": ("response",), "reward": ("chos
 
 @dataclass(frozen=True)
 class StageData:
-    """What one stage trains on and is evaluated on, and what became of each source's rows."""
+    """What one stage trains on and is evaluated on, what became of each source's rows, and how prompts are written."""
 
     train: list[Example]
     heldout: list[Example]
     reports: list[DataReport]
+    prompt_format: PromptFormat = "plain"
 
 
 @dataclass
@@ -74,11 +83,21 @@ class _Source:
     weight: float
 
 
-def load_stage(config: DataConfig, stage: Stage, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> StageData:
+def load_stage(
+    config: DataConfig,
+    stage: Stage,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    end_ids: Sequence[int] | None = None,
+) -> StageData:
     """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
 
     The same config and seed give the same examples, and every stage has prompts of its own. Held-out examples
     come in a seeded random order, each prompt once before any comes again: the first few are a fair sample.
+
+    Args:
+        end_ids: tokens that end a reply; default: the tokenizer's end-of-sequence token.
 
     Raises:
         DataError: a source cannot be read or has no usable row, or the training or held-out part would be empty.
@@ -90,32 +109,54 @@ def load_stage(config: DataConfig, stage: Stage, tokenizer: PreTrainedTokenizerB
     if not shares[stage]:
         raise DataError(f"{stage}: data.stage_split {list(config.stage_split)} leaves it no rows; give it a share")
 
-    def load(path: str, split_name: str, dataset: DatasetConfig, *, whole: bool) -> _Source:
-        report = DataReport(stage, path)
-        rows = _rows(read(path, split=split_name, seed=seed), dataset.columns, report)
-        if not whole:
-            rows = split(rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)[stage]
-        return _Source(_examples(rows, config, tokenizer, report), report, dataset.weight)
+    reports = [DataReport(stage, dataset.path) for dataset in datasets]
+    rows = [_train_rows(dataset, report, seed) for dataset, report in zip(datasets, reports, strict=True)]
 
-    sources = [load(dataset.path, dataset.split, dataset, whole=False) for dataset in datasets]
-    named = [load(d.heldout, d.heldout_split, d, whole=True) for d in datasets if d.heldout is not None]
+    def share(rows: list[Row], dataset: DatasetConfig, report: DataReport) -> _Source:
+        """What the stage gets of a source."""
+        mine = split(rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)[stage]
+        return _Source(_examples(mine, config, tokenizer, report, end_ids), report, dataset.weight)
+
+    def held_out(dataset: DatasetConfig, trained: set[str]) -> _Source:
+        """The held-out source of a data set, without prompts that this or another stage may train on."""
+        report = DataReport(stage, str(dataset.heldout))
+        records = read(report.source, split=dataset.heldout_split, subset=dataset.heldout_subset, seed=seed)
+        found = _rows(records, dataset.columns, report)
+        new = [row for row in found if not _dropped(row, prompt_key(row) in trained and "prompt trained on", report)]
+        return _Source(_examples(new, config, tokenizer, report, end_ids), report, dataset.weight)
+
+    sources = [share(*parts) for parts in zip(rows, datasets, reports, strict=True)]
+    named: list[_Source] = []
+    if any(dataset.heldout is not None for dataset in datasets):
+        others = [dataset for dataset in config.datasets if stage not in dataset.stages]
+        rows += [_train_rows(dataset, DataReport(stage, dataset.path), seed) for dataset in others]
+        trained = {prompt_key(row) for part in rows for row in part}
+        named = [held_out(dataset, trained) for dataset in datasets if dataset.heldout is not None]
     for source in named:
         source.report.heldout = len(source.examples)
     heldout = [example for source in named for example in source.examples]
     undivided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is None]
-    heldout += _hold_out(undivided, config.heldout_fraction, seed)
+    divided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is not None]
+    elsewhere = {prompt_key(example.row) for source in divided for example in source.examples}
+    heldout += _hold_out(undivided, config.heldout_fraction, seed, elsewhere)
     _blend(sources, seed)
 
     heldout = _varied(heldout, seed)
     train = [example for source in sources for example in source.examples]
-    reports = [source.report for source in [*sources, *named]]
+    reports += [source.report for source in named]
     if not heldout or not train:
         listed = ", ".join(dataset.path for dataset in datasets)
         raise DataError(
             f"{stage}: {listed}: {len(train) + len(heldout)} usable rows, but too few prompts for a held-out part; "
             "name a second source in data.datasets.*.heldout"
         )
-    return StageData(train, heldout, reports)
+    form = prompt_format(tokenizer, [example.row for example in train], chat_template=config.chat_template)
+    return StageData(train, heldout, reports, form)
+
+
+def _train_rows(dataset: DatasetConfig, report: DataReport, seed: int) -> list[Row]:
+    """All rows of a data set but those of its held-out source, for whichever stage."""
+    return _rows(read(dataset.path, split=dataset.split, subset=dataset.subset, seed=seed), dataset.columns, report)
 
 
 def _rows(records: Sequence[Record], names: ColumnsConfig, report: DataReport) -> list[Row]:
@@ -134,15 +175,28 @@ def _rows(records: Sequence[Record], names: ColumnsConfig, report: DataReport) -
 
 
 def _examples(
-    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: DataReport
+    rows: Sequence[Row],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    report: DataReport,
+    end_ids: Sequence[int] | None,
 ) -> list[Example]:
     """Examples of the rows that the stage can use and that are short enough; at least one."""
     rows = [row for row in rows if not _dropped(row, _unusable(row, report.stage), report)]
+    control, templated = control_tokens(tokenizer), has_template(tokenizer, config.chat_template)
+
+    def forged(row: Row) -> bool:
+        replies = [getattr(row, name) for name in _REPLIES[report.stage]]
+        return has_control_tokens(row, replies, control, templated=templated)
+
+    rows = [row for row in rows if not _dropped(row, forged(row) and "contains control tokens", report)]
     prompts = encode_prompts(tokenizer, rows, chat_template=config.chat_template)
     replies = []
     for name in _REPLIES[report.stage]:
         texts = [getattr(row, name) for row in rows]
-        replies.append(encode_replies(tokenizer, rows, texts, prompts, chat_template=config.chat_template))
+        replies.append(
+            encode_replies(tokenizer, rows, texts, prompts, chat_template=config.chat_template, end_ids=end_ids)
+        )
     examples = []
     for row, prompt_ids, *completions in zip(rows, prompts, *replies, strict=True):
         if not _dropped(row, _unfit(prompt_ids, completions, config), report):
@@ -176,24 +230,27 @@ def _unfit(prompt: list[int] | None, completions: Sequence[list[int] | None], co
     return None
 
 
-def _dropped(row: Row, reason: str | None, report: DataReport) -> bool:
+def _dropped(row: Row, reason: str | Literal[False] | None, report: DataReport) -> bool:
     if reason:
         report.drop(reason, row.source)
-    return reason is not None
+    return bool(reason)
 
 
-def _hold_out(sources: Sequence[_Source], fraction: float, seed: int) -> list[Example]:
-    """Move a part of the examples out of the sources; a prompt that several of them have stays on one side."""
-    parts = split(
-        [(number, example) for number, source in enumerate(sources) for example in source.examples],
-        {"train": 1 - fraction, "heldout": fraction},
-        seed=seed,
-        key=lambda item: prompt_key(item[1].row),
-    )
-    for number, source in enumerate(sources):
-        source.examples = [example for n, example in parts["train"] if n == number]
-        source.report.heldout = sum(n == number for n, _ in parts["heldout"])
-    return [example for _, example in parts["heldout"]]
+def _hold_out(sources: Sequence[_Source], fraction: float, seed: int, trained: set[str]) -> list[Example]:
+    """Move a part of the examples out of the sources, but no prompt that another source has in `trained`.
+
+    A prompt that several of the sources have stays on one side.
+    """
+    examples = [example for source in sources for example in source.examples]
+    free = [example for example in examples if prompt_key(example.row) not in trained]
+    parts = {"train": 1 - fraction, "heldout": fraction}
+    chosen = split(free, parts, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
+    keys = {prompt_key(example.row) for example in chosen}
+    for source in sources:
+        before = len(source.examples)
+        source.examples = [example for example in source.examples if prompt_key(example.row) not in keys]
+        source.report.heldout = before - len(source.examples)
+    return chosen
 
 
 def _varied(examples: list[Example], seed: int) -> list[Example]:

@@ -83,11 +83,18 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
         inputs["past_key_values"] = cache
     if not accepts_positions(model):
         return inputs  # derives positions from the [B, T] mask, as BLOOM does
-    inputs["position_ids"] = position_ids(attention_mask[:, : input_ids.shape[1]])
-    if _attends_to_all(model.config):
+    # Of a composite model (text and images) the part that reads text.
+    config = model.config.get_text_config(decoder=True)
+    present = attention_mask[:, : input_ids.shape[1]]
+    inputs["position_ids"] = position_ids(present)
+    if getattr(config, "alibi", False):
+        return inputs  # derives its biases from the [B, S] mask
+    # Layers with a state of their own (linear attention, convolutions) take the mask of the tokens they are given.
+    inputs["attention_mask"] = present
+    if _attends_to_all(config):
         like = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
         inputs["attention_mask"] = create_causal_mask(
-            model.config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False
+            config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False
         )
     return inputs
 

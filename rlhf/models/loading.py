@@ -6,17 +6,21 @@ loaded in float32; the engine casts them to the compute precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.config import ModelConfig
+from rlhf.config import Config, ModelConfig, Stage
 from rlhf.errors import ModelError
+from rlhf.models.support import check_support
 from rlhf.models.tokenizers import load_tokenizer, reason, unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf.run import RunDirectory
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 
@@ -37,13 +41,42 @@ def check_model_folder(path: str) -> None:
         raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")
 
 
+def check_models(config: Config, stages: Sequence[Stage], run: RunDirectory, *, attention: str) -> None:
+    """Find out now, and not when its stage begins, that a model which `stages` start from cannot serve them.
+
+    Args:
+        stages: those that are to be run; a model that one of them leaves for the next is what its base is.
+        attention: transformers' name of the attention implementation.
+
+    Raises:
+        ModelError: a folder is incomplete, an architecture not supported, or has too few positions for the data.
+    """
+    starts: list[tuple[str | None, bool]] = []  # (model, whether it needs a scalar head)
+    sft, reward = (str(stage.model) if stage.done else None for stage in (run.stage("sft"), run.stage("reward")))
+    if "sft" in stages:
+        starts.append((config.model.path, "reward" in stages and config.reward.model is None))
+    if "reward" in stages:
+        starts.append((config.reward.model or sft, True))
+    if "ppo" in stages:
+        starts += [(config.ppo.actor or sft, False), (config.ppo.reward_model or reward, True)]
+    for path, scalar_head in starts:
+        if path is not None:
+            check_model_folder(path)
+            length = config.data.max_length
+            check_support(path, config.model, attention=attention, scalar_head=scalar_head, max_length=length)
+
+
 def load_causal_lm(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, attention: str, path: str | None = None
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    attention: str,
+    path: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model at `path` (default: the one of `config`), its vocabulary fit to the tokenizer.
 
     Raises:
-        ModelError: the folder is incomplete, or transformers cannot load it.
+        ModelError: the folder is incomplete, transformers cannot load it, or its architecture is not supported.
     """
     from transformers import AutoModelForCausalLM
 
@@ -71,8 +104,16 @@ def load_scalar_head(
 
     if seed is not None:
         torch.manual_seed(seed)
-    model = _load(AutoModelForSequenceClassification, path, config, attention, trained=seed is None, num_labels=1)
-    if not hasattr(model, "score"):
+    model = _load(
+        AutoModelForSequenceClassification,
+        path,
+        config,
+        attention,
+        trained=seed is None,
+        scalar_head=True,
+        num_labels=1,
+    )
+    if not hasattr(model, "score"):  # an architecture of its own code
         raise ModelError(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )
@@ -107,9 +148,17 @@ def _required(config: ModelConfig) -> str:
 
 
 def _load(
-    auto_class: Any, path: str, config: ModelConfig, attention: str, *, trained: bool = True, **options: Any
+    auto_class: Any,
+    path: str,
+    config: ModelConfig,
+    attention: str,
+    *,
+    trained: bool = True,
+    scalar_head: bool = False,
+    **options: Any,
 ) -> Any:
     check_model_folder(path)
+    check_support(path, config, attention=attention, scalar_head=scalar_head)
     if config.gguf_file and path == config.path:
         from transformers import GgufConfig
 
@@ -137,11 +186,9 @@ def _load(
 def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Any:
     """Match the model to the tokenizer: embedding rows, pad and EOS ids; no cache while training."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        # The same new rows on every rank and after a resume: where they are not trained, nothing else carries them.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.config.pad_token_id = tokenizer.pad_token_id
+        _grow(model, len(tokenizer))
+    for part in (model.config, model.config.get_text_config(decoder=True)):  # of a composite model, both
+        part.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -150,3 +197,19 @@ def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) ->
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _grow(model: Any, rows: int) -> None:
+    """Add rows to the embeddings, each the mean of the old ones: the same on every rank and after a resume.
+
+    The mean's logit is the mean of all logits, so a new token is never likelier than the average one. Rows drawn at
+    random would have a logit near 0, which in a model whose logits are all far below (GPT-2) takes all probability.
+    """
+    before = model.get_input_embeddings().num_embeddings
+    with torch.random.fork_rng(devices=[]):  # rows are drawn, then replaced
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for tensor in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+                if tensor is not None:
+                    tensor[before:] = tensor[:before].mean(0)

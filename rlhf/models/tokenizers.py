@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _PAD = "<|pad|>"
+_PADDING = re.compile(r"(?<![a-z])pad(?![a-z])|padding", re.IGNORECASE)
+_RESERVED = re.compile(r"reserved|unused|placeholder", re.IGNORECASE)
+_MEDIA = re.compile(r"image|vision|video|audio", re.IGNORECASE)
+_STRANGE = "\u0378 \u2603 \ua9c5 \U000f0000"
+"""Characters that only a tokenizer that can write every text (byte by byte) has tokens for."""
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """A tokenizer with an EOS token and a pad token that is not EOS.
 
     A reward model in Hugging Face's format finds the last token of a row as the last one that is not
-    padding, so a pad token that equals EOS would hide the EOS. Where the tokenizer has no other, one of
-    its unused special tokens becomes the pad token, or a new one is added.
+    padding, so a pad token that equals EOS would hide the EOS. Where the tokenizer has no other, a token
+    that no text contains becomes the pad token, or a new one is added.
 
     Returns:
         (tokenizer, notes about what was changed).
@@ -49,14 +55,23 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTr
     return tokenizer, _ensure_pad(tokenizer, path)
 
 
+def end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
+    """Ids that end a reply: the tokenizer's end-of-sequence token, and those of the model's generation settings."""
+    more = getattr(settings, "eos_token_id", None)
+    more = more if isinstance(more, list) else [] if more is None else [more]
+    return sorted({tokenizer.eos_token_id, *more})
+
+
 def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+    if tokenizer.pad_token_id is None:
+        was = "has no pad token"
+    elif tokenizer.pad_token_id == tokenizer.eos_token_id:
+        was = "pads with its end-of-sequence token"
+    elif tokenizer.pad_token in str(tokenizer.chat_template or ""):
+        was = f"pads with {tokenizer.pad_token!r}, which its chat template writes"
+    else:
         return []
-    was = "has no pad token" if tokenizer.pad_token_id is None else "pads with its end-of-sequence token"
-    # A special token that ends no reply and starts no prompt; the unknown token comes first where there is one.
-    taken = {tokenizer.eos_token, tokenizer.bos_token}
-    candidates = [tokenizer.unk_token, *tokenizer.all_special_tokens, *_reserved(tokenizer)]
-    unused = [token for token in candidates if token is not None and token not in taken]
+    unused = _unused(tokenizer)
     if unused:
         tokenizer.pad_token = unused[0]
         return [f"{path}: the tokenizer {was}; padding with its {unused[0]!r}"]
@@ -64,9 +79,25 @@ def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
     return [f"{path}: the tokenizer {was}; added {_PAD!r} (id {tokenizer.pad_token_id})"]
 
 
-def _reserved(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Added tokens that the vocabulary reserves (<|reserved_special_token_0|>, <reserved_3>, ...)."""
-    return [token for token in tokenizer.get_added_vocab() if "reserved" in token]
+def _unused(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Tokens that no prompt and no reply contains, the likeliest choice for padding first.
+
+    A model neither learns nor, in some uses, sees its pad token. So only tokens that are there for padding or for
+    nothing are taken (<pad>, <|fim_pad|>, <|finetune_right_pad_id|>, <|reserved_special_token_0|>, <unused3>), and the
+    unknown token where every text can be written without it. Other special tokens begin turns, or mark images or tools.
+    """
+    taken = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token}
+    tokens = [
+        token
+        for token in sorted(tokenizer.get_added_vocab(), key=lambda token: (len(token), token))
+        if token not in taken and token not in str(tokenizer.chat_template or "") and not _MEDIA.search(token)
+    ]
+    ordered = [token for kind in (_PADDING, _RESERVED) for token in tokens if kind.search(token)]
+    unknown = tokenizer.unk_token
+    free = unknown not in (tokenizer.eos_token, tokenizer.bos_token, None)
+    if free and tokenizer.unk_token_id not in tokenizer(_STRANGE, add_special_tokens=False)["input_ids"]:
+        ordered.append(unknown)
+    return ordered
 
 
 def unreachable(path: str, error: BaseException) -> ModelError:

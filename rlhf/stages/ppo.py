@@ -25,6 +25,7 @@ from rlhf.models.dropout import disable_dropout
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead, completion_log_probs, last_token_scores
 from rlhf.models.lora import without_adapters
+from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import (
     advantages_and_returns,
     policy_loss,
@@ -92,7 +93,7 @@ class PPO:
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
         self.decoder = Decoder(
             context.accelerator,
-            eos_ids=end_tokens(models.actor, tokenizer),
+            eos_ids=end_tokens(tokenizer, models.actor.generation_config),
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
@@ -339,13 +340,6 @@ def run(
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:
     """[B, T] -> [B, A]: the value of the state in which each completion token was drawn, one column before it."""
     return token_values[:, -completion_length - 1 : -1]
-
-
-def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Ids that end a completion: the tokenizer's, and those of the model's generation settings."""
-    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    more = more if isinstance(more, list) else [] if more is None else [more]
-    return sorted({tokenizer.eos_token_id, *more})
 
 
 def _record(context: StageContext, step: int, found: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
 """`rlhf chat` finds the model of a run and answers, line by line through a pipe."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlhf.cli.chat import ChatModel, model_folder
+from rlhf.cli.chat import ChatModel, _converse, model_folder
 from rlhf.cli.options import Options
 from rlhf.config import Config
 from rlhf.errors import ModelError, RunError
@@ -96,6 +98,90 @@ def test_a_message_that_fits_no_model_is_an_error(model: ChatModel) -> None:
         model.reply([("user", "hello " * 40)], lambda text: None)
 
 
+def chat_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str = "fp32", max_tokens: int = 4
+) -> ChatModel:
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
+    return ChatModel(folder, Options(precision=precision), temperature=0, max_tokens=max_tokens)
+
+
+def test_weights_take_the_compute_precision_and_rotary_frequencies_keep_theirs(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = chat_model(tiny_model, monkeypatch, "bf16").model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+TEMPLATE = "{% for m in messages %}hive {{ m.content }}{% endfor %} moo"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "template", "prompt", "converses"),
+    [
+        ("template", TEMPLATE, "hive hello moo", True),
+        ("transcript", None, "Human : hello Assistant :", True),
+        ("plain", TEMPLATE, "hello", False),
+        ("plain", None, "hello", False),
+        (None, TEMPLATE, "hive hello moo", True),
+        (None, None, "hello", False),
+    ],
+    ids=["template", "transcripts", "template switched off", "lone prompts", "a template's folder", "a plain folder"],
+)
+def test_the_prompt_is_written_as_in_training(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: str | None,
+    template: str | None,
+    prompt: str,
+    converses: bool,
+) -> None:
+    from transformers import AutoTokenizer
+
+    run = RunDirectory(tmp_path / "run")
+    folder = run.stage("sft").model
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["Human", "Assistant", ":"])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    run.stage("sft").finish({"prompt_format": recorded} if recorded else {})
+    model = chat_model(folder, monkeypatch)
+    assert model.tokenizer.decode(model._prompt([("user", "hello")])) == prompt
+    assert model.converses == converses
+
+
+def test_an_answer_ends_at_every_token_that_ends_generation(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()  # what follows a token is what is likest to it
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight[[0, 1, 2, 5, 3, 4]])  # hello, moo, hive, hello, ...
+    model.save_pretrained(folder)
+    free = chat_model(folder, monkeypatch).reply([("user", "hello")], lambda text: None)
+    assert free.split()[0] == "moo" and len(free.split()) == 4
+    model.generation_config.eos_token_id = [2, 4]  # <eos> and moo
+    model.save_pretrained(folder)
+    assert chat_model(folder, monkeypatch).reply([("user", "hello")], lambda text: None) == "moo"
+
+
+def test_folders_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """[/x] would be markup."""
+
+    def leave(prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", leave)
+    _converse(None, False, "runs/[/x] on cpu")  # type: ignore[arg-type]
+    assert "runs/[/x] on cpu" in capsys.readouterr().out
+
+
 def test_a_pipe_gets_an_answer_for_each_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
@@ -105,5 +191,17 @@ def test_a_pipe_gets_an_answer_for_each_line(tiny_model: Path, monkeypatch: pyte
     done = CliRunner().invoke(
         app, ["chat", str(tiny_model), "--max-tokens", "3", "--precision", "fp32"], input="hello\n\nmoo\n"
     )
+    assert done.exit_code == 0
+    assert done.stdout.count("\n") == 2
+
+
+def test_bytes_that_are_no_text_are_answered(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from rlhf.cli.app import app
+
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
+    command = ["chat", str(tiny_model), "--max-tokens", "3", "--precision", "fp32"]
+    done = CliRunner().invoke(app, command, input=b"hello \xff\nmoo\n")
     assert done.exit_code == 0
     assert done.stdout.count("\n") == 2

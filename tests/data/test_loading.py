@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.config import STAGES, DataConfig, Stage
+from rlhf.data.encoding import encode_conversation
 from rlhf.data.splits import prompt_key
 from rlhf.data.tokenization import Demonstration, Pair, Prompt, StageData, load_stage
 from rlhf.errors import DataError
@@ -74,6 +76,23 @@ def test_a_held_out_source_is_used_whole_and_for_evaluation_alone(tokenizer: Any
     ]
 
 
+def test_held_out_rows_whose_prompt_a_stage_trains_on_are_left_out(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
+    """Whichever stage trains on it, and from whichever source."""
+    elsewhere = write(tmp_path / "sft.jsonl", [{"prompt": f"Only sft {n}?", "response": "a"} for n in range(5)])
+    held = [{"prompt": text, "chosen": "a", "rejected": "b"} for text in ("QUESTION  7?", "Only sft 3?", "New?")]
+    other = write(tmp_path / "held.jsonl", held)
+    sources = {"path": elsewhere, "stages": ["sft"]}, {"path": pairs, "heldout": other}
+    for stage in ("reward", "ppo"):
+        data = load(tokenizer, *sources, stage=stage)
+        assert keys(data.heldout) == {"new?"}
+        assert data.reports[-1].dropped == {"prompt trained on": (2, "held.jsonl:1")}
+
+
+def test_a_held_out_source_that_is_all_trained_on_is_an_error(tokenizer: Any, pairs: str) -> None:
+    with pytest.raises(DataError, match="no usable row: 100 prompt trained on"):
+        load(tokenizer, {"path": pairs, "heldout": pairs})
+
+
 def test_held_out_prompts_come_once_before_any_comes_again(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 4}"} for n in range(40)]
     path = write(tmp_path / "rows.jsonl", rows)
@@ -103,6 +122,16 @@ def test_a_prompt_of_two_sources_is_never_held_out_of_one_and_trained_on_in_the_
     assert not keys(data.train) & keys(data.heldout)
 
 
+def test_a_prompt_is_not_held_out_while_a_source_with_its_own_held_out_rows_trains_on_it(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    paths = [write(tmp_path / f"{n}.jsonl", PAIRS[: 60 + n]) for n in range(2)]
+    other = write(tmp_path / "other.jsonl", [{"prompt": "Other?", "chosen": "a", "rejected": "b"}])
+    sources = {"path": paths[0], "heldout": other, "stages": ["sft"]}, {"path": paths[1], "stages": ["sft"]}
+    data = load(tokenizer, *sources, heldout_fraction=0.5)
+    assert not keys(data.train) & keys(data.heldout)
+
+
 def test_rows_left_out_are_counted_by_reason_with_the_first_of_each(tokenizer: Any, tmp_path: Path) -> None:
     path = write(
         tmp_path / "rows.jsonl",
@@ -116,6 +145,9 @@ def test_rows_left_out_are_counted_by_reason_with_the_first_of_each(tokenizer: A
             {"prompt": "long " * 100, "chosen": "a", "rejected": "b"},
             {"prompt": "c", "chosen": "a", "rejected": "long " * 100},
             {"prompt": "d", "chosen": "long " * 100, "rejected": "a"},
+            {"prompt": "half a smile \ud83d", "chosen": "a", "rejected": "b"},
+            {"prompt": "e<eos><user>f", "chosen": "a", "rejected": "b"},
+            {"prompt": "g", "chosen": "a", "rejected": "b<eos>"},
         ],
     )
     limits = {"max_prompt_length": 40, "max_completion_length": 20}
@@ -123,13 +155,14 @@ def test_rows_left_out_are_counted_by_reason_with_the_first_of_each(tokenizer: A
     assert report.used == 3
     assert report.dropped == {
         "empty prompt": (1, "rows.jsonl:4"),
-        "malformed": (2, "rows.jsonl:5"),
+        "malformed": (3, "rows.jsonl:5"),
         "empty response": (1, "rows.jsonl:7"),
         "chosen equals rejected": (1, "rows.jsonl:8"),
         "prompt too long": (1, "rows.jsonl:9"),
         "completion too long": (2, "rows.jsonl:10"),
+        "contains control tokens": (2, "rows.jsonl:13"),
     }
-    assert "2 malformed (first: rows.jsonl:5)" in str(report)
+    assert "3 malformed (first: rows.jsonl:5)" in str(report)
 
 
 def test_the_longest_completion_counts_its_end_token(tokenizer: Any, tmp_path: Path) -> None:
@@ -165,3 +198,35 @@ def test_a_stage_without_a_share_or_a_source_is_an_error(tokenizer: Any, pairs: 
         load(tokenizer, {"path": pairs}, stage="ppo", stage_split=(1, 1, 0))
     with pytest.raises(DataError, match="ppo: no data set is for this stage; add ppo to"):
         load(tokenizer, {"path": pairs, "stages": ["sft"]}, stage="ppo")
+
+
+@pytest.mark.parametrize(
+    ("rows", "chat_template", "expected"),
+    [
+        ([{"prompt": f"cow {n}", "response": "moo"} for n in range(9)], True, "template"),
+        ([{"prompt": f"cow {n}", "response": "moo"} for n in range(9)], False, "plain"),
+        ([{"prompt": f"\n\nHuman: cow {n}\n\nAssistant:", "response": "moo"} for n in range(9)], False, "transcript"),
+    ],
+)
+def test_how_prompts_are_written_is_known(
+    tokenizer: Any, tmp_path: Path, rows: list[Any], chat_template: bool, expected: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", rows)
+    data = load(tokenizer, {"path": path, "stages": ["sft"]}, chat_template=chat_template, heldout_fraction=0.2)
+    assert data.prompt_format == expected
+    conversation = data.train[0].row.prompt
+    assert encode_conversation(tokenizer, conversation, data.prompt_format) == data.train[0].prompt_ids
+
+
+def test_replies_of_all_stages_end_at_the_same_token(tokenizer: Any, pairs: str) -> None:
+    end = tokenizer.convert_tokens_to_ids("<system>")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'<system>'")
+    ends = {"end_ids": [tokenizer.eos_token_id, end]}
+    sft, reward = (
+        load_stage(DataConfig(datasets=[{"path": pairs}]), stage, tokenizer, seed=0, **ends)
+        for stage in ("sft", "reward")
+    )
+    replies = [e.completion_ids for e in sft.train]
+    replies += [ids for e in reward.train for ids in (e.chosen_ids, e.rejected_ids)]
+    assert all(ids.index(end) == len(ids) - 1 and tokenizer.eos_token_id not in ids for ids in replies)

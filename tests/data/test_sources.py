@@ -78,14 +78,36 @@ def test_the_world_is_a_source() -> None:
 def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [{"prompt": f"{name} {split}"}])
-    assert values(read("org/name", split="dev")) == [{"prompt": "org/name dev"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: [{"prompt": f"{names} {split}"}])
+    assert values(read("org/name", split="dev")) == [{"prompt": "('org/name', None) dev"}]
+    assert values(read("org/name", subset="main")) == [{"prompt": "('org/name', 'main') train"}]
+
+
+def test_files_have_no_subsets(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+    for source in (str(path), "world"):
+        with pytest.raises(DataError, match="has no subsets, hub data sets have; leave subset 'main' out"):
+            read(source, subset="main")
+
+
+def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    text = "moo " * 100_000
+    path.write_text(f"prompt,response\n{text},a\n", encoding="utf-8")
+    assert values(read(str(path))) == [{"prompt": text, "response": "a"}]
+
+
+def test_lines_of_jsonl_that_no_reader_takes_are_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"id": {"9" * 5000}}}\n{"[" * 100_000}\n{json.dumps(ROWS[0])}\n', encoding="utf-8")
+    assert values(read(str(path))) == [None, None, ROWS[0]]
 
 
 def test_a_hub_name_that_cannot_be_reached_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def unreachable(name: str, split: str) -> None:
+    def unreachable(name: str, subset: str | None, split: str) -> None:
         raise ConnectionError("no route to the hub\nand a long story")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)

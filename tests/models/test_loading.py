@@ -84,6 +84,53 @@ def test_a_model_grows_rows_for_tokens_that_its_tokenizer_gained(model_folder):
     assert load(model_folder, tokenizer).get_input_embeddings().num_embeddings == len(tokenizer)
 
 
+def test_new_rows_are_the_mean_of_the_old_ones_in_both_embeddings(tmp_path):
+    """Of a model whose logits are all far below 0, as GPT-2's are: a row near 0 would take all probability."""
+    tokenizer = build_tokenizer()
+    model = llama(len(tokenizer), tie_word_embeddings=False, seed=3)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(0, 0.3)
+        hidden = model.model(torch.tensor([[5, 6, 7, 8, 9, 10]])).last_hidden_state.mean((0, 1))
+        model.lm_head.weight -= 30 * hidden / hidden.square().sum()
+    model.save_pretrained(tmp_path)
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
+    grown, again = load(tmp_path, tokenizer), load(tmp_path, tokenizer)
+    with torch.no_grad():
+        before, after = (found(ids).logits.log_softmax(-1) for found in (model.eval(), grown.eval()))
+    assert model(ids).logits.mean() < -10, "the model is like GPT-2"
+    assert after[..., -2:].exp().max() < 0.01
+    assert (after[..., :-2] - before).abs().max() < 0.01
+    for layer in ("get_input_embeddings", "get_output_embeddings"):
+        new, same, old = (getattr(found, layer)().weight for found in (grown, again, model))
+        torch.testing.assert_close(new[-2:], old.mean(0).expand(2, -1))
+        assert torch.equal(new, same)
+
+
+def test_growing_changes_no_random_numbers_that_follow(model_folder):
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    torch.manual_seed(5)
+    load(model_folder, build_tokenizer())
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    load(model_folder, tokenizer)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_composite_models_text_part_knows_the_pad_token(tmp_path, tokenizer):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = Gemma3TextConfig(vocab_size=len(tokenizer), head_dim=8, num_key_value_heads=1, pad_token_id=None, **sizes)
+    vision = SiglipVisionConfig(image_size=16, patch_size=8, **sizes)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    scored = load_scalar_head(ModelConfig(), tokenizer, attention="sdpa", path=str(tmp_path), seed=0)
+    for found in (load(tmp_path, tokenizer), scored):
+        assert found.config.get_text_config().pad_token_id == tokenizer.pad_token_id
+
+
 def test_a_new_scalar_head_is_drawn_from_the_seed(model_folder, tokenizer):
     def head(seed):
         config = ModelConfig(path=str(model_folder))

@@ -103,3 +103,8 @@ def test_an_adaptive_coefficient_moves_with_the_kl(rlhf, finished_run, tmp_path)
     records = [json.loads(line) for line in (output / "ppo" / "metrics.jsonl").read_text().splitlines()]
     found = [record["kl_coef"] for record in records if "kl_coef" in record]
     assert found == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98**2])
+
+
+def test_every_stage_records_how_its_prompts_are_written(finished_run):
+    for stage in ("sft", "reward", "ppo"):
+        assert json.loads((finished_run / stage / "stage.json").read_text())["prompt_format"] == "template"
