@@ -185,7 +185,7 @@ class _Session:
         self.finished = torch.empty(rows, dtype=torch.bool, device=device)
         self.uniform = torch.empty(length, rows, device=device)
         key = f"decode {rows} x {prompt_length} + {length}"
-        counting = sorted({type(layer).__name__ for layer in self.cache.layers if layer.is_sliding})
+        counting = sorted({type(layer).__name__ for layer in self.cache.layers if getattr(layer, "is_sliding", False)})
         if counting and capture is not _as_it_is:
             raise CaptureError(
                 f"{key} cannot be repeated: {', '.join(counting)} of transformers counts tokens in Python"
