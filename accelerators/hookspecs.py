@@ -52,7 +52,8 @@ def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ign
         from accelerators import KernelImpl, Support, hookimpl
 
         def supported(accelerator):
-            return Support(accelerator.name == "npu", "needs an NPU")
+            fits = accelerator.name == "npu"
+            return Support(fits, "one pass over memory" if fits else "needs an NPU")
 
         def factory(accelerator):
             from my_npu.optimizers import AdamW

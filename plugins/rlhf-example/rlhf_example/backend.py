@@ -28,8 +28,7 @@ class Example(Accelerator):
     def bind(self, local_rank: int) -> torch.device:
         """A real device: import its runtime here, make device `local_rank` the current one, return it."""
         torch.set_num_threads(int(os.environ.get("RLHF_EXAMPLE_THREADS", "1")))
-        self._device = torch.device("cpu")
-        return self._device
+        return torch.device("cpu")
 
     def info(self) -> DeviceInfo:
         return DeviceInfo(model="Example One", count=1, software=f"torch {torch.__version__}")
