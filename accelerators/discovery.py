@@ -25,8 +25,8 @@ from accelerators.types import API_VERSION, AcceleratorError, AcceleratorSpec, P
 
 BUILTIN = "accelerators.builtin"
 ALLOWLIST_ENV = "RLHF_PLUGINS"
-MOST_OFFERS = 100
-"""Backends that one plugin may offer: more would be a generator without an end."""
+MOST_ANSWERS = 100
+"""What a plugin may answer to one hook: more would be a generator without an end."""
 
 _IMPORTS_TORCH = (
     "imports torch {when}, which must come after the choice of a backend: some runtimes read their environment then"
@@ -167,18 +167,16 @@ def _with_unknown_hooks(plugins: pluggy.PluginManager) -> Iterator[tuple[Any, st
 def _offers(
     plugins: pluggy.PluginManager, plugin: ModuleType, origin: tuple[str, str, str], limit: float
 ) -> list[Report]:
-    offered: list[Any] = []
-    broken: list[Report] = []
-
-    def ask() -> None:
-        for spec in islice(answers(plugins, plugin, "rlhf_accelerators"), MOST_OFFERS):
-            offered.append(spec)  # what came before a failure counts
-
     try:
-        within(limit, "rlhf_accelerators", ask)
+        offered = within(limit, "rlhf_accelerators", lambda: list(answers(plugins, plugin, "rlhf_accelerators")))
     except PluginError as error:
-        broken = [Report(*origin, error=str(error))]
-    return [_probed(spec, origin, limit) for spec in tuple(offered)] + broken
+        return [Report(*origin, error=str(error))]
+    reports: list[Report] = []
+    for report in (_probed(offer, origin, limit) for offer in offered):
+        if report.spec and report.name in [other.name for other in reports if other.spec]:
+            report = replace(report, probe=None, error="rlhf_accelerators offers this name twice")
+        reports.append(report)
+    return reports
 
 
 def _probed(offer: Any, origin: tuple[str, str, str], limit: float) -> Report:
@@ -219,7 +217,10 @@ def answers(plugins: pluggy.PluginManager, plugin: Any, hook: str, **arguments: 
             answer = implementation.function(*(arguments[name] for name in implementation.argnames))
             if isinstance(answer, str):
                 raise TypeError(f"{hook} returned a str instead of a list")
-            yield from () if answer is None else answer
+            given = iter(() if answer is None else answer)
+            yield from islice(given, MOST_ANSWERS)
+            if next(given, given) is not given:
+                raise ValueError(f"{hook} gave more than {MOST_ANSWERS} answers")
 
 
 def _rank(report: Report) -> tuple[int, int, str]:
