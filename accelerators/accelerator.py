@@ -70,7 +70,7 @@ class Accelerator(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "bind" in vars(cls):
+        if not hasattr(cls.bind, "remembers"):  # its own, or that of a class that is no Accelerator
             cls.bind = _remembering(cls.bind)  # type: ignore[assignment, method-assign]
 
     # placement
@@ -307,6 +307,7 @@ def _remembering(bind: Callable[[Any, int], torch.device]) -> Callable[[Any, int
         self._device = device
         return device
 
+    vars(bound)["remembers"] = True
     return bound
 
 

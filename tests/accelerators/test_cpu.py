@@ -308,19 +308,33 @@ class Careful(Terse):
         return torch.device("cpu")
 
 
+class Bound:
+    """No accelerator of its own."""
+
+    def bind(self, local_rank: int) -> torch.device:
+        return torch.device("meta", local_rank)
+
+
+class Mixed(Bound, CPU):
+    pass
+
+
 class Forgetful(CPU):
     def bind(self, local_rank):
         torch.device("meta")
 
 
-@pytest.mark.parametrize(("backend", "device"), [(Terse, torch.device("meta", 1)), (Careful, torch.device("cpu"))])
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [(Terse, torch.device("meta", 1)), (Careful, torch.device("cpu")), (Mixed, torch.device("meta", 1))],
+)
 def test_the_device_is_the_one_that_bind_returned(backend, device):
     accelerator = backend()
     with pytest.raises(AcceleratorError, match="no device is bound"):
         accelerator.device()
     assert accelerator.bind(1) == device
     assert accelerator.device() == device
-    assert accelerator.to_device(torch.ones(2)).device == device
+    assert accelerator.to_device(torch.ones(2)).device.type == device.type
     assert accelerator.bind(local_rank=0) == accelerator.device()
     with pytest.raises(AcceleratorError, match="no device is bound"):
         backend().device()
@@ -333,6 +347,7 @@ def test_a_bind_that_returns_no_device_is_an_error_that_names_the_backend():
 
 def test_bind_stays_a_method_that_every_backend_has_to_write():
     assert "bind" in Accelerator.__abstractmethods__
+    assert "bind" in type("Half", (Accelerator,), {"name": "half"}).__abstractmethods__
     assert "bind" not in Terse.__abstractmethods__
     assert Terse.bind.__doc__ is None
     assert CPU.bind.__doc__
