@@ -6,13 +6,14 @@ backend and on every plugin that does not work; one broken plugin stops none of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -77,13 +78,13 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
     """Load plugins one at a time; a broken one becomes a report and stays out of the manager."""
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
-    points, reports = _allowed(entry_points(group=hookspecs.ENTRY_POINT_GROUP), environ.get(ALLOWLIST_ENV))
+    points, reports = _allowed(*_installed(), environ.get(ALLOWLIST_ENV))
     limit = _time_limit(environ)
     loaded: dict[ModuleType, tuple[str, str, str]] = {}
     warnings: dict[ModuleType, str] = {}
     with stdout_to_stderr():
         for point in points:
-            origin = (point.name, *_distribution(point))
+            origin = (point.name, *_named(point.dist))
             registered = plugin_name(*origin)
             clean = "torch" not in sys.modules
             try:
@@ -106,15 +107,32 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
 
 
 def plugin_name(point: str, distribution: str, version: str) -> str:
-    """What a plugin is called in the manager and in messages."""
-    return f"{distribution} {version} ({point})"
+    """What a plugin is called in the manager and in messages: as its reports' `provider`, and its entry point."""
+    return f"{f'{distribution} {version}'.strip()} ({point})"
 
 
-def _distribution(point: EntryPoint) -> tuple[str, str]:
-    """Name and version of an entry point's distribution, whose metadata may be gone or damaged."""
+def _installed() -> tuple[list[EntryPoint], list[Report]]:
+    """The entry points of all plugins, and a report for each distribution whose entry points cannot be read."""
+    group = hookspecs.ENTRY_POINT_GROUP
+    with contextlib.suppress(Exception):
+        return list(entry_points(group=group)), []
+    points: list[EntryPoint] = []
+    reports: list[Report] = []
+    for distribution in distributions():
+        try:
+            points += distribution.entry_points.select(group=group)
+        except Exception as error:
+            if group in (distribution.read_text("entry_points.txt") or ""):
+                name, version = _named(distribution)
+                reports.append(Report(name, name, version, error=f"its entry points cannot be read ({text(error)})"))
+    return points, reports
+
+
+def _named(distribution: Distribution | None) -> tuple[str, str]:
+    """Name and version of a distribution, whose metadata may be gone or damaged."""
     try:
-        assert point.dist is not None
-        return point.dist.name or "unknown", point.dist.version or ""
+        assert distribution is not None
+        return distribution.name or "unknown", distribution.version or ""
     except Exception:
         return "unknown", ""
 
@@ -136,16 +154,18 @@ def _register(plugins: pluggy.PluginManager, plugin: ModuleType, name: str) -> N
         raise PluginError(text(error)) from error
 
 
-def _allowed(points: Iterable[EntryPoint], allowlist: str | None) -> tuple[list[EntryPoint], list[Report]]:
+def _allowed(
+    points: list[EntryPoint], unreadable: list[Report], allowlist: str | None
+) -> tuple[list[EntryPoint], list[Report]]:
     """The entry points to load, in order of name, and a report for each plugin that the allowlist names in vain.
 
     The list names entry points or distributions; the built-in backends are always there, so `none` leaves only them.
     """
     points = sorted(points, key=lambda point: (point.name, point.value))
     if not allowlist:
-        return points, []
+        return points, unreadable
     wanted = {_normalized(part) for part in allowlist.split(",")} - {"", "none"}
-    names = [{_normalized(point.name), _normalized(_distribution(point)[0])} for point in points]
+    names = [{_normalized(point.name), _normalized(_named(point.dist)[0])} for point in points]
     missing = sorted(wanted.difference(*names))
     error = f"named in {ALLOWLIST_ENV}, but no such plugin is installed"
     return (

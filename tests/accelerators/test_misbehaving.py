@@ -19,6 +19,7 @@ import accelerators
 from accelerators import (
     AcceleratorError,
     AcceleratorSpec,
+    DeepSpeedView,
     KernelImpl,
     Probe,
     Problem,
@@ -27,7 +28,7 @@ from accelerators import (
     hookimpl,
     select,
 )
-from rlhf.cli.accelerators import list_backends
+from rlhf.cli.accelerators import explain, list_backends
 
 ENDLESS = threading.Event()
 BAD = SimpleNamespace(name="bad", version="2.0")
@@ -254,6 +255,21 @@ def test_a_distribution_without_metadata_is_listed(installed, capfd, monkeypatch
     assert entry["reason"] == "its import failed (ImportError: no library)"
 
 
+def test_entry_points_that_cannot_be_read_are_those_of_one_plugin(monkeypatch, tmp_path):
+    for name, written in (("damaged", "no value"), ("whole", "whole = nowhere")):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[rlhf.accelerators]\n{written}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {report.name: report.reason for report in accelerators.available({})}
+    assert found["damaged"].startswith("broken: its entry points cannot be read (TypeError")
+    assert found["whole"].startswith("broken: its import failed (ModuleNotFoundError")
+    assert "cores" in found["cpu"]
+    assert select("cpu", environ={}).name == "cpu"
+    assert "damaged" not in {report.name for report in accelerators.available({"RLHF_PLUGINS": "none"})}
+
+
 def shout(how: str) -> None:
     """Write on standard output in a way that is not Python's own."""
     if how == "print":
@@ -317,6 +333,13 @@ def kernel(**fields: Any) -> KernelImpl:
         "priority": 99,
     }
     return KernelImpl(**{**usual, **fields})
+
+
+def npu(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
+    """Let the factory npu_backend:NPU make a CPU with other methods."""
+    backend = ModuleType("npu_backend")
+    backend.NPU = type("NPU", (importlib.import_module("accelerators.cpu").CPU,), {"name": "npu", **methods})
+    monkeypatch.setitem(sys.modules, "npu_backend", backend)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -430,9 +453,7 @@ def test_where_no_kernel_is_left_the_error_names_the_plugin(installed):
     ],
 )
 def test_a_check_that_fails_stops_runs_on_its_own_backend_alone(installed, monkeypatch, caplog, answer, reason):
-    backend = ModuleType("npu_backend")
-    backend.NPU = type("NPU", (importlib.import_module("accelerators.cpu").CPU,), {"name": "npu"})
-    monkeypatch.setitem(sys.modules, "npu_backend", backend)
+    npu(monkeypatch)
     installed(
         lambda: plugin(
             rlhf_accelerators=lambda: [AcceleratorSpec(**{**GOOD, "factory": "npu_backend:NPU"})],
@@ -474,22 +495,29 @@ def test_an_environment_that_is_none_is_the_plugins_error_and_sets_nothing(insta
 
 @pytest.mark.parametrize("error", [ImportError("libnpu.so"), SystemExit(3)])
 def test_a_backend_that_cannot_be_made_is_the_plugins_error(installed, monkeypatch, error):
-    backend = ModuleType("npu_backend")
-    cpu = importlib.import_module("accelerators.cpu").CPU
-    backend.NPU = type("NPU", (cpu,), {"name": "npu", "__init__": raising(error)})
-    monkeypatch.setitem(sys.modules, "npu_backend", backend)
+    npu(monkeypatch, __init__=raising(error))
     installed(lambda: offers(spec(factory="npu_backend:NPU")))
     with pytest.raises(AcceleratorError, match=r"accelerator npu of bad 2.0: .* failed \((ImportError|SystemExit)"):
         select("npu").create()
 
 
 def test_a_backend_whose_own_kernels_are_none_is_the_plugins_error(installed, monkeypatch):
-    backend = ModuleType("npu_backend")
-    cpu = importlib.import_module("accelerators.cpu").CPU
-    backend.NPU = type("NPU", (cpu,), {"name": "npu", "kernels": lambda self: [{"operation": "adamw"}]})
-    monkeypatch.setitem(sys.modules, "npu_backend", backend)
+    npu(monkeypatch, kernels=lambda self: [{"operation": "adamw"}])
     installed(lambda: offers(spec(factory="npu_backend:NPU")))
     with pytest.raises(
         AcceleratorError, match=r"bad 2.0: kernels\(\) failed \(TypeError: a dict instead of KernelImpl"
     ):
         select("npu").create().kernel("adamw")
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [("memory", (1, 2, 3)), ("info", {"model": "NPU"}), ("shape_policy", "static"), ("precision", None), ("bind", 0)],
+)
+def test_a_backend_that_cannot_be_explained_is_the_plugins_error(installed, monkeypatch, method, answer):
+    view = DeepSpeedView("none", "cpu", "gloo", (), "0")
+    npu(monkeypatch, **{"prepare_deepspeed": lambda self: view, method: lambda self, *arguments: answer})
+    installed(lambda: offers(spec(factory="npu_backend:NPU")))
+    monkeypatch.setenv("RLHF_ACCELERATOR", "auto")
+    with pytest.raises(AcceleratorError, match=r"bad 2.0.*report it to"):
+        explain("npu")

@@ -22,7 +22,6 @@ class Example(Accelerator):
     deepspeed_name = "cpu"  # the device type of its tensors; a real device has its own
     absent: ClassVar[Mapping[str, str]] = {
         "graph_capture": "an Example One launches nothing, so there is nothing to record",
-        "quantized_weights": "nobody has written it for an Example One",
     }
 
     def bind(self, local_rank: int) -> torch.device:
