@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,75 +17,11 @@ import accelerators
 from accelerators import (
     AcceleratorError,
     AcceleratorSpec,
-    DeepSpeedView,
-    KernelImpl,
     Probe,
-    Problem,
-    Support,
-    discovery,
-    hookimpl,
     select,
 )
-from rlhf.cli.accelerators import explain, list_backends
-
-ENDLESS = threading.Event()
-BAD = SimpleNamespace(name="bad", version="2.0")
-NAME = "bad 2.0 (bad_entry)"
-GOOD: dict[str, Any] = {
-    "name": "npu",
-    "api_version": 1,
-    "factory": "accelerators.cpu:CPU",
-    "probe": lambda: Probe(True, "found"),
-    "priority": -10,
-}
-
-
-def plugin(**hooks: Callable[..., Any]) -> ModuleType:
-    module = ModuleType("bad")
-    for name, function in hooks.items():
-        setattr(module, name, hookimpl(specname=name)(function))
-    return module
-
-
-def offers(*makers: Callable[[], Any]) -> ModuleType:
-    """A plugin whose hook yields what each of `makers` returns."""
-
-    def rlhf_accelerators():
-        for make in makers:
-            yield make()
-
-    return plugin(rlhf_accelerators=rlhf_accelerators)
-
-
-def spec(**fields: Any) -> Callable[[], AcceleratorSpec]:
-    return lambda: AcceleratorSpec(**{**GOOD, **fields})
-
-
-def altered(make: Callable[[], Any], field: str, value: Any) -> Callable[[], Any]:
-    """What `make` returns, changed behind the back of its own checks."""
-
-    def made() -> Any:
-        result = make()
-        object.__setattr__(result, field, value)
-        return result
-
-    return made
-
-
-def raises(error: BaseException) -> Callable[..., Any]:
-    def function() -> Any:
-        raise error
-
-    return function
-
-
-def forever() -> Any:
-    ENDLESS.wait()
-
-
-def endless() -> Any:
-    while True:
-        yield AcceleratorSpec(**GOOD)
+from rlhf.cli.accelerators import list_backends
+from tests.accelerators.misbehaving import GOOD, altered, endless, forever, offers, plugin, raises, spec
 
 
 class Unspeakable(Exception):
@@ -170,25 +104,6 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
 LATE = {name: "0.3" for name, (_, reason) in BROKEN.items() if "0.3 s" in reason}
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch):
-    """Install, beside the built-in backends, a plugin that is loaded by calling `load`."""
-    for variable in ("RLHF_ACCELERATOR", "RLHF_PLUGINS", "RLHF_PROBE_TIMEOUT"):
-        monkeypatch.delenv(variable, raising=False)
-    ENDLESS.clear()
-
-    def install(load: Callable[[], Any], dist: Any = BAD) -> None:
-        builtin, rlhf = "accelerators.builtin", SimpleNamespace(name="rlhf", version="2.0")
-        points = [
-            SimpleNamespace(name="builtin", value=builtin, dist=rlhf, load=lambda: importlib.import_module(builtin)),
-            SimpleNamespace(name="bad_entry", value="bad", dist=dist, load=load),
-        ]
-        monkeypatch.setattr(discovery, "entry_points", lambda group: points)
-
-    yield install
-    ENDLESS.set()  # what hangs may end
-
-
 def listed(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     """`rlhf accelerators list --json`."""
     capfd.readouterr()
@@ -197,10 +112,10 @@ def listed(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_plugin_is_listed_with_its_reason_and_stops_nobody(installed, monkeypatch, capfd, case):
+def test_a_broken_plugin_is_listed_with_its_reason_and_stops_nobody(misbehaved, monkeypatch, capfd, case):
     load, reason = BROKEN[case]
     monkeypatch.setenv("RLHF_PROBE_TIMEOUT", LATE.get(case, "30"))
-    installed(load)
+    misbehaved(load)
     reports = accelerators.available()
     assert next(report for report in reports if report.name == "cpu" and report.distribution == "rlhf").available
     (found,) = [report for report in reports if report.distribution == "bad"]
@@ -217,23 +132,23 @@ def test_a_broken_plugin_is_listed_with_its_reason_and_stops_nobody(installed, m
     assert select("cpu").provider == "rlhf 2.0"
 
 
-def test_what_else_a_plugin_offers_counts(installed):
-    installed(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good")))
+def test_what_else_a_plugin_offers_counts(misbehaved):
+    misbehaved(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good")))
     found = {report.name: report.available for report in accelerators.available()}
     assert found == {"cpu": True, "cuda": False, "hpu": False, "bad_entry": False, "npu": False, "good": True}
 
 
-def test_a_name_that_a_plugin_offers_twice_is_broken_the_second_time(installed):
-    installed(lambda: offers(spec(), spec(priority=-20)))
+def test_a_name_that_a_plugin_offers_twice_is_broken_the_second_time(misbehaved):
+    misbehaved(lambda: offers(spec(), spec(priority=-20)))
     found = [(report.priority, report.error) for report in accelerators.available() if report.name == "npu"]
     assert found == [(-10, None), (-20, "rlhf_accelerators offers this name twice")]
     assert select("npu").spec.priority == -10
 
 
-def test_an_odd_module_does_not_keep_others_from_being_asked(installed):
+def test_an_odd_module_does_not_keep_others_from_being_asked(misbehaved):
     module = ModuleType("bad")
     module.__getattr__ = raises(RuntimeError("ask me nothing"))  # type: ignore[method-assign]
-    installed(lambda: module)
+    misbehaved(lambda: module)
     assert {report.name for report in accelerators.available()} == {"cpu", "cuda", "hpu"}
 
 
@@ -247,9 +162,9 @@ class Damaged:
 
 @pytest.mark.parametrize("dist", [None, SimpleNamespace(name=None, version=None), Damaged()])
 @pytest.mark.parametrize("allowlist", ["", "bad_entry"])
-def test_a_distribution_without_metadata_is_listed(installed, capfd, monkeypatch, dist, allowlist):
+def test_a_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatch, dist, allowlist):
     monkeypatch.setenv("RLHF_PLUGINS", allowlist)
-    installed(raises(ImportError("no library")), dist)
+    misbehaved(raises(ImportError("no library")), dist)
     (entry,) = [entry for entry in listed(capfd) if entry["broken"]]
     assert (entry["distribution"], entry["version"]) == ("unknown", "")
     assert entry["reason"] == "its import failed (ImportError: no library)"
@@ -303,8 +218,8 @@ def loud(when: str, how: str) -> ModuleType:
 
 @pytest.mark.parametrize("how", ["print", "descriptor", "library", "child"])
 @pytest.mark.parametrize("when", ["import", "hook", "probe"])
-def test_json_is_json_whatever_a_plugin_prints(installed, capfd, when, how):
-    installed(lambda: loud(when, how))
+def test_json_is_json_whatever_a_plugin_prints(misbehaved, capfd, when, how):
+    misbehaved(lambda: loud(when, how))
     list_backends(as_json=True)
     ctypes.CDLL(None).fflush(None)
     printed = capfd.readouterr()
@@ -312,212 +227,10 @@ def test_json_is_json_whatever_a_plugin_prints(installed, capfd, when, how):
     assert printed.err == "shouting\n"
 
 
-def test_a_second_cpu_is_an_error_that_names_the_way_out(installed, monkeypatch):
-    installed(lambda: offers(spec(name="cpu")))
+def test_a_second_cpu_is_an_error_that_names_the_way_out(misbehaved, monkeypatch):
+    misbehaved(lambda: offers(spec(name="cpu")))
     for wish in ("cpu", "auto"):
         with pytest.raises(AcceleratorError, match=r"bad 2.0.*both offer.*named 'cpu'.*leave it out with RLHF_PLUGINS"):
             select(wish)
     monkeypatch.setenv("RLHF_PLUGINS", "none")
     assert select("cpu").provider == "rlhf 2.0"
-
-
-# in a run
-
-
-def kernel(**fields: Any) -> KernelImpl:
-    usual = {
-        "operation": "attention",
-        "name": "fast",
-        "factory": lambda accelerator: "fast",
-        "supported": lambda accelerator: Support(True, "fast here"),
-        "priority": 99,
-    }
-    return KernelImpl(**{**usual, **fields})
-
-
-def npu(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
-    """Let the factory npu_backend:NPU make a CPU with other methods."""
-    backend = ModuleType("npu_backend")
-    backend.NPU = type("NPU", (importlib.import_module("accelerators.cpu").CPU,), {"name": "npu", **methods})
-    monkeypatch.setitem(sys.modules, "npu_backend", backend)
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def function(*arguments: Any) -> Any:
-        raise error
-
-    return function
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (lambda accelerator: [{"operation": "adamw"}], "TypeError: a dict instead of KernelImpl"),
-        (lambda accelerator: "adamw", "TypeError: rlhf_kernels returned a str instead of a list"),
-        (lambda accelerator: 7, "TypeError: 'int' object is not iterable"),
-        (lambda accelerator: [kernel(), None], "TypeError: a NoneType instead of KernelImpl"),
-        (lambda accelerator: [kernel(priority="9")], "KernelImpl: priority is '9', expected an int"),
-        (lambda accelerator: [kernel(name=None)], "KernelImpl: name is None, expected a str"),
-        (lambda accelerator: [kernel(factory="a:b")], "KernelImpl: factory is 'a:b', expected a function"),
-        (lambda accelerator: [kernel(supported=True)], "KernelImpl: supported is True, expected a function"),
-        (
-            lambda accelerator: [altered(kernel, "priority", "9")()],
-            "KernelImpl with wrong fields (KernelImpl: priority",
-        ),
-        (raising(OSError("no library")), "OSError: no library"),
-        (raising(SystemExit(3)), "SystemExit: 3"),
-    ],
-)
-def test_a_plugin_with_wrong_kernels_offers_none_and_is_named(installed, caplog, answer, reason):
-    installed(lambda: plugin(rlhf_kernels=lambda accelerator: answer(accelerator)))
-    cpu = select("cpu").create()
-    assert cpu.kernel("attention", required=True) == "sdpa"
-    assert all(support.reason for support in cpu.capabilities().values())
-    (record,) = caplog.records
-    assert f"plugin {NAME} offers no kernels: " in record.getMessage()
-    assert reason in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("supported", "reason"),
-    [
-        (lambda accelerator: True, "TypeError: a bool instead of Support"),
-        (lambda accelerator: None, "TypeError: a NoneType instead of Support"),
-        (lambda accelerator: Support("yes", "fast"), "Support: ok is 'yes', expected a bool"),
-        (altered(lambda: Support(True, ""), "ok", 3), "its check failed (TypeError"),
-        (altered(lambda: Support(False, "no"), "reason", ""), "a refusal needs a reason"),
-        (raising(SystemExit(3)), "its check failed (SystemExit: 3)"),
-    ],
-)
-def test_a_check_that_gives_no_support_is_a_refusal(installed, supported, reason):
-    installed(
-        lambda: plugin(rlhf_kernels=lambda accelerator: [kernel(supported=lambda accelerator: answer(accelerator))])
-    )
-
-    def answer(accelerator):
-        return supported() if supported.__name__ == "made" else supported(accelerator)
-
-    cpu = select("cpu").create()
-    assert cpu.kernel("attention", required=True) == "sdpa"
-    ((_, used), (refused, support)) = cpu.candidates("attention")
-    assert used.ok
-    assert (refused.plugin, support.ok) == (NAME, False)
-    assert reason in support.reason
-
-
-@pytest.mark.parametrize(
-    ("factory", "reason"),
-    [
-        (raising(ImportError("libfast.so")), "ImportError: libfast.so"),
-        (raising(SystemExit(3)), "SystemExit: 3"),
-        (lambda accelerator: None, "it made None"),
-        (lambda accelerator: 7, "it made 7"),
-        (lambda: "fast", "takes 0 positional arguments"),
-    ],
-)
-def test_a_kernel_that_cannot_be_made_gives_way_with_one_warning(installed, caplog, factory, reason):
-    installed(lambda: plugin(rlhf_kernels=lambda accelerator: [kernel(factory=factory)]))
-    cpu = select("cpu").create()
-    assert cpu.capabilities()["attention"].implementation == "fast"
-    assert cpu.kernel("attention", required=True) == "sdpa"
-    assert cpu.kernel("attention") == "sdpa"
-    (record,) = caplog.records
-    assert record.getMessage().startswith("attention: fast is not used: its factory failed (")
-    assert reason in record.getMessage()
-    assert NAME in record.getMessage()
-    assert cpu.capabilities()["attention"].implementation == "sdpa"
-
-
-def test_where_no_kernel_is_left_the_error_names_the_plugin(installed):
-    failing = kernel(operation="graph_capture", factory=raising(ImportError("libfast.so")))
-    installed(lambda: plugin(rlhf_kernels=lambda accelerator: [failing]))
-    cpu = select("cpu").create()
-    assert cpu.kernel("graph_capture") is None
-    with pytest.raises(AcceleratorError) as raised:
-        cpu.kernel("graph_capture", required=True)
-    assert "fast: its factory failed (ImportError: libfast.so), which is for the authors of " + NAME in str(
-        raised.value
-    )
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (lambda: "not today", "TypeError: rlhf_check_run returned a str instead of a list"),
-        (lambda: ["not today"], "TypeError: a str instead of Problem"),
-        (lambda: [Problem("not today", None)], "TypeError: Problem: remedy is None, expected a str"),
-        (lambda: [SimpleNamespace(reason="a", remedy="b")], "TypeError: a SimpleNamespace instead of Problem"),
-        (lambda: 7, "TypeError: 'int' object is not iterable"),
-        (raises(KeyError("zero")), "KeyError: 'zero'"),
-        (raises(SystemExit(3)), "SystemExit: 3"),
-    ],
-)
-def test_a_check_that_fails_stops_runs_on_its_own_backend_alone(installed, monkeypatch, caplog, answer, reason):
-    npu(monkeypatch)
-    installed(
-        lambda: plugin(
-            rlhf_accelerators=lambda: [AcceleratorSpec(**{**GOOD, "factory": "npu_backend:NPU"})],
-            rlhf_check_run=lambda run: answer(),
-        )
-    )
-    said = f"the check of plugin {NAME} failed ({reason}"
-    selection = select("cpu")
-    selection.check_run(selection.create(), {})
-    assert said in caplog.text
-    selection = select("npu")
-    with pytest.raises(AcceleratorError) as raised:
-        selection.check_run(selection.create(), {})
-    assert said in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("env", "reason"),
-    [
-        (lambda run: {"NPU_CARDS": 3}, "'NPU_CARDS' or its value is no str"),
-        (lambda run: {3: "NPU_CARDS"}, "3 or its value is no str"),
-        (lambda run: {"NPU_MODE": "eager", "NPU_CARDS": None}, "'NPU_CARDS' or its value is no str"),
-        (lambda run: None, "TypeError: 'NoneType' object is not iterable"),
-        (raising(KeyError("seed")), "KeyError: 'seed'"),
-        (raising(SystemExit(3)), "SystemExit: 3"),
-    ],
-)
-def test_an_environment_that_is_none_is_the_plugins_error_and_sets_nothing(installed, env, reason):
-    installed(lambda: offers(spec(env=env)))
-    environ: dict[str, str] = {}
-    with pytest.raises(AcceleratorError) as raised:
-        select("npu").export(environ)
-    assert "accelerator npu of bad 2.0: its env failed (" in str(raised.value)
-    assert reason in str(raised.value)
-    assert environ == {}
-    select("cpu").export(environ)
-    assert environ == {"RLHF_ACCELERATOR": "cpu"}
-
-
-@pytest.mark.parametrize("error", [ImportError("libnpu.so"), SystemExit(3)])
-def test_a_backend_that_cannot_be_made_is_the_plugins_error(installed, monkeypatch, error):
-    npu(monkeypatch, __init__=raising(error))
-    installed(lambda: offers(spec(factory="npu_backend:NPU")))
-    with pytest.raises(AcceleratorError, match=r"accelerator npu of bad 2.0: .* failed \((ImportError|SystemExit)"):
-        select("npu").create()
-
-
-def test_a_backend_whose_own_kernels_are_none_is_the_plugins_error(installed, monkeypatch):
-    npu(monkeypatch, kernels=lambda self: [{"operation": "adamw"}])
-    installed(lambda: offers(spec(factory="npu_backend:NPU")))
-    with pytest.raises(
-        AcceleratorError, match=r"bad 2.0: kernels\(\) failed \(TypeError: a dict instead of KernelImpl"
-    ):
-        select("npu").create().kernel("adamw")
-
-
-@pytest.mark.parametrize(
-    ("method", "answer"),
-    [("memory", (1, 2, 3)), ("info", {"model": "NPU"}), ("shape_policy", "static"), ("precision", None), ("bind", 0)],
-)
-def test_a_backend_that_cannot_be_explained_is_the_plugins_error(installed, monkeypatch, method, answer):
-    view = DeepSpeedView("none", "cpu", "gloo", (), "0")
-    npu(monkeypatch, **{"prepare_deepspeed": lambda self: view, method: lambda self, *arguments: answer})
-    installed(lambda: offers(spec(factory="npu_backend:NPU")))
-    monkeypatch.setenv("RLHF_ACCELERATOR", "auto")
-    with pytest.raises(AcceleratorError, match=r"bad 2.0.*report it to"):
-        explain("npu")
