@@ -181,7 +181,9 @@ class Accelerator(ABC):
         """Its own implementations, and those of plugins."""
         try:
             own = [received(implementation, KernelImpl) for implementation in self.kernels()]
-        except (TypeError, ValueError) as error:
+        except AcceleratorError:
+            raise
+        except (Exception, SystemExit) as error:
             raise AcceleratorError(
                 f"{self.provider or self.name}: kernels() failed ({text(error)}); report it to the plugin's authors"
             ) from error

@@ -175,12 +175,18 @@ def test_a_backend_that_cannot_be_made_is_the_plugins_error(misbehaved, monkeypa
         select("npu").create()
 
 
-def test_a_backend_whose_own_kernels_are_none_is_the_plugins_error(misbehaved, monkeypatch):
-    npu(monkeypatch, kernels=lambda self: [{"operation": "adamw"}])
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [
+        (lambda self: [{"operation": "adamw"}], "TypeError: a dict instead of KernelImpl"),
+        (raises(OSError("no library")), "OSError: no library"),
+        (raises(SystemExit(3)), "SystemExit: 3"),
+    ],
+)
+def test_a_backend_whose_own_kernels_are_none_is_the_plugins_error(misbehaved, monkeypatch, kernels, reason):
+    npu(monkeypatch, kernels=kernels)
     misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
-    with pytest.raises(
-        AcceleratorError, match=r"bad 2.0: kernels\(\) failed \(TypeError: a dict instead of KernelImpl"
-    ):
+    with pytest.raises(AcceleratorError, match=rf"bad 2.0: kernels\(\) failed \({reason}"):
         select("npu").create().kernel("adamw")
 
 
