@@ -27,6 +27,9 @@ app = typer.Typer(
     "distributions or entry points, with commas between, or none for the built-in backends alone.",
 )
 
+_ASKED = [operation for operation in OPERATIONS if operation not in RESERVED]
+"""What trainers ask a backend for."""
+
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -101,6 +104,8 @@ def _explained(name: str) -> dict[str, Any]:
 
 
 def _facts(accelerator: Accelerator) -> dict[str, Any]:
+    for operation in _ASKED:
+        accelerator.kernel(operation)  # what cannot be made is found out only so
     return {
         "device": asdict(accelerator.info()),
         "precisions": {wish: _precision(accelerator, wish) for wish in ("auto", "bf16", "fp16", "fp32")},
@@ -125,8 +130,7 @@ def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
 
 def _operation(accelerator: Accelerator, operation: str, support: Support) -> dict[str, Any]:
     """Whether it is available, whether trainers ask for it, and what there is to choose from."""
-    asked = operation in OPERATIONS and operation not in RESERVED
-    ranked = accelerator.candidates(operation)
+    asked, ranked = operation in _ASKED, accelerator.candidates(operation)
     return asdict(support) | {"asked": asked, "candidates": _candidates(ranked, asked)}
 
 

@@ -98,6 +98,8 @@ def test_a_plugin_that_hangs_as_it_is_imported_and_one_that_answers_rubbish_stop
     assert facts["operations"]["attention"]["implementation"] == "sdpa"
     reasons = {found["name"]: found["reason"] for found in facts["operations"]["adamw"]["candidates"]}
     assert reasons["yes"] == "its check failed (TypeError: a bool instead of Support)"
+    assert reasons["fast"].startswith("its factory failed (ImportError: libfast.so: no such file)")
+    assert "adamw: fast is not used: its factory failed" in done.stderr
     used, unasked = operations_printed(facts, capsys)
     assert used == {"adamw", "clip_grad_norm", "attention"}
     assert unasked == {"adamw_cpu_offload", "quantized_weights", "adamW"}
