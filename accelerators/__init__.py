@@ -7,12 +7,14 @@ import torch: some runtimes read their environment at that moment, and the chose
 from typing import TYPE_CHECKING, Any
 
 from accelerators.discovery import Report, available
+from accelerators.guard import stdout_to_stderr
 from accelerators.hookspecs import hookimpl, hookspec
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     API_VERSION,
     OPERATIONS,
+    RESERVED,
     AcceleratorError,
     AcceleratorSpec,
     CaptureError,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "API_VERSION",
     "OPERATIONS",
+    "RESERVED",
     "Accelerator",
     "AcceleratorError",
     "AcceleratorSpec",
@@ -51,6 +54,7 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "select",
+    "stdout_to_stderr",
     "verify_agreement",
 ]
 

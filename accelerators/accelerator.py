@@ -8,8 +8,11 @@ suit a device that runs eagerly and needs no special care. Only the abstract met
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 import random
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from accelerators import graphs, kernels
+from accelerators.guard import text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     OPERATIONS,
@@ -27,10 +31,22 @@ from accelerators.types import (
     Memory,
     Precision,
     Support,
+    received,
 )
 
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
+
+_KERNELS: Mapping[str, Any] = {
+    "adamw": Callable,
+    "adamw_cpu_offload": Callable,
+    "clip_grad_norm": Callable,
+    "attention": str,
+    "graph_capture": Callable,
+}
+"""What `Accelerator.kernel` gives for an operation."""
 
 
 class Accelerator(ABC):
@@ -45,17 +61,29 @@ class Accelerator(ABC):
     absent: ClassVar[Mapping[str, str]] = {}
     """Operations that this backend has no implementation of, each with the reason."""
 
+    provider: str = ""
+    """The distribution that offers this backend, and its version; `Selection.create` fills it in."""
+
     _device: torch.device | None = None
     _contributed: tuple[KernelImpl, ...] = ()
+    _failures: Mapping[tuple[str, str, str], str] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not hasattr(cls.bind, "remembers"):  # its own, or that of a class that is no Accelerator
+            cls.bind = _remembering(cls.bind)  # type: ignore[assignment, method-assign]
 
     # placement
 
     @abstractmethod
     def bind(self, local_rank: int) -> torch.device:
-        """Initialize the runtime, give this process the device of its rank on this machine, and return it."""
+        """Initialize the runtime, give this process the device of its rank on this machine, and return it.
+
+        What a backend returns is what `device` gives from then on.
+        """
 
     def device(self) -> torch.device:
-        """The device that `bind` gave this process."""
+        """The device that `bind` returned."""
         if self._device is None:
             raise AcceleratorError(f"{self.name}: no device is bound to this process; call bind(local_rank) first")
         return self._device
@@ -120,17 +148,18 @@ class Accelerator(ABC):
 
     def candidates(self, operation: str) -> list[tuple[KernelImpl, Support]]:
         """The implementations of an operation, best first: the supported ones by priority, then the others."""
-        found = [impl for impl in (*self.kernels(), *self._contributed) if impl.operation == operation]
-        judged = [(impl, _supported(impl, self)) for impl in found]
+        judged = [(impl, self._supported(impl)) for impl in self._offered() if impl.operation == operation]
         return sorted(judged, key=lambda pair: (pair[1].ok, pair[0].priority), reverse=True)
 
     def capabilities(self) -> dict[str, Support]:
         """For every operation, whether it is available, by which implementation, and why or why not."""
-        offered = [impl.operation for impl in (*self.kernels(), *self._contributed)]
+        offered = [impl.operation for impl in self._offered()]
         return {operation: self._capability(operation) for operation in dict.fromkeys((*OPERATIONS, *offered))}
 
     def kernel(self, operation: str, required: bool = False) -> Any:
         """The best implementation of an operation, or None where there is none.
+
+        One that cannot be made gives way to the next best, with a warning that names its plugin.
 
         What comes back depends on the operation:
             adamw, adamw_cpu_offload: (params, lr=, betas=, eps=, weight_decay=) -> torch.optim.Optimizer
@@ -141,11 +170,47 @@ class Accelerator(ABC):
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.
         """
-        ranked = self.candidates(operation)
-        if ranked and ranked[0][1].ok:
-            return ranked[0][0].factory(self)
+        for implementation, support in self.candidates(operation):
+            if support.ok and (made := self._made(implementation)) is not None:
+                return made
         if required:
             raise AcceleratorError(f"{self.name}: no {operation} here: {self._capability(operation).reason}")
+        return None
+
+    def _offered(self) -> list[KernelImpl]:
+        """Its own implementations, and those of plugins."""
+        try:
+            own = [received(implementation, KernelImpl) for implementation in self.kernels()]
+        except AcceleratorError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise AcceleratorError(
+                f"{self.provider or self.name}: kernels() failed ({text(error)}); report it to the plugin's authors"
+            ) from error
+        return [*own, *self._contributed]
+
+    def _supported(self, implementation: KernelImpl) -> Support:
+        """A plugin's check that raises is a refusal, not the end of the run."""
+        if failure := self._failures.get(_identity(implementation)):
+            return Support(False, failure)
+        try:
+            return received(implementation.supported(self), Support)
+        except (Exception, SystemExit) as error:
+            return Support(False, f"its check failed ({text(error)})")
+
+    def _made(self, implementation: KernelImpl) -> Any:
+        """What the factory makes; None, and a refusal from now on, where that is nothing to use."""
+        expected = _KERNELS.get(implementation.operation, object)
+        try:
+            made = implementation.factory(self)
+            if made is None or not isinstance(made, expected):
+                raise TypeError(f"it made {reprlib.repr(made)}")
+            return made
+        except (Exception, SystemExit) as error:
+            plugin = implementation.plugin or self.provider or self.name
+            failure = f"its factory failed ({text(error)}), which is for the authors of {plugin}"
+        self._failures = {**self._failures, _identity(implementation): failure}
+        logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
         return None
 
     def _capability(self, operation: str) -> Support:
@@ -195,10 +260,6 @@ class Accelerator(ABC):
         """Name of the torch.distributed backend for collectives on this device."""
         return "gloo"
 
-    def visible_devices_env(self) -> str | None:
-        """The environment variable that hides devices from a process, or None."""
-        return None
-
     def deepspeed_accelerator(self) -> Any:
         """A `DeepSpeedAccelerator` for a device that DeepSpeed does not know; None where the name is enough."""
         return None
@@ -236,12 +297,25 @@ class Accelerator(ABC):
         )
 
 
-def _supported(implementation: KernelImpl, accelerator: Accelerator) -> Support:
-    """A plugin's check that raises is a refusal, not the end of the run."""
-    try:
-        return implementation.supported(accelerator)
-    except Exception as error:
-        return Support(False, f"its check failed ({type(error).__name__}: {error})")
+def _remembering(bind: Callable[[Any, int], torch.device]) -> Callable[[Any, int], torch.device]:
+    """A backend's `bind`, after which `device` gives what it returned."""
+
+    @functools.wraps(bind)
+    def bound(self: Accelerator, *arguments: Any, **options: Any) -> torch.device:
+        device = bind(self, *arguments, **options)
+        if not isinstance(device, torch.device):
+            who = self.provider or self.name
+            raise AcceleratorError(f"{who}: bind gave {device!r} instead of a torch.device; report it to its authors")
+        self._device = device
+        return device
+
+    vars(bound)["remembers"] = True
+    return bound
+
+
+def _identity(implementation: KernelImpl) -> tuple[str, str, str]:
+    """Backends may make their `KernelImpl`s anew at each question."""
+    return implementation.operation, implementation.name, implementation.plugin
 
 
 def _map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:

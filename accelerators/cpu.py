@@ -33,8 +33,7 @@ class CPU(Accelerator):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, host.cores() // ranks))
-        self._device = torch.device("cpu")
-        return self._device
+        return torch.device("cpu")
 
     def info(self) -> DeviceInfo:
         return DeviceInfo(model=host.cpu_model(), count=1, software=f"torch {torch.__version__}")

@@ -66,8 +66,7 @@ class CUDA(Accelerator):
                 f"cuda: device {local_rank} is {torch.cuda.get_device_name(local_rank)}, which NVML counts elsewhere; "
                 "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
             )
-        self._device = torch.device("cuda", local_rank)
-        return self._device
+        return torch.device("cuda", local_rank)
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
@@ -128,9 +127,6 @@ class CUDA(Accelerator):
 
     def dist_backend(self) -> str:
         return "nccl"
-
-    def visible_devices_env(self) -> str:
-        return nvidia.VISIBLE_ENV
 
     def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Record `fn` as a CUDA graph and replay it once (a `graphs.Record`).

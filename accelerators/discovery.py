@@ -6,23 +6,28 @@ backend and on every plugin that does not work; one broken plugin stops none of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import pluggy
 
 from accelerators import hookspecs
-from accelerators.types import API_VERSION, AcceleratorError, AcceleratorSpec, Probe
+from accelerators.guard import TIME_LIMIT_ENV, PluginError, stdout_to_stderr, text, within
+from accelerators.types import API_VERSION, AcceleratorError, AcceleratorSpec, Probe, received
 
 BUILTIN = "accelerators.builtin"
 ALLOWLIST_ENV = "RLHF_PLUGINS"
-TIME_LIMIT_ENV = "RLHF_PROBE_TIMEOUT"
+MOST_ANSWERS = 100
+"""What a plugin may answer to one hook: more would be a generator without an end."""
 
 _IMPORTS_TORCH = (
     "imports torch {when}, which must come after the choice of a backend: some runtimes read their environment then"
@@ -73,49 +78,98 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
     """Load plugins one at a time; a broken one becomes a report and stays out of the manager."""
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
-    points, reports = _allowed(entry_points(group=hookspecs.ENTRY_POINT_GROUP), environ.get(ALLOWLIST_ENV))
+    points, reports = _allowed(*_installed(), environ.get(ALLOWLIST_ENV))
     limit = _time_limit(environ)
-    loaded: dict[Any, tuple[str, str, str]] = {}
-    warnings: dict[Any, str] = {}
-    for point in points:
-        distribution, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
-        origin = (point.name, distribution, version)
-        registered = f"{distribution} {version} ({point.name})"
-        clean = "torch" not in sys.modules
-        try:
-            plugin = point.load()
-            plugins.register(plugin, name=registered)
+    loaded: dict[ModuleType, tuple[str, str, str]] = {}
+    warnings: dict[ModuleType, str] = {}
+    with stdout_to_stderr():
+        for point in points:
+            origin = (point.name, *_named(point.dist))
+            registered = plugin_name(*origin)
+            clean = "torch" not in sys.modules
+            try:
+                plugin = _loaded(point, limit)
+                _register(plugins, plugin, registered)
+            except PluginError as error:
+                reports.append(Report(*origin, error=str(error)))
+                continue
             loaded[plugin] = origin
             if clean and "torch" in sys.modules:
                 warnings[plugin] = _IMPORTS_TORCH.format(when="when it is loaded")
-        except (Exception, SystemExit) as error:
-            if plugins.has_plugin(registered):
-                plugins.unregister(name=registered)
-            reports.append(Report(*origin, error=text(error)))
-    for plugin, problem in _with_unknown_hooks(plugins):
-        reports.append(Report(*loaded.pop(plugin), error=problem))
-    for plugin, origin in loaded.items():
-        reports += [
-            replace(report, warning=report.warning or warnings.get(plugin))
-            for report in _offers(plugins, plugin, origin, limit)
-        ]
+        for plugin, problem in _with_unknown_hooks(plugins):
+            reports.append(Report(*loaded.pop(plugin), error=problem))
+        for plugin, origin in loaded.items():
+            reports += [
+                replace(report, warning=report.warning or warnings.get(plugin))
+                for report in _offers(plugins, plugin, origin, limit)
+            ]
     return plugins, sorted(reports, key=_rank)
 
 
-def _allowed(points: Iterable[EntryPoint], allowlist: str | None) -> tuple[list[EntryPoint], list[Report]]:
+def plugin_name(point: str, distribution: str, version: str) -> str:
+    """What a plugin is called in the manager and in messages: as its reports' `provider`, and its entry point."""
+    return f"{f'{distribution} {version}'.strip()} ({point})"
+
+
+def _installed() -> tuple[list[EntryPoint], list[Report]]:
+    """The entry points of all plugins, and a report for each distribution whose entry points cannot be read."""
+    group = hookspecs.ENTRY_POINT_GROUP
+    with contextlib.suppress(Exception):
+        return list(entry_points(group=group)), []
+    points: list[EntryPoint] = []
+    reports: list[Report] = []
+    for distribution in distributions():
+        try:
+            points += distribution.entry_points.select(group=group)
+        except Exception as error:
+            if group in (distribution.read_text("entry_points.txt") or ""):
+                name, version = _named(distribution)
+                reports.append(Report(name, name, version, error=f"its entry points cannot be read ({text(error)})"))
+    return points, reports
+
+
+def _named(distribution: Distribution | None) -> tuple[str, str]:
+    """Name and version of a distribution, whose metadata may be gone or damaged."""
+    try:
+        assert distribution is not None
+        return distribution.name or "unknown", distribution.version or ""
+    except Exception:
+        return "unknown", ""
+
+
+def _loaded(point: EntryPoint, limit: float) -> ModuleType:
+    """A plugin's module; what is built in needs no limit, it waits for nobody."""
+    plugin = within(None if point.value == BUILTIN else limit, "its import", point.load)
+    if not isinstance(plugin, ModuleType):
+        raise PluginError(f"its entry point names a {type(plugin).__name__} instead of a module")
+    return plugin
+
+
+def _register(plugins: pluggy.PluginManager, plugin: ModuleType, name: str) -> None:
+    try:
+        plugins.register(plugin, name=name)
+    except (Exception, SystemExit) as error:
+        if plugins.get_plugin(name) is plugin:
+            plugins.unregister(plugin)
+        raise PluginError(text(error)) from error
+
+
+def _allowed(
+    points: list[EntryPoint], unreadable: list[Report], allowlist: str | None
+) -> tuple[list[EntryPoint], list[Report]]:
     """The entry points to load, in order of name, and a report for each plugin that the allowlist names in vain.
 
     The list names entry points or distributions; the built-in backends are always there, so `none` leaves only them.
     """
     points = sorted(points, key=lambda point: (point.name, point.value))
     if not allowlist:
-        return points, []
+        return points, unreadable
     wanted = {_normalized(part) for part in allowlist.split(",")} - {"", "none"}
-    names = [{_normalized(point.name), _normalized(point.dist.name if point.dist else "")} for point in points]
+    names = [{_normalized(point.name), _normalized(_named(point.dist)[0])} for point in points]
     missing = sorted(wanted.difference(*names))
     error = f"named in {ALLOWLIST_ENV}, but no such plugin is installed"
     return (
-        [point for point, own in zip(points, names, strict=True) if point.module == BUILTIN or own & wanted],
+        [point for point, own in zip(points, names, strict=True) if point.value == BUILTIN or own & wanted],
         [Report(name, name, "", error=error) for name in missing],
     )
 
@@ -130,49 +184,38 @@ def _with_unknown_hooks(plugins: pluggy.PluginManager) -> Iterator[tuple[Any, st
             yield error.plugin, text(error)
 
 
-def _offers(plugins: pluggy.PluginManager, plugin: Any, origin: tuple[str, str, str], limit: float) -> list[Report]:
+def _offers(
+    plugins: pluggy.PluginManager, plugin: ModuleType, origin: tuple[str, str, str], limit: float
+) -> list[Report]:
     try:
-        return [_probed(spec, origin, limit) for spec in answers(plugins, plugin, "rlhf_accelerators")]
-    except Exception as error:
-        return [Report(*origin, error=f"rlhf_accelerators failed ({text(error)})")]
+        offered = within(limit, "rlhf_accelerators", lambda: list(answers(plugins, plugin, "rlhf_accelerators")))
+    except PluginError as error:
+        return [Report(*origin, error=str(error))]
+    reports: list[Report] = []
+    for report in (_probed(offer, origin, limit) for offer in offered):
+        if report.spec and report.name in [other.name for other in reports if other.spec]:
+            report = replace(report, probe=None, error="rlhf_accelerators offers this name twice")
+        reports.append(report)
+    return reports
 
 
-def _probed(spec: AcceleratorSpec, origin: tuple[str, str, str], limit: float) -> Report:
+def _probed(offer: Any, origin: tuple[str, str, str], limit: float) -> Report:
     provider = origin[1:]
-    if not isinstance(spec, AcceleratorSpec):
-        return Report(*origin, error=f"rlhf_accelerators returned a {type(spec).__name__} instead of AcceleratorSpec")
+    try:
+        spec = received(offer, AcceleratorSpec)
+    except TypeError as error:
+        return Report(*origin, error=f"rlhf_accelerators returned {error}")
     if spec.api_version != API_VERSION:
-        error = f"it is written for version {spec.api_version} of the accelerator interface, this is {API_VERSION}"
-        return Report(spec.name, *provider, spec=spec, error=error)
+        versions = f"it is written for version {spec.api_version} of the accelerator interface, this is {API_VERSION}"
+        return Report(spec.name, *provider, spec=spec, error=versions)
     clean = "torch" not in sys.modules
-    answer = _within(limit, spec)
+    probe, failure = None, None
+    try:
+        probe = within(limit, "its probe", lambda: received(spec.probe(), Probe))
+    except PluginError as error:
+        failure = str(error)
     warning = _IMPORTS_TORCH.format(when="in its probe") if clean and "torch" in sys.modules else None
-    if isinstance(answer, Probe):
-        return Report(spec.name, *provider, spec=spec, probe=answer, warning=warning)
-    return Report(spec.name, *provider, spec=spec, error=answer, warning=warning)
-
-
-def _within(limit: float, spec: AcceleratorSpec) -> Probe | str:
-    """A backend's probe, or what is wrong with it.
-
-    It runs in a thread, which ends before anything forks; one that hangs (a driver that does not answer) is left
-    behind and does not keep the process from ending.
-    """
-    answers: list[Probe | str] = []
-
-    def probe() -> None:
-        try:
-            found = spec.probe()
-            right = isinstance(found, Probe)
-            answers.append(found if right else f"its probe returned a {type(found).__name__} instead of a Probe")
-        except (Exception, SystemExit) as error:
-            answers.append(f"its probe failed ({text(error)})")
-
-    thread = threading.Thread(target=probe, name=f"probe of {spec.name}", daemon=True)
-    thread.start()
-    thread.join(limit)
-    late = f"its probe did not answer within {limit:g} s; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
-    return answers[0] if answers else late
+    return Report(spec.name, *provider, spec=spec, probe=probe, error=failure, warning=warning)
 
 
 def _time_limit(environ: Mapping[str, str]) -> float:
@@ -188,10 +231,16 @@ def _time_limit(environ: Mapping[str, str]) -> float:
 
 
 def answers(plugins: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Iterator[Any]:
-    """What one plugin answers to a hook; pluggy would stop all at the first that raises."""
-    others = [other for _, other in plugins.list_name_plugin() if other is not plugin]
-    for answer in plugins.subset_hook_caller(hook, others)(**arguments):
-        yield from answer
+    """What one plugin answers to a hook, as it comes; pluggy itself would stop all at the first that raises."""
+    for implementation in getattr(plugins.hook, hook).get_hookimpls():
+        if implementation.plugin is plugin:
+            answer = implementation.function(*(arguments[name] for name in implementation.argnames))
+            if isinstance(answer, str):
+                raise TypeError(f"{hook} returned a str instead of a list")
+            given = iter(() if answer is None else answer)
+            yield from islice(given, MOST_ANSWERS)
+            if next(given, given) is not given:
+                raise ValueError(f"{hook} gave more than {MOST_ANSWERS} answers")
 
 
 def _rank(report: Report) -> tuple[int, int, str]:
@@ -201,8 +250,3 @@ def _rank(report: Report) -> tuple[int, int, str]:
 
 def _normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
-
-
-def text(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

@@ -14,6 +14,7 @@ import torch
 
 from accelerators import gaudi
 from accelerators.accelerator import Accelerator
+from accelerators.guard import text
 from accelerators.types import AcceleratorError, KernelImpl, Support
 
 ATTENTION = "gaudi_fused_sdpa"
@@ -25,17 +26,12 @@ def runtime(module: str) -> Any:
     return importlib.import_module(f"{gaudi.RUNTIME}.torch.{module}")
 
 
-def one_line(error: Exception) -> str:
-    """An exception for a message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], Support]:
     def supported(accelerator: Accelerator) -> Support:
         try:
             getattr(runtime(module), name)
         except Exception as error:
-            return Support(False, f"{gaudi.RUNTIME}.torch.{module}.{name} cannot be imported ({one_line(error)})")
+            return Support(False, f"{gaudi.RUNTIME}.torch.{module}.{name} cannot be imported ({text(error)})")
         return Support(True, reason)
 
     return supported

@@ -2,7 +2,8 @@
 
 A plugin is a distribution with an entry point in the group `rlhf.accelerators` that names a module. The module holds
 functions marked `@hookimpl` with the names below, and must not import torch: it is loaded before a backend is
-chosen, and some runtimes read their environment when torch is imported.
+chosen, and some runtimes read their environment when torch is imported. Its import, `rlhf_accelerators` and each probe
+may take ten seconds; what they print goes to standard error.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ign
         from accelerators import KernelImpl, Support, hookimpl
 
         def supported(accelerator):
-            return Support(accelerator.name == "npu", "needs an NPU")
+            fits = accelerator.name == "npu"
+            return Support(fits, "one pass over memory" if fits else "needs an NPU")
 
         def factory(accelerator):
             from my_npu.optimizers import AdamW

@@ -14,7 +14,8 @@ import torch
 
 from accelerators import gaudi, graphs, kernels
 from accelerators.accelerator import Accelerator
-from accelerators.gaudi_kernels import FUSED, one_line, runtime
+from accelerators.gaudi_kernels import FUSED, runtime
+from accelerators.guard import text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -46,7 +47,7 @@ class HPU(Accelerator):
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             raise AcceleratorError(
-                f"hpu: {gaudi.RUNTIME} cannot be imported ({one_line(error)}); "
+                f"hpu: {gaudi.RUNTIME} cannot be imported ({text(error)}); "
                 f"install the one for torch {torch.__version__} and driver {cards.driver}"
             ) from error
         try:
@@ -56,11 +57,10 @@ class HPU(Accelerator):
             runtime("hpu").init()
         except Exception as error:
             raise AcceleratorError(
-                f"hpu: the card of rank {local_rank} cannot be opened ({one_line(error)}); hl-smi shows who holds it; "
+                f"hpu: the card of rank {local_rank} cannot be opened ({text(error)}); hl-smi shows who holds it; "
                 f"where a container has only some of the cards, set {gaudi.VISIBLE_MODULES} to their module ids"
             ) from error
-        self._device = torch.device("hpu")
-        return self._device
+        return torch.device("hpu")
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
@@ -129,7 +129,7 @@ class HPU(Accelerator):
         try:
             supported = runtime("utils.experimental")._is_fp16_supported()
         except (ImportError, AttributeError) as error:
-            return f"the runtime does not tell whether it has fp16 ({one_line(error)})"
+            return f"the runtime does not tell whether it has fp16 ({text(error)})"
         return None if supported else f"the runtime says that {self._cards.model} does not compute in it"
 
     # kernels
@@ -167,9 +167,6 @@ class HPU(Accelerator):
 
     def dist_backend(self) -> str:
         return "hccl"
-
-    def visible_devices_env(self) -> str | None:
-        return gaudi.VISIBLE_MODULES
 
 
 def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:

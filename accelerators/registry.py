@@ -11,14 +11,15 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, text
-from accelerators.types import AcceleratorError, AcceleratorSpec, KernelImpl, Problem
+from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover
+from accelerators.guard import text
+from accelerators.types import AcceleratorError, AcceleratorSpec, KernelImpl, Problem, received
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -46,9 +47,22 @@ class Selection:
         """Write the choice, and what the backend wants set for `run`, where other processes will read them.
 
         Call it before torch is imported. Variables of the backend that the user has set keep their values.
+
+        Raises:
+            AcceleratorError: the backend does not say what it wants set, or it is no text.
         """
+        try:
+            wanted = dict(self.spec.env(run or {}))
+            wrong = [key for key, value in wanted.items() if not (isinstance(key, str) and isinstance(value, str))]
+            if wrong:
+                raise TypeError(f"{wrong[0]!r} or its value is no str")
+        except (Exception, SystemExit) as error:
+            raise AcceleratorError(
+                f"accelerator {self.name} of {self.provider}: its env failed ({text(error)}); "
+                "report it to the plugin's authors"
+            ) from error
         environ[ENV] = self.name
-        for key, value in self.spec.env(run or {}).items():
+        for key, value in wanted.items():
             environ.setdefault(key, value)
 
     def create(self) -> Accelerator:
@@ -63,7 +77,7 @@ class Selection:
         module, _, attribute = self.spec.factory.partition(":")
         try:
             cls = getattr(importlib.import_module(module), attribute)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise AcceleratorError(f"{where} cannot be imported ({text(error)}); reinstall {self.provider}") from error
         if not (inspect.isclass(cls) and issubclass(cls, Accelerator)):
             raise AcceleratorError(f"{where} is not an Accelerator subclass; report it to the plugin's authors")
@@ -73,34 +87,47 @@ class Selection:
             raise AcceleratorError(f"{where} is named {found!r} instead; report it to the plugin's authors")
         try:
             accelerator = cls()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise AcceleratorError(f"{where} failed ({text(error)}); report it to the plugin's authors") from error
+        accelerator.provider = self.provider
         accelerator.contribute(self._contributed_kernels(accelerator))
         return accelerator
 
     def check_run(self, accelerator: Accelerator, run: Mapping[str, Any]) -> None:
         """Let every plugin object to a run, given as its configuration's nested plain values.
 
+        A check that fails is an objection of the plugin that offers this backend, else a warning.
+
         Raises:
             AcceleratorError: at least one plugin objects; the message holds every reason with its remedy.
         """
         problems: list[Problem] = []
-        for provider, plugin in self.plugins.list_name_plugin():
+        failures: list[Problem] = []
+        own = False
+        for plugin, module in self.plugins.list_name_plugin():
             try:
-                problems += answers(self.plugins, plugin, "rlhf_check_run", accelerator=accelerator, run=run)
-            except Exception as error:
-                reason = f"the check of plugin {provider} failed ({text(error)})"
-                problems.append(Problem(reason, f"update it, or leave it out with {ALLOWLIST_ENV}"))
-        if problems:
-            objections = "; ".join(f"{problem.reason}: {problem.remedy}" for problem in problems)
-            raise AcceleratorError(f"this run cannot start on {self.name}: {objections}")
+                for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
+                    problems.append(received(answer, Problem))
+            except (Exception, SystemExit) as error:
+                reason = f"the check of plugin {plugin} failed ({text(error)})"
+                failures.append(Problem(reason, f"update it, or leave it out with {ALLOWLIST_ENV}"))
+                own = own or plugin.startswith(f"{self.provider} ")
+        objections = [f"{problem.reason}: {problem.remedy}" for problem in (*problems, *failures)]
+        if problems or own:
+            raise AcceleratorError(f"this run cannot start on {self.name}: {'; '.join(objections)}")
+        for objection in objections:
+            logger.warning("%s", objection)
 
-    def _contributed_kernels(self, accelerator: Accelerator) -> Iterable[KernelImpl]:
-        for provider, plugin in self.plugins.list_name_plugin():
+    def _contributed_kernels(self, accelerator: Accelerator) -> list[KernelImpl]:
+        """The kernels of all plugins that answer as they should."""
+        found: list[KernelImpl] = []
+        for plugin, module in self.plugins.list_name_plugin():
             try:
-                yield from answers(self.plugins, plugin, "rlhf_kernels", accelerator=accelerator)
-            except Exception as error:
-                logger.warning("plugin %s offers no kernels: %s", provider, text(error))
+                offered = answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator)
+                found += [replace(received(kernel, KernelImpl), plugin=plugin) for kernel in offered]
+            except (Exception, SystemExit) as error:
+                logger.warning("plugin %s offers no kernels: %s", plugin, text(error))
+        return found
 
 
 def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, str] = os.environ) -> Selection:
@@ -154,10 +181,10 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
     where = f"accelerator {name!r}{source}"
     broken = "".join(f"; plugin {report.provider} is {report.reason}" for report in reports if report.error)
     same = [report for report in reports if report.name == name]
-    if sum(report.spec is not None for report in same) > 1:
-        raise AcceleratorError(f"{where}: {_duplicate(same)}")
+    if len(whole := _whole(same)) > 1:
+        raise AcceleratorError(f"{where}: {_duplicate(whole)}")
     if same:
-        report = same[0]
+        report = [*whole, *same][0]
         if report.available:
             return report
         if report.error:
@@ -172,8 +199,8 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
 
 def _best(reports: list[Report]) -> tuple[Report, str]:
     """The available backend with the highest priority (reports come best first), and why it and not the others."""
-    for name in dict.fromkeys(report.name for report in reports if report.spec):
-        same = [report for report in reports if report.spec and report.name == name]
+    for name in dict.fromkeys(report.name for report in reports):
+        same = [report for report in _whole(reports) if report.name == name]
         if len(same) > 1:
             raise AcceleratorError(_duplicate(same))
     usable = [report for report in reports if report.available]
@@ -203,6 +230,14 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
     return best, "; ".join([reason, *others])
 
 
+def _whole(reports: list[Report]) -> list[Report]:
+    """Without the broken ones: those stand in the way of no other."""
+    return [report for report in reports if not report.error]
+
+
 def _duplicate(reports: list[Report]) -> str:
     providers = " and ".join(report.provider for report in reports)
-    return f"{providers} both offer an accelerator named {reports[0].name!r}; uninstall one of them"
+    return (
+        f"{providers} both offer an accelerator named {reports[0].name!r}; uninstall one of them, or leave it out with "
+        f"{ALLOWLIST_ENV}, which names the plugins to load (none: only those of rlhf itself)"
+    )

@@ -64,17 +64,6 @@ class ShapePolicy:
             size = self._next(size)
         return min(size, largest)
 
-    def warm_up(self, maximum: int) -> tuple[int, ...]:
-        """Every length that batches of at most `maximum` tokens can take; empty where any length can come."""
-        if self.kind == "static":
-            return (maximum,)
-        if self.kind == "dynamic":
-            return ()
-        sizes = [min(self.bucket(1), maximum)]
-        while sizes[-1] < maximum:
-            sizes.append(min(self.bucket(sizes[-1] + 1), maximum))
-        return tuple(sizes)
-
     def _aligned(self, n: int | float) -> int:
         return math.ceil(n / self.pad_to_multiple) * self.pad_to_multiple
 

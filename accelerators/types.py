@@ -6,10 +6,12 @@ Every value is frozen, and nothing here imports torch, so that a plugin can be d
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,11 @@ OPERATIONS = (
     "quantized_weights",
 )
 """What `Accelerator.kernel` can be asked for; every backend reports each in its capabilities."""
+
+RESERVED = ("adamw_cpu_offload", "quantized_weights")
+"""Those of OPERATIONS that no trainer asks for yet."""
+
+Value = TypeVar("Value")
 
 
 class AcceleratorError(Exception):
@@ -53,7 +60,10 @@ class Probe:
     model: str = ""
 
     def __post_init__(self) -> None:
+        _check_types(self, ok=bool, reason=str, count=int, model=str)
         _require_reason(self.ok, self.reason)
+        if self.count < 0:
+            raise ValueError(f"Probe: count is {self.count}, expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class Support:
     implementation: str = ""
 
     def __post_init__(self) -> None:
+        _check_types(self, ok=bool, reason=str, implementation=str)
         _require_reason(self.ok, self.reason)
 
     def __bool__(self) -> bool:
@@ -90,12 +101,18 @@ class AcceleratorSpec:
     priority: int = 0
     env: Callable[[Mapping[str, Any]], Mapping[str, str]] = _no_env
 
+    def __post_init__(self) -> None:
+        _check_types(self, name=str, api_version=int, factory=str, probe=Callable, priority=int, env=Callable)
+        if self.name in ("", "auto") or self.name != "".join(self.name.split()):
+            raise ValueError(f"AcceleratorSpec: name is {self.name!r}, expected one word other than auto")
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelImpl:
     """One implementation of an operation; the supported one with the highest priority is used.
 
-    `factory(accelerator)` returns the implementation itself; it is called when a trainer first asks for it.
+    `factory(accelerator)` returns the implementation itself; it is called when a trainer asks for it. If it fails, the
+    next implementation is used, with a warning. `plugin`, the plugin that offers it, is filled in when it is loaded.
     """
 
     operation: str
@@ -103,6 +120,12 @@ class KernelImpl:
     factory: Callable[[Accelerator], Any]
     supported: Callable[[Accelerator], Support]
     priority: int = 0
+    plugin: str = ""
+
+    def __post_init__(self) -> None:
+        _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
+        if not (self.operation and self.name):
+            raise ValueError("KernelImpl: needs an operation and a name")
 
 
 @dataclass(frozen=True)
@@ -111,6 +134,9 @@ class Problem:
 
     reason: str
     remedy: str
+
+    def __post_init__(self) -> None:
+        _check_types(self, reason=str, remedy=str)
 
 
 @dataclass(frozen=True)
@@ -164,6 +190,37 @@ class Precision:
             return {}
         scaling = {"loss_scale": 0} if self.loss_scaling else {}
         return {self.name: {"enabled": True, **scaling}}
+
+
+def received(value: Any, kind: type[Value]) -> Value:
+    """A plugin's answer as a plain `kind`, checked anew: a subclass, or what only looks like one, may hold anything.
+
+    Raises:
+        TypeError: it is no `kind`, or a field is wrong; the message says what it is instead.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} instead of {kind.__name__}")
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    try:
+        return kind(**{field.name: getattr(value, field.name) for field in fields})
+    except Exception as error:
+        raise TypeError(f"{kind.__name__} with wrong fields ({error})") from error
+
+
+def one_line(said: str) -> str:
+    """Text without line breaks, and without what no terminal can show (halves of characters in file names)."""
+    return " ".join(said.split()).encode("utf-8", "replace").decode("utf-8")
+
+
+def _check_types(value: Any, **kinds: Any) -> None:
+    """Plugins hand these values in, so annotations alone hold nobody to them; texts become one line."""
+    for field, kind in kinds.items():
+        found = getattr(value, field)
+        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+            expected = "a function" if kind is Callable else f"{'an' if kind is int else 'a'} {kind.__name__}"
+            raise TypeError(f"{type(value).__name__}: {field} is {reprlib.repr(found)}, expected {expected}")
+        if kind is str:
+            object.__setattr__(value, field, one_line(found))
 
 
 def _require_reason(ok: bool, reason: str) -> None:

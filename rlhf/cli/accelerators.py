@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerators
-from accelerators import AcceleratorError, KernelImpl, Report, Support
+from accelerators import OPERATIONS, RESERVED, AcceleratorError, KernelImpl, Report, Support
 from rlhf.cli.check import check
 from rlhf.cli.tables import print_json, print_table
 
@@ -26,6 +26,9 @@ app = typer.Typer(
     help="Show and check the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
     "distributions or entry points, with commas between, or none for the built-in backends alone.",
 )
+
+_ASKED = [operation for operation in OPERATIONS if operation not in RESERVED]
+"""What trainers ask a backend for."""
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -47,14 +50,8 @@ def explain(
     as_json: AsJSON = False,
 ) -> None:
     """Explain what a backend can do on this machine, and why not what it cannot."""
-    environ = {key: value for key, value in os.environ.items() if name == "auto" or key != "RLHF_ACCELERATOR"}
-    selection = accelerators.select(name, environ=environ)
-    selection.export(os.environ)
-    accelerator = selection.create()
-    accelerator.bind(0)
-    deepspeed = accelerator.prepare_deepspeed()
-    chosen = {"name": selection.name, "provider": selection.provider, "reason": selection.reason}
-    facts = chosen | _facts(accelerator) | {"deepspeed": asdict(deepspeed)}
+    with accelerators.stdout_to_stderr():  # a device's software may print while it is opened
+        facts = _explained(name)
     if as_json:
         print_json(facts)
     else:
@@ -87,19 +84,39 @@ def _row(report: Report) -> tuple[str, ...]:
     return report.name, state, devices, priority, report.provider, (report.error or report.reason) + warning
 
 
+def _explained(name: str) -> dict[str, Any]:
+    environ = {key: value for key, value in os.environ.items() if name == "auto" or key != "RLHF_ACCELERATOR"}
+    selection = accelerators.select(name, environ=environ)
+    selection.export(os.environ)
+    accelerator = selection.create()
+    chosen = {"name": selection.name, "provider": selection.provider, "reason": selection.reason}
+    try:
+        accelerator.bind(0)
+        deepspeed = accelerator.prepare_deepspeed()
+        return chosen | _facts(accelerator) | {"deepspeed": asdict(deepspeed)}
+    except AcceleratorError:
+        raise
+    except Exception as error:
+        raise AcceleratorError(
+            f"accelerator {selection.name} of {selection.provider} cannot be explained "
+            f"({type(error).__name__}: {error}); report it to the plugin's authors"
+        ) from error
+
+
 def _facts(accelerator: Accelerator) -> dict[str, Any]:
+    for operation in _ASKED:
+        accelerator.kernel(operation)  # what cannot be made is found out only so
     return {
         "device": asdict(accelerator.info()),
         "precisions": {wish: _precision(accelerator, wish) for wish in ("auto", "bf16", "fp16", "fp32")},
         "operations": {
-            operation: asdict(support) | {"candidates": _candidates(accelerator.candidates(operation))}
+            operation: _operation(accelerator, operation, support)
             for operation, support in accelerator.capabilities().items()
         },
         "memory": asdict(accelerator.memory()),
         "shapes": asdict(accelerator.shape_policy()),
         "lazy": accelerator.is_lazy(),
         "dist_backend": accelerator.dist_backend(),
-        "visible_devices_env": accelerator.visible_devices_env(),
     }
 
 
@@ -111,7 +128,13 @@ def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
     return {"ok": True, "name": precision.name, "reason": precision.reason}
 
 
-def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, Any]]:
+def _operation(accelerator: Accelerator, operation: str, support: Support) -> dict[str, Any]:
+    """Whether it is available, whether trainers ask for it, and what there is to choose from."""
+    asked, ranked = operation in _ASKED, accelerator.candidates(operation)
+    return asdict(support) | {"asked": asked, "candidates": _candidates(ranked, asked)}
+
+
+def _candidates(ranked: Sequence[tuple[KernelImpl, Support]], asked: bool) -> list[dict[str, Any]]:
     """Every implementation, best first, with why it was taken or not."""
     listed = []
     for place, (implementation, support) in enumerate(ranked):
@@ -122,7 +145,7 @@ def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, 
                 "name": implementation.name,
                 "priority": implementation.priority,
                 "ok": support.ok,
-                "used": place == 0 and support.ok,
+                "used": asked and place == 0 and support.ok,
                 "reason": reason,
             }
         )
@@ -139,7 +162,6 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ("shapes", shapes["kind"]),
         ("execution", "lazy" if facts["lazy"] else "eager"),
         ("between processes", facts["dist_backend"]),
-        ("devices hidden by", facts["visible_devices_env"] or "nothing"),
         (
             f"DeepSpeed {deepspeed['version']}",
             f"{deepspeed['implementation']}: device {deepspeed['device']}, {deepspeed['communication']} between "
@@ -154,7 +176,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
     operations = []
     for operation, support in facts["operations"].items():
         for found in support["candidates"] or [support | {"name": "", "used": False}]:
-            operations.append((operation, found["name"], "yes" if found["used"] else "no", found["reason"]))
+            reason = found["reason"] if support["asked"] else f"no trainer asks for it; {found['reason']}"
+            operations.append((operation, found["name"], "yes" if found["used"] else "no", reason))
     print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerators import AcceleratorError
+from accelerators import AcceleratorError, stdout_to_stderr
 from rlhf.cli.tables import print_json, print_table
 
 if TYPE_CHECKING:
@@ -44,12 +44,13 @@ def check(
         sys.stderr.write(text)
         sys.stderr.flush()
 
-    results = testing.run(
-        name,
-        only or (),
-        started=lambda check: say(f"{check:24}"),
-        finished=lambda result: say(f"{result.result} {result.seconds:.1f} s\n"),
-    )
+    with stdout_to_stderr():  # a device's software may print as it likes
+        results = testing.run(
+            name,
+            only or (),
+            started=lambda check: say(f"{check:24}"),
+            finished=lambda result: say(f"{result.result} {result.seconds:.1f} s\n"),
+        )
     if as_json:
         print_json([asdict(result) for result in results])
     else:

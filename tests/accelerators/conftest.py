@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from accelerators import discovery
+from tests.accelerators import misbehaving
 
 SOURCES = Path(__file__).parent / "plugins"
 
@@ -69,6 +75,25 @@ def run_python(install: Callable[[str], Path]) -> Run:
         )
 
     return run
+
+
+@pytest.fixture
+def misbehaved(monkeypatch: pytest.MonkeyPatch):
+    """Install, beside the built-in backends, a plugin that is loaded by calling `load`."""
+    for variable in ("RLHF_ACCELERATOR", "RLHF_PLUGINS", "RLHF_PROBE_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    misbehaving.ENDLESS.clear()
+
+    def install(load: Callable[[], Any], dist: Any = misbehaving.BAD) -> None:
+        builtin, rlhf = "accelerators.builtin", SimpleNamespace(name="rlhf", version="2.0")
+        points = [
+            SimpleNamespace(name="builtin", value=builtin, dist=rlhf, load=lambda: importlib.import_module(builtin)),
+            SimpleNamespace(name="bad_entry", value="bad", dist=dist, load=load),
+        ]
+        monkeypatch.setattr(discovery, "entry_points", lambda group: points)
+
+    yield install
+    misbehaving.ENDLESS.set()  # what hangs may end
 
 
 def _pip_install(source: Path, copy: Path, target: Path) -> None:

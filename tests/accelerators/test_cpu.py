@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections import namedtuple
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
-from accelerators import OPERATIONS, AcceleratorError, KernelImpl, Probe, ShapePolicy, Support, host
+from accelerators import (
+    OPERATIONS,
+    RESERVED,
+    Accelerator,
+    AcceleratorError,
+    KernelImpl,
+    Probe,
+    ShapePolicy,
+    Support,
+    host,
+)
 from accelerators.cpu import CPU
 
 
@@ -197,18 +209,12 @@ def test_the_supported_implementation_with_the_highest_priority_wins(cpu):
     def offered(name: str, priority: int, ok: bool = True) -> KernelImpl:
         support = Support(ok, "too old" if not ok else "")
         return KernelImpl(
-            operation="adamw", name=name, factory=lambda a: name, supported=lambda a: support, priority=priority
+            operation="attention", name=name, factory=lambda a: name, supported=lambda a: support, priority=priority
         )
 
-    cpu.contribute([offered("best", 99, ok=False), offered("second", 50), offered("third", 20)])
-    assert cpu.kernel("adamw") == "second"
-    assert [impl.name for impl, _ in cpu.candidates("adamw")] == [
-        "second",
-        "third",
-        "torch-fused",
-        "torch-foreach",
-        "best",
-    ]
+    cpu.contribute([offered("best", 99, ok=False), offered("second", 50), offered("third", -20)])
+    assert cpu.kernel("attention") == "second"
+    assert [impl.name for impl, _ in cpu.candidates("attention")] == ["second", "sdpa", "third", "best"]
 
 
 def test_a_check_that_raises_is_a_refusal(cpu):
@@ -275,6 +281,78 @@ def test_the_generators_state_survives_a_checkpoint(cpu, tmp_path):
     assert expected[1] == random.random()
 
 
+# what trainers ask for
+
+
+def test_the_operations_that_no_trainer_asks_for_are_those_marked_so():
+    sources = [path.read_text() for path in (Path(__file__).parents[2] / "rlhf").rglob("*.py")]
+    asked = {operation for source in sources for operation in re.findall(r'\.kernel\(\s*"(\w+)"', source)}
+    if any(re.search(r"\baccelerator\.capture\b", source) for source in sources):
+        asked.add("graph_capture")
+    assert asked == set(OPERATIONS) - set(RESERVED)
+
+
+# a backend that says no more than it must
+
+
+class Terse(CPU):
+    """Its `bind` does what its docstring says."""
+
+    def bind(self, local_rank: int) -> torch.device:
+        return torch.device("meta", local_rank)
+
+
+class Careful(Terse):
+    def bind(self, local_rank: int) -> torch.device:
+        super().bind(local_rank)
+        return torch.device("cpu")
+
+
+class Bound:
+    """No accelerator of its own."""
+
+    def bind(self, local_rank: int) -> torch.device:
+        return torch.device("meta", local_rank)
+
+
+class Mixed(Bound, CPU):
+    pass
+
+
+class Forgetful(CPU):
+    def bind(self, local_rank):
+        torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [(Terse, torch.device("meta", 1)), (Careful, torch.device("cpu")), (Mixed, torch.device("meta", 1))],
+)
+def test_the_device_is_the_one_that_bind_returned(backend, device):
+    accelerator = backend()
+    with pytest.raises(AcceleratorError, match="no device is bound"):
+        accelerator.device()
+    assert accelerator.bind(1) == device
+    assert accelerator.device() == device
+    assert accelerator.to_device(torch.ones(2)).device.type == device.type
+    assert accelerator.bind(local_rank=0) == accelerator.device()
+    with pytest.raises(AcceleratorError, match="no device is bound"):
+        backend().device()
+
+
+def test_a_bind_that_returns_no_device_is_an_error_that_names_the_backend():
+    with pytest.raises(AcceleratorError, match=r"cpu: bind gave None instead of a torch\.device"):
+        Forgetful().bind(0)
+
+
+def test_bind_stays_a_method_that_every_backend_has_to_write():
+    assert "bind" in Accelerator.__abstractmethods__
+    assert "bind" in type("Half", (Accelerator,), {"name": "half"}).__abstractmethods__
+    assert "bind" not in Terse.__abstractmethods__
+    assert Terse.bind.__doc__ is None
+    assert CPU.bind.__doc__
+
+
 # the rest of the interface
 
 
@@ -293,7 +371,6 @@ def test_operators_run_at_once_so_there_is_nothing_to_capture_or_wait_for(cpu):
 def test_shapes_are_dynamic_and_processes_talk_over_gloo(cpu):
     assert cpu.shape_policy() == ShapePolicy("dynamic")
     assert cpu.dist_backend() == "gloo"
-    assert cpu.visible_devices_env() is None
 
 
 def test_deepspeed_agrees_on_the_device(run_python):

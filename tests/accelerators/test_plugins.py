@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.cli.accelerators import _print_facts
+
 LIST = ("accelerators", "list", "--json")
 BAD = ("import_fails", "probe_raises", "future_api", "misspelt_hook", "twin_a", "twin_b")
 
@@ -42,6 +44,15 @@ def choice(run_python, wish: str, plugins, env=None) -> str:
     return done.stdout.strip()
 
 
+def operations_printed(facts, capsys) -> tuple[set[str], set[str]]:
+    """Operations that `explain` prints as used, and those that it says no trainer asks for."""
+    _print_facts(facts)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split("\t") for line in lines[lines.index("operation\timplementation\tused\treason") + 1 :]]
+    used = {operation for operation, _, used, _ in rows if used == "yes"}
+    return used, {operation for operation, *_, reason in rows if reason.startswith("no trainer asks for it; ")}
+
+
 def test_without_plugins_and_other_hardware_the_built_in_cpu_is_chosen(rlhf, run_python):
     listed = json.loads(rlhf("accelerators", "list", "--json").stdout)
     assert {entry["name"]: entry["available"] for entry in listed} == {"cpu": True, "cuda": False, "hpu": False}
@@ -72,13 +83,36 @@ def test_a_probe_that_hangs_is_reported_and_stops_nobody(rlhf, refusal):
     assert "RLHF_PROBE_TIMEOUT=soon" in refusal(env={"RLHF_PROBE_TIMEOUT": "soon"})
 
 
+def test_a_plugin_that_hangs_as_it_is_imported_and_one_that_answers_rubbish_stop_nobody(rlhf, capsys):
+    plugins, limit = ["hangs", "rubbish"], {"RLHF_PROBE_TIMEOUT": "2"}
+    done = rlhf(*LIST, plugins=plugins, env=limit)
+    assert done.returncode == 0, done.stderr
+    listed = {entry["name"]: entry for entry in json.loads(done.stdout)}
+    assert listed["cpu"]["available"]
+    assert listed["hangs"]["reason"].startswith("its import did not answer within 2 s")
+    assert listed["rubbish"]["reason"] == "its probe failed (TypeError: a NoneType instead of Probe)"
+    assert set(done.stderr.split()) == {"shouting"}
+    done = rlhf("accelerators", "explain", "cpu", "--json", plugins=plugins, env=limit)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["operations"]["attention"]["implementation"] == "sdpa"
+    reasons = {found["name"]: found["reason"] for found in facts["operations"]["adamw"]["candidates"]}
+    assert reasons["yes"] == "its check failed (TypeError: a bool instead of Support)"
+    assert reasons["fast"].startswith("its factory failed (ImportError: libfast.so: no such file)")
+    assert "adamw: fast is not used: its factory failed" in done.stderr
+    used, unasked = operations_printed(facts, capsys)
+    assert used == {"adamw", "clip_grad_norm", "attention"}
+    assert unasked == {"adamw_cpu_offload", "quantized_weights", "adamW"}
+
+
 def test_a_plugin_that_imports_torch_at_discovery_works_with_a_warning(rlhf):
-    plugins = ["broken_discovery", "good"]
-    listed = {entry["name"]: entry for entry in json.loads(rlhf(*LIST, plugins=plugins).stdout)}
+    plugins, patient = ["broken_discovery", "good"], {"RLHF_PROBE_TIMEOUT": "60"}
+    listed = {entry["name"]: entry for entry in json.loads(rlhf(*LIST, plugins=plugins, env=patient).stdout)}
     assert listed["early-torch"]["available"]
     assert "imports torch when it is loaded" in listed["early-torch"]["warning"]
     assert listed["good"]["warning"] is None
-    (line,) = [line for line in rlhf("accelerators", "list", plugins=plugins).stdout.splitlines() if "early" in line]
+    lines = rlhf("accelerators", "list", plugins=plugins, env=patient).stdout.splitlines()
+    (line,) = [line for line in lines if "early" in line]
     assert "(warning: it imports torch when it is loaded" in line
 
 

@@ -119,7 +119,7 @@ def test_a_plugin_that_exits_while_it_is_loaded_is_only_broken(installed):
     installed(rlhf=backend("cpu"), other=SystemExit("unsupported"))
     assert [(report.name, report.error) for report in available(NOTHING)] == [
         ("cpu", None),
-        ("other_entry", "SystemExit: unsupported"),
+        ("other_entry", "its import failed (SystemExit: unsupported)"),
     ]
 
 

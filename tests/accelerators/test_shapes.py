@@ -64,15 +64,6 @@ def test_an_oversize_row_falls_in_a_fallback_bucket_that_is_logged_once(caplog):
     ]
 
 
-@pytest.mark.parametrize("policy", [ShapePolicy("static"), *POLICIES])
-def test_the_warm_up_covers_every_length_that_can_come(policy):
-    assert set(policy.warm_up(300)) == {policy.length(longest, 300) for longest in range(1, 301)}
-
-
-def test_a_dynamic_policy_has_nothing_to_warm_up():
-    assert ShapePolicy("dynamic").warm_up(300) == ()
-
-
 def test_a_row_longer_than_the_maximum_is_the_callers_mistake():
     with pytest.raises(ValueError, match="101 tokens is longer than the maximum of 100"):
         ShapePolicy("static").length(101, 100)

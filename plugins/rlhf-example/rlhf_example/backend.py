@@ -22,14 +22,12 @@ class Example(Accelerator):
     deepspeed_name = "cpu"  # the device type of its tensors; a real device has its own
     absent: ClassVar[Mapping[str, str]] = {
         "graph_capture": "an Example One launches nothing, so there is nothing to record",
-        "quantized_weights": "nobody has written it for an Example One",
     }
 
     def bind(self, local_rank: int) -> torch.device:
         """A real device: import its runtime here, make device `local_rank` the current one, return it."""
         torch.set_num_threads(int(os.environ.get("RLHF_EXAMPLE_THREADS", "1")))
-        self._device = torch.device("cpu")
-        return self._device
+        return torch.device("cpu")
 
     def info(self) -> DeviceInfo:
         return DeviceInfo(model="Example One", count=1, software=f"torch {torch.__version__}")

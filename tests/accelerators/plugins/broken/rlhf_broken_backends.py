@@ -186,8 +186,7 @@ class NestedTensorForgotten(CPU):
     name = "nested-tensor-forgotten"
 
     def bind(self, local_rank):
-        self._device = torch.device("meta")
-        return self._device
+        return torch.device("meta")
 
     def to_device(self, batch):
         return {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in batch.items()}

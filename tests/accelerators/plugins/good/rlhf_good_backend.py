@@ -10,8 +10,7 @@ class Good(Accelerator):
     deepspeed_name = "cpu"
 
     def bind(self, local_rank):
-        self._device = torch.device("cpu")
-        return self._device
+        return torch.device("cpu")
 
     def info(self):
         return DeviceInfo(model="Good One", count=2, software="none")

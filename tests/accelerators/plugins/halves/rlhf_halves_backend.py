@@ -18,8 +18,7 @@ class Halves(Accelerator):
     deepspeed_name = "cpu"
 
     def bind(self, local_rank):
-        self._device = torch.device("cpu")
-        return self._device
+        return torch.device("cpu")
 
     def info(self):
         return DeviceInfo(model="Halves", count=1, software="none")

@@ -1,0 +1,89 @@
+"""Runs the code of plugins while backends are discovered, so that one of them can neither stop nor garble the others.
+
+In: a function of a plugin. Out: what it returns, or one `PluginError` with the reason as one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from accelerators.types import one_line
+
+Result = TypeVar("Result")
+
+TIME_LIMIT_ENV = "RLHF_PROBE_TIMEOUT"
+
+
+class PluginError(Exception):
+    """Code of a plugin failed, or did not come to an end; the message is one line."""
+
+
+def within(limit: float | None, what: str, task: Callable[[], Result]) -> Result:
+    """What `task` returns in at most `limit` seconds; `what` names it in messages.
+
+    It runs in a thread, which ends before anything forks. One that hangs (a driver that does not answer) is left
+    behind: it holds the import locks of its own modules alone, and does not keep the process from ending.
+
+    Raises:
+        PluginError: it failed in any way, also by exiting, or took longer.
+    """
+    results: list[Result] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(task())
+        except BaseException as error:  # nobody presses Ctrl-C in this thread: whatever comes is the plugin's
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(limit)
+    if results:
+        return results[0]
+    if failures:
+        raise PluginError(f"{what} failed ({text(failures[0])})") from failures[0]
+    raise PluginError(
+        f"{what} did not answer within {limit:g} s; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
+    )
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to standard error what is printed in this block, by Python, by libraries and by child processes.
+
+    Standard output belongs to a command's result, which other programs may read.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a process without standard output or standard error
+            saved = os.dup(1)
+            stack.callback(os.close, saved)
+            _flush()
+            os.dup2(2, 1)
+            stack.callback(os.dup2, saved, 1)
+            stack.callback(_flush)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def text(error: BaseException) -> str:
+    """An exception in one line."""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    return f"{type(error).__name__}: {one_line(said)}".removesuffix(": ")
+
+
+def _flush() -> None:
+    """Let what Python and C libraries still hold go where it was printed to."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            stream.flush()  # type: ignore[union-attr]
+    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,80 @@
+"""Plugins made of functions, for tests of what happens when one misbehaves."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accelerators import AcceleratorSpec, Probe, hookimpl
+
+ENDLESS = threading.Event()
+BAD = SimpleNamespace(name="bad", version="2.0")
+NAME = "bad 2.0 (bad_entry)"
+GOOD: dict[str, Any] = {
+    "name": "npu",
+    "api_version": 1,
+    "factory": "accelerators.cpu:CPU",
+    "probe": lambda: Probe(True, "found"),
+    "priority": -10,
+}
+
+
+def plugin(**hooks: Callable[..., Any]) -> ModuleType:
+    module = ModuleType("bad")
+    for name, function in hooks.items():
+        setattr(module, name, hookimpl(specname=name)(function))
+    return module
+
+
+def offers(*makers: Callable[[], Any]) -> ModuleType:
+    """A plugin whose hook yields what each of `makers` returns."""
+
+    def rlhf_accelerators():
+        for make in makers:
+            yield make()
+
+    return plugin(rlhf_accelerators=rlhf_accelerators)
+
+
+def spec(**fields: Any) -> Callable[[], AcceleratorSpec]:
+    return lambda: AcceleratorSpec(**{**GOOD, **fields})
+
+
+def altered(make: Callable[[], Any], field: str, value: Any) -> Callable[[], Any]:
+    """What `make` returns, changed behind the back of its own checks."""
+
+    def made() -> Any:
+        result = make()
+        object.__setattr__(result, field, value)
+        return result
+
+    return made
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def function(*arguments: Any) -> Any:
+        raise error
+
+    return function
+
+
+def forever() -> Any:
+    ENDLESS.wait()
+
+
+def endless() -> Any:
+    while True:
+        yield AcceleratorSpec(**GOOD)
+
+
+def npu(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
+    """Let the factory npu_backend:NPU make a CPU with other methods."""
+    backend = ModuleType("npu_backend")
+    backend.NPU = type("NPU", (importlib.import_module("accelerators.cpu").CPU,), {"name": "npu", **methods})
+    monkeypatch.setitem(sys.modules, "npu_backend", backend)

@@ -1,0 +1,236 @@
+"""Every way in which one plugin could take down `rlhf accelerators list`, `explain` or a run on another backend."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import accelerators
+from accelerators import (
+    AcceleratorError,
+    AcceleratorSpec,
+    Probe,
+    select,
+)
+from rlhf.cli.accelerators import list_backends
+from tests.accelerators.misbehaving import GOOD, altered, endless, forever, offers, plugin, raises, spec
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("an error that has no words")
+
+
+class Incomparable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+
+HOOK = "rlhf_accelerators failed "
+
+BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    # as it is imported
+    "import raises": (raises(ImportError("no library")), "its import failed (ImportError: no library)"),
+    "import exits": (raises(SystemExit(3)), "its import failed (SystemExit: 3)"),
+    "import is interrupted": (raises(KeyboardInterrupt()), "its import failed (KeyboardInterrupt)"),
+    "import raises what cannot be printed": (raises(Unspeakable()), "its import failed (Unspeakable)"),
+    "import raises many lines": (raises(ImportError("one\n\ttwo\udc80")), "(ImportError: one two?)"),
+    "import hangs": (forever, "its import did not answer within 0.3 s"),
+    "a class": (lambda: Incomparable, "its entry point names a type instead of a module"),
+    "an object": (Incomparable, "its entry point names a Incomparable instead of a module"),
+    "nothing": (lambda: None, "its entry point names a NoneType instead of a module"),
+    "wrong arguments": (lambda: plugin(rlhf_accelerators=lambda run: []), "Argument(s) {'run'} are declared"),
+    # as it is asked
+    "hook raises": (lambda: plugin(rlhf_accelerators=raises(OSError("x"))), HOOK + "(OSError: x)"),
+    "hook exits": (lambda: plugin(rlhf_accelerators=raises(SystemExit(0))), HOOK + "(SystemExit: 0)"),
+    "hook hangs": (lambda: plugin(rlhf_accelerators=forever), "rlhf_accelerators did not answer within 0.3 s"),
+    "hook gives a str": (lambda: plugin(rlhf_accelerators=lambda: "npu"), "returned a str instead of a list"),
+    "hook gives a number": (lambda: plugin(rlhf_accelerators=lambda: 7), "'int' object is not iterable"),
+    "hook gives one spec": (lambda: plugin(rlhf_accelerators=spec()), "'AcceleratorSpec' object is not iterable"),
+    "hook has no end": (lambda: plugin(rlhf_accelerators=endless), "rlhf_accelerators gave more than 100 answers"),
+    "hook raises halfway": (lambda: offers(spec(), raises(OSError("x"))), HOOK + "(OSError: x)"),
+    "spec is a dict": (lambda: offers(lambda: GOOD), "rlhf_accelerators returned a dict instead of AcceleratorSpec"),
+    "spec is a duck": (lambda: offers(lambda: SimpleNamespace(**GOOD)), "a SimpleNamespace instead of"),
+    "spec is None": (lambda: offers(lambda: None), "a NoneType instead of AcceleratorSpec"),
+    # what it says
+    "name=None": (lambda: offers(spec(name=None)), "AcceleratorSpec: name is None, expected a str"),
+    "name=7": (lambda: offers(spec(name=7)), "AcceleratorSpec: name is 7, expected a str"),
+    "name empty": (lambda: offers(spec(name="")), "name is '', expected one word"),
+    "name=auto": (lambda: offers(spec(name="auto")), "name is 'auto', expected one word other than auto"),
+    "priority='50'": (lambda: offers(spec(priority="50")), "priority is '50', expected an int"),
+    "priority=nan": (lambda: offers(spec(priority=float("nan"))), "priority is nan, expected an int"),
+    "priority=None": (lambda: offers(spec(priority=None)), "priority is None, expected an int"),
+    "priority changed": (
+        lambda: offers(altered(spec(), "priority", "50")),
+        "returned AcceleratorSpec with wrong fields (AcceleratorSpec: priority is '50', expected an int)",
+    ),
+    "name changed": (lambda: offers(altered(spec(), "name", None)), "with wrong fields (AcceleratorSpec: name is None"),
+    "api_version='1'": (lambda: offers(spec(api_version="1")), "api_version is '1', expected an int"),
+    "api_version=2": (lambda: offers(spec(api_version=2)), "written for version 2 of the accelerator interface"),
+    "probe is no function": (lambda: offers(spec(probe=Probe(True, ""))), "expected a function"),
+    "env is no function": (lambda: offers(spec(env={"A": "b"})), "env is {'A': 'b'}, expected a function"),
+    "factory is a class": (lambda: offers(spec(factory=Incomparable)), "expected a str"),
+    "unknown field": (lambda: offers(spec(devices=3)), "unexpected keyword argument 'devices'"),
+    "a broken cpu": (lambda: offers(spec(name="cpu", api_version=2)), "written for version 2"),
+    "a cpu that hangs": (lambda: offers(spec(name="cpu", probe=forever)), "its probe did not answer within 0.3 s"),
+    # as it is probed
+    "probe raises": (lambda: offers(spec(probe=raises(OSError("x")))), "its probe failed (OSError: x)"),
+    "probe exits": (lambda: offers(spec(probe=raises(SystemExit(0)))), "its probe failed (SystemExit: 0)"),
+    "probe is interrupted": (lambda: offers(spec(probe=raises(KeyboardInterrupt()))), "its probe failed (Keyboard"),
+    "probe hangs": (lambda: offers(spec(probe=forever)), "its probe did not answer within 0.3 s"),
+    "probe gives True": (lambda: offers(spec(probe=lambda: True)), "a bool instead of Probe"),
+    "probe takes arguments": (lambda: offers(spec(probe=lambda rank: True)), "its probe failed (TypeError"),
+    "count='3'": (lambda: offers(spec(probe=lambda: Probe(True, "", count="3"))), "count is '3', expected an int"),
+    "count=-1": (lambda: offers(spec(probe=lambda: Probe(True, "", count=-1))), "count is -1, expected 0 or more"),
+    "model=None": (lambda: offers(spec(probe=lambda: Probe(True, "", model=None))), "model is None, expected a str"),
+    "reason=None": (lambda: offers(spec(probe=lambda: Probe(True, None))), "reason is None, expected a str"),
+    "ok=1": (lambda: offers(spec(probe=lambda: Probe(1, "yes"))), "ok is 1, expected a bool"),
+    "count changed": (
+        lambda: offers(spec(probe=altered(lambda: Probe(True, ""), "count", "3"))),
+        "Probe with wrong fields (Probe: count is '3', expected an int)",
+    ),
+}
+
+LATE = {name: "0.3" for name, (_, reason) in BROKEN.items() if "0.3 s" in reason}
+
+
+def listed(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """`rlhf accelerators list --json`."""
+    capfd.readouterr()
+    list_backends(as_json=True)
+    return json.loads(capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_plugin_is_listed_with_its_reason_and_stops_nobody(misbehaved, monkeypatch, capfd, case):
+    load, reason = BROKEN[case]
+    monkeypatch.setenv("RLHF_PROBE_TIMEOUT", LATE.get(case, "30"))
+    misbehaved(load)
+    reports = accelerators.available()
+    assert next(report for report in reports if report.name == "cpu" and report.distribution == "rlhf").available
+    (found,) = [report for report in reports if report.distribution == "bad"]
+    assert reason in found.error
+    assert found.provider == "bad 2.0"
+    monkeypatch.setattr(accelerators, "available", lambda: reports)
+    entries = listed(capfd)
+    assert next(entry["available"] for entry in entries if entry["name"] == "cpu" and entry["distribution"] == "rlhf")
+    assert reason in next(entry["reason"] for entry in entries if entry["broken"])
+    list_backends()
+    lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
+    assert len(lines) == 1 + len(reports)
+    assert {len(line) for line in lines} == {6}
+    assert select("cpu").provider == "rlhf 2.0"
+
+
+def test_what_else_a_plugin_offers_counts(misbehaved):
+    misbehaved(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good")))
+    found = {report.name: report.available for report in accelerators.available()}
+    assert found == {"cpu": True, "cuda": False, "hpu": False, "bad_entry": False, "npu": False, "good": True}
+
+
+def test_a_name_that_a_plugin_offers_twice_is_broken_the_second_time(misbehaved):
+    misbehaved(lambda: offers(spec(), spec(priority=-20)))
+    found = [(report.priority, report.error) for report in accelerators.available() if report.name == "npu"]
+    assert found == [(-10, None), (-20, "rlhf_accelerators offers this name twice")]
+    assert select("npu").spec.priority == -10
+
+
+def test_an_odd_module_does_not_keep_others_from_being_asked(misbehaved):
+    module = ModuleType("bad")
+    module.__getattr__ = raises(RuntimeError("ask me nothing"))  # type: ignore[method-assign]
+    misbehaved(lambda: module)
+    assert {report.name for report in accelerators.available()} == {"cpu", "cuda", "hpu"}
+
+
+class Damaged:
+    """A distribution whose metadata cannot be read."""
+
+    @property
+    def name(self) -> str:
+        raise KeyError("Name")
+
+
+@pytest.mark.parametrize("dist", [None, SimpleNamespace(name=None, version=None), Damaged()])
+@pytest.mark.parametrize("allowlist", ["", "bad_entry"])
+def test_a_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatch, dist, allowlist):
+    monkeypatch.setenv("RLHF_PLUGINS", allowlist)
+    misbehaved(raises(ImportError("no library")), dist)
+    (entry,) = [entry for entry in listed(capfd) if entry["broken"]]
+    assert (entry["distribution"], entry["version"]) == ("unknown", "")
+    assert entry["reason"] == "its import failed (ImportError: no library)"
+
+
+def test_entry_points_that_cannot_be_read_are_those_of_one_plugin(monkeypatch, tmp_path):
+    for name, written in (("damaged", "no value"), ("whole", "whole = nowhere")):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[rlhf.accelerators]\n{written}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {report.name: report.reason for report in accelerators.available({})}
+    assert found["damaged"].startswith("broken: its entry points cannot be read (TypeError")
+    assert found["whole"].startswith("broken: its import failed (ModuleNotFoundError")
+    assert "cores" in found["cpu"]
+    assert select("cpu", environ={}).name == "cpu"
+    assert "damaged" not in {report.name for report in accelerators.available({"RLHF_PLUGINS": "none"})}
+
+
+def shout(how: str) -> None:
+    """Write on standard output in a way that is not Python's own."""
+    if how == "print":
+        print("shouting")
+    elif how == "descriptor":
+        os.write(1, b"shouting\n")
+    elif how == "library":
+        ctypes.CDLL(None).puts(b"shouting")
+    else:
+        subprocess.run([sys.executable, "-S", "-c", "print('shouting')"], check=True)
+
+
+def loud(when: str, how: str) -> ModuleType:
+    """A plugin that is right in all but that it shouts."""
+
+    def at(moment: str) -> None:
+        if moment == when:
+            shout(how)
+
+    def probe() -> Probe:
+        at("probe")
+        return Probe(True, "found")
+
+    def rlhf_accelerators() -> list[AcceleratorSpec]:
+        at("hook")
+        return [AcceleratorSpec(**{**GOOD, "probe": probe})]
+
+    at("import")
+    return plugin(rlhf_accelerators=rlhf_accelerators)
+
+
+@pytest.mark.parametrize("how", ["print", "descriptor", "library", "child"])
+@pytest.mark.parametrize("when", ["import", "hook", "probe"])
+def test_json_is_json_whatever_a_plugin_prints(misbehaved, capfd, when, how):
+    misbehaved(lambda: loud(when, how))
+    list_backends(as_json=True)
+    ctypes.CDLL(None).fflush(None)
+    printed = capfd.readouterr()
+    assert {entry["name"]: entry["available"] for entry in json.loads(printed.out)}["npu"]
+    assert printed.err == "shouting\n"
+
+
+def test_a_second_cpu_is_an_error_that_names_the_way_out(misbehaved, monkeypatch):
+    misbehaved(lambda: offers(spec(name="cpu")))
+    for wish in ("cpu", "auto"):
+        with pytest.raises(AcceleratorError, match=r"bad 2.0.*both offer.*named 'cpu'.*leave it out with RLHF_PLUGINS"):
+            select(wish)
+    monkeypatch.setenv("RLHF_PLUGINS", "none")
+    assert select("cpu").provider == "rlhf 2.0"
