@@ -75,6 +75,11 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return result.view(logits.shape[:-1])
 
 
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` is 1, else 0. A product would not do: log-probabilities of padding may be infinite."""
+    return torch.where(mask > 0, values, torch.zeros_like(values))
+
+
 def masked_mean(values: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
     """Sum of `values` where `mask` is 1, over `total` (by default the mask's own sum, at least 1)."""
     total = mask.sum() if total is None else total
@@ -109,9 +114,7 @@ def shaped_rewards(
     last = (columns * mask).argmax(-1, keepdim=True)
     is_last = (columns == last) * mask
     penalty = -kl_coef * (log_probs.float() - ref_log_probs.float())
-    # where, not a product: log-probabilities of padding may be infinite.
-    penalty = torch.where(mask > 0, penalty, torch.zeros_like(penalty))
-    return penalty + is_last * scores.float().clamp(-score_clip, score_clip).unsqueeze(-1)
+    return masked(penalty, mask) + is_last * scores.float().clamp(-score_clip, score_clip).unsqueeze(-1)
 
 
 def advantages_and_returns(
@@ -166,7 +169,7 @@ def policy_loss(
         log_probs, old_log_probs, advantages, mask: [B, A].
         total: real tokens of the whole global batch, where this is a part of it; default: the mask's sum.
     """
-    ratio = torch.exp((log_probs.float() - old_log_probs.float()) * mask)
+    ratio = torch.exp(masked(log_probs.float() - old_log_probs.float(), mask))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + clip)
     return masked_mean(torch.max(unclipped, clipped), mask, total)

@@ -132,6 +132,13 @@ def test_infinite_log_probs_of_padding_do_not_reach_the_rewards():
     assert found.tolist() == [[1.0, 0.0]]
 
 
+def test_infinite_log_probs_of_padding_do_not_reach_the_policy_s_loss():
+    log_probs = torch.tensor([[0.1, -torch.inf]], requires_grad=True)
+    loss = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 0.0]]))
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.exp(0.1)) and log_probs.grad[0, 1] == 0
+
+
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
 def test_advantages_follow_the_recursion_of_gae(gamma, lam):
     start = 2

@@ -13,6 +13,7 @@ from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch
 from rlhf.metrics.progress import progress
+from rlhf.objectives import masked
 from rlhf.stages.loop import Numbers, StageContext
 
 if TYPE_CHECKING:
@@ -69,14 +70,14 @@ def evaluate(
 def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
     """Sums over real rows and tokens of a rollout; `means` divides them."""
     rows = row_mask.float()
-    log_ratio = (scored["log_probs"] - scored["ref_log_probs"]) * mask
+    log_ratio = masked(scored["log_probs"] - scored["ref_log_probs"], mask)
     return {
         "rows": rows.sum(),
         "tokens": mask.sum(),
         "reward": (scored["scores"] * rows).sum(),
         "reward_squared": (scored["scores"] ** 2 * rows).sum(),
         "kl": log_ratio.sum(),
-        "entropy": (scored["entropy"] * mask).sum(),
+        "entropy": masked(scored["entropy"], mask).sum(),
     }
 
 

@@ -28,6 +28,7 @@ from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import (
     advantages_and_returns,
+    masked,
     policy_loss,
     shaped_rewards,
     value_loss,
@@ -171,7 +172,7 @@ class PPO:
             input_ids=sequences["input_ids"],
             attention_mask=sequences["attention_mask"],
             action_mask=mask,
-            log_probs=scored["log_probs"] * mask,
+            log_probs=masked(scored["log_probs"], mask),
             values=values,
             advantages=advantages * mask,
             returns=returns * mask,
@@ -195,8 +196,8 @@ class PPO:
                 loss = policy_loss(
                     log_probs, part.log_probs, part.advantages, part.action_mask, clip=settings.clip, total=total
                 )
-                clipped = ((log_probs - part.log_probs).exp() - 1).abs() > settings.clip
-                return loss, {"clip_fraction": (clipped * part.action_mask).sum() / total}
+                ratio = masked(log_probs.detach() - part.log_probs, part.action_mask).exp()
+                return loss, {"clip_fraction": ((ratio - 1).abs() > settings.clip).sum() / total}
 
             def critic_loss(model: nn.Module, part: Experience, total: Tensor = total) -> tuple[Tensor, Batch]:
                 values = action_values(model(part.input_ids, part.attention_mask), part.completion_length)

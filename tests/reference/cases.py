@@ -32,7 +32,7 @@ OPTIMIZER = {
     "eps": 1e-4,
     "schedule": "constant",
     "warmup": 0,
-    "max_grad_norm": 0.2,
+    "max_grad_norm": 0.3,
 }
 CRITIC_OPTIMIZER = {
     "learning_rate": 2e-2,
