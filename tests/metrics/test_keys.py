@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rlhf
@@ -187,6 +188,11 @@ def test_the_supervised_loss_is_that_of_transformers_before_the_update(sft_ran):
     assert sft_ran.step["learning_rate"] == 0.05
 
 
+def test_the_tokens_of_a_batch_are_those_of_prompts_and_replies(sft_ran):
+    lengths = [len(example.prompt_ids + example.completion_ids) for example in DEMONSTRATIONS]
+    assert sft_ran.step["tokens"] in {sum(lengths) + filler for filler in lengths}
+
+
 def test_the_heldout_perplexity_is_exp_of_transformers_loss(sft_ran):
     from transformers import AutoModelForCausalLM
 
@@ -242,8 +248,23 @@ def agrees(numbers: dict[str, float], scores: tuple[Tensor, Tensor], prefix: str
     assert numbers[f"{prefix}rejected_score"] == pytest.approx(rejected.mean().item(), abs=1e-5)
 
 
+def plain_pair_loss(model: Any, pair: Pair) -> Tensor:
+    """The mean of -log sigmoid(chosen - rejected) from where two replies of a pair part; the shorter one is padded."""
+    rows = [pair.prompt_ids + ids for ids in (pair.chosen_ids, pair.rejected_ids)]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [EOS] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    chosen, rejected = model.score(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)[..., 0]
+    first = next(column for column in range(width) if ids[0, column] != ids[1, column])
+    return -(chosen - rejected)[first:].sigmoid().log().mean()
+
+
 def test_the_reward_models_numbers_are_those_of_plain_transformers(reward_ran):
     agrees(reward_ran.step, plain_scores(scalar(1), PAIRS))
+    model = scalar(1)
+    loss = torch.stack([plain_pair_loss(model, pair) for pair in PAIRS]).mean()
+    assert reward_ran.step["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert reward_ran.step["grad_norm"] == pytest.approx(gradient_norm(model, loss), rel=1e-3)
     assert reward_ran.step["pairs"] == 3
     assert reward_ran.step["learning_rate"] == 0.05
 
@@ -480,9 +501,19 @@ def test_evaluation_repeats_its_prompts_and_random_numbers_and_leaves_the_genera
 # -- a whole PPO stage ---------------------------------------------------------------------------------------------
 
 
-def echo(decoder: Decoder, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Any) -> Completions:
-    """Completes every prompt with itself, backwards."""
-    return Completions(prompt_ids.flip(1), prompt_mask.flip(1))
+class Echo:
+    """Completes every prompt with itself: backwards in the first `backwards` batches, then as it is."""
+
+    def __init__(self, backwards: int) -> None:
+        self.backwards = backwards
+
+    def __call__(self, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Any) -> Completions:
+        ids, mask = prompt_ids.flip(1), prompt_mask.flip(1)  # padded right
+        if self.backwards == 0:
+            rows = [row[real.bool()] for row, real in zip(prompt_ids, prompt_mask)]
+            ids = torch.stack([F.pad(row, (0, ids.shape[1] - len(row))) for row in rows])
+        self.backwards = max(0, self.backwards - 1)
+        return Completions(ids, mask)
 
 
 @pytest.fixture(scope="module")
@@ -496,7 +527,7 @@ def ppo_ran(run_stage):
         actor, reference = (llama(4, eos_token_id=EOS, num_hidden_layers=1) for _ in range(2))
         models = ppo.Models(actor, reference, scalar(1, 4), language.TableOfRewards(seed=0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Decoder, "generate", echo)
+            patch.setattr(Decoder, "generate", Echo(backwards=3))  # the held-out prompts, two at a time
             return ppo.run(
                 context, models, tokenizer(), data, lambda prompt, text: text.split() == prompt.split()[::-1]
             )
@@ -505,11 +536,20 @@ def ppo_ran(run_stage):
 
 
 def test_samples_belong_to_their_prompts(ppo_ran):
-    expected = [("b a", "a b"), ("c", "c"), ("a a b", "b a a")]
-    assert ppo_ran.summary["samples"] == [{"prompt": p, "before": text, "after": text} for p, text in expected]
+    prompts, backwards = ["b a", "c", "a a b"], ["a b", "c", "b a a"]
+    assert ppo_ran.summary["samples"] == [
+        {"prompt": text, "before": before, "after": text} for text, before in zip(prompts, backwards)
+    ]
     recorded = [record["text"] for record in ppo_ran.texts if record["tag"].startswith("heldout_")]
-    assert recorded == [f"{p}\n{text}" for p, text in expected] * 2
-    assert ppo_ran.summary["after"]["approved_share"] == 1.0  # of all five: the judge saw each prompt with its own
+    assert recorded == [
+        f"{text}\n{answer}" for answers in (backwards, prompts) for text, answer in zip(prompts, answers)
+    ]
+
+
+def test_the_judge_sees_every_prompt_with_its_own_completion(ppo_ran):
+    """It approves what says the prompt backwards."""
+    assert ppo_ran.summary["before"]["approved_share"] == 1.0
+    assert ppo_ran.summary["after"]["approved_share"] == pytest.approx(3 / 5)  # c, b and c c
 
 
 def test_heldout_numbers_are_recorded_before_the_first_step_and_after_the_last(ppo_ran):

@@ -66,7 +66,7 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
         "batch_size": 256,
         "minibatch_size": 128,
         "ppo_epochs": 2,
-        "steps": 80,
+        "steps": 100,
         "kl_coef": BETA,
         "score_clip": 100.0,
         "optimizer": adamw,
