@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.data.rows import Message, Row
+from rlhf.data.tokenization import Prompt
+
 WORDS = ("<end>", "a", "b", "c")
 END = 0  # also the padding
-PROMPT = [1, 2]
 PROMPT_COLUMNS = 3  # one of padding
 LENGTH = 3  # of the longest completion
 COMPLETIONS = [
@@ -28,6 +30,15 @@ COMPLETIONS = [
     if END not in words[:-1] and (words[-1] == END or length == LENGTH)
 ]
 """Every completion: it ends with the end, or is as long as it may be."""
+
+
+def prompt(*ids: int) -> Prompt:
+    """A prompt of these words."""
+    text = " ".join(WORDS[token] for token in ids)
+    return Prompt(list(ids), Row((Message("user", text),), text, None, None, None, ""))
+
+
+PROMPT = prompt(1, 2)
 
 
 def tokenizer() -> Any:
@@ -82,8 +93,10 @@ def log_probabilities(model: nn.Module, temperature: float = 1.0) -> Tensor:
     """[completions]: of each whole completion, by plain forward passes without any padding."""
     found = []
     for words in COMPLETIONS:
-        ids = torch.tensor([[*PROMPT, *words]])
-        logits = (model(input_ids=ids).logits.double() / temperature).log_softmax(-1)[0, len(PROMPT) - 1 : -1]
+        ids = torch.tensor([[*PROMPT.prompt_ids, *words]])
+        logits = (model(input_ids=ids).logits.double() / temperature).log_softmax(-1)[
+            0, len(PROMPT.prompt_ids) - 1 : -1
+        ]
         found.append(logits.gather(-1, torch.tensor(words)[:, None]).sum())
     return torch.stack(found)
 

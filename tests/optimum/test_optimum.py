@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from accelerators import Accelerator
-from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import Prompt, StageData
+from rlhf.data.tokenization import StageData
 from rlhf.stages.ppo import PPO, Models
 from tests.helpers import llama
+from tests.in_process import scalar_llama, stage_context
 from tests.optimum.language import (
+    END,
     LENGTH,
     PROMPT,
     PROMPT_COLUMNS,
@@ -27,9 +28,10 @@ from tests.optimum.language import (
     optimum,
     tokenizer,
 )
-from tests.stage_context import stage_context
 
 BETA = 0.5
+# First distributions that are far from uniform, and features of every input from the start.
+SIZES = {"initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": END}
 
 
 class Algorithm(NamedTuple):
@@ -47,19 +49,6 @@ ALGORITHMS = [
 ]
 
 
-def tiny_llama(seed: int) -> Any:
-    """Its first distributions are far from uniform, and every feature of its inputs is there from the start."""
-    return llama(len(WORDS), seed=seed, initializer_range=0.2, tie_word_embeddings=False, eos_token_id=0)
-
-
-def tiny_critic(seed: int) -> Any:
-    from transformers import LlamaForSequenceClassification
-
-    config = tiny_llama(seed).config
-    config.num_labels = 1
-    return LlamaForSequenceClassification(config)
-
-
 def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int) -> PPO:
     adamw = {"learning_rate": 3e-3, "warmup": 0.02, "min_lr_ratio": 0.0}
     settings = {
@@ -74,11 +63,11 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
         **changes,
     }
     data = {"max_prompt_length": PROMPT_COLUMNS, "max_completion_length": LENGTH}
-    context = stage_context(
-        accelerator, folder, "ppo", {"seed": seed, "precision": "fp32", "data": data, "ppo": settings}
-    )
-    models = Models(tiny_llama(seed), tiny_llama(seed), tiny_critic(seed + 100), TableOfRewards(seed=seed))
-    prompts = [Prompt(PROMPT, Row((Message("user", "a b"),), "a b", None, None, None, ""))] * settings["batch_size"]
+    context = stage_context(accelerator, folder, "ppo", {"seed": seed, "data": data, "ppo": settings})
+    actor, reference = (llama(len(WORDS), seed=seed, **SIZES) for _ in range(2))
+    critic = scalar_llama(len(WORDS), seed=seed, **SIZES)
+    models = Models(actor, reference, critic, TableOfRewards(seed=seed))
+    prompts = [PROMPT] * context.config.ppo.batch_size
     accelerator.seed(seed)
     return PPO(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
 

@@ -1,4 +1,4 @@
-"""A stage's surroundings in this process, for tests that call a stage itself rather than the command line."""
+"""What tests need that call a stage in their own process: its surroundings, a scalar model, and rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 
 from accelerators import Accelerator, Precision, ShapePolicy
 from rlhf.config import Stage, build_config
+from rlhf.data.rows import Message, Row
 from rlhf.engine import distributed
 from rlhf.metrics.recorder import Recorder
 from rlhf.run import RunDirectory
 from rlhf.stages.loop import StageContext
+from tests.helpers import llama
+
+ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")
+OPTIMIZER = {"learning_rate": 0.05, "warmup": 0, "schedule": "constant", "max_grad_norm": 1e-3}
 
 
 def stage_context(
@@ -35,3 +40,14 @@ def stage_context(
         place,
         recorder or Recorder(place, enabled=False),
     )
+
+
+def scalar_llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
+    """`tests.helpers.llama` with a scalar head, as a reward model or a critic has it."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    config = llama(vocabulary, **changes).config
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    return LlamaForSequenceClassification(config)
