@@ -77,7 +77,11 @@ DEMONSTRATIONS = [
     Demonstration([8], [9, EOS], ROW),
     Demonstration([3, 9, 4], [11, EOS], ROW),
 ]
-HELDOUT = [Demonstration([5, 5], [8, EOS], ROW), Demonstration([12], [13, 14, 15, EOS], ROW)]
+HELDOUT = [
+    Demonstration([5, 5], [8, EOS], ROW),
+    Demonstration([12], [13, 14, 15, EOS], ROW),
+    Demonstration([2], [EOS], ROW),
+]
 
 
 def transformers_loss(model: Any, examples: list[Demonstration]) -> Tensor:
@@ -107,7 +111,7 @@ def sft_ran(run_stage):
 
 
 def test_the_supervised_loss_is_that_of_transformers_before_the_update(sft_ran):
-    """Three rows in a batch of four: the one that fills it up does not count."""
+    """Three rows in a batch of four, here and below: the one that fills it up does not count."""
     model = policy()
     loss = transformers_loss(model, DEMONSTRATIONS)
     assert sft_ran.step["loss"] == pytest.approx(loss.item(), rel=1e-5)
