@@ -1,0 +1,53 @@
+"""What tests need that call a stage in their own process: its surroundings, a scalar model, and rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerators import Accelerator, Precision, ShapePolicy
+from rlhf.config import Stage, build_config
+from rlhf.data.rows import Message, Row
+from rlhf.engine import distributed
+from rlhf.metrics.recorder import Recorder
+from rlhf.run import RunDirectory
+from rlhf.stages.loop import StageContext
+from tests.helpers import llama
+
+ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")
+OPTIMIZER = {"learning_rate": 0.05, "warmup": 0, "schedule": "constant", "max_grad_norm": 1e-3}
+
+
+def stage_context(
+    accelerator: Accelerator,
+    folder: Path,
+    stage: Stage,
+    values: dict[str, Any],
+    *,
+    precision: Precision | None = None,
+    recorder: Recorder | None = None,
+) -> StageContext:
+    """A context in fp32 and static shapes; it records nothing unless a recorder is given."""
+    run = RunDirectory(folder)
+    place = run.stage(stage)
+    return StageContext(
+        build_config(values),
+        accelerator,
+        precision or accelerator.precision("fp32"),
+        ShapePolicy("static"),
+        distributed.world(),
+        run,
+        place,
+        recorder or Recorder(place, enabled=False),
+    )
+
+
+def scalar_llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
+    """`tests.helpers.llama` with a scalar head, as a reward model or a critic has it."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    config = llama(vocabulary, **changes).config
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    return LlamaForSequenceClassification(config)
