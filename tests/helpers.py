@@ -44,29 +44,6 @@ def llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **(sizes | changes)))
 
 
-def stage_context(accelerator: Any, config: Any, folder: Path, stage: Any) -> Any:
-    """What a stage runs in: a run directory in `folder`, fp32 or what `config` says, and no records."""
-    from accelerators import ShapePolicy
-    from rlhf.engine import distributed
-    from rlhf.metrics.recorder import Recorder
-    from rlhf.run import RunDirectory
-    from rlhf.stages.loop import StageContext
-
-    run = RunDirectory(folder)
-    place = run.stage(stage)
-    place.path.mkdir(parents=True, exist_ok=True)
-    return StageContext(
-        config,
-        accelerator,
-        accelerator.precision(config.precision),
-        ShapePolicy(config.engine.shapes),
-        distributed.world(),
-        run,
-        place,
-        Recorder(place, enabled=False),
-    )
-
-
 def weights(folder: Path) -> dict[str, Any]:
     """The tensors of a saved model."""
     from safetensors.torch import load_file

@@ -27,14 +27,18 @@ def stage_context(
     precision: Precision | None = None,
     recorder: Recorder | None = None,
 ) -> StageContext:
-    """A context in fp32 and static shapes; it records nothing unless a recorder is given."""
+    """A context of the settings `values`, but in fp32 and static shapes unless they say otherwise.
+
+    It records nothing unless a recorder is given.
+    """
     run = RunDirectory(folder)
     place = run.stage(stage)
+    place.path.mkdir(parents=True, exist_ok=True)
     return StageContext(
         build_config(values),
         accelerator,
-        precision or accelerator.precision("fp32"),
-        ShapePolicy("static"),
+        precision or accelerator.precision(values.get("precision", "fp32")),
+        ShapePolicy(values.get("engine", {}).get("shapes", "static")),
         distributed.world(),
         run,
         place,

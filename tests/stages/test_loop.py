@@ -6,7 +6,8 @@ from rlhf.config import build_config
 from rlhf.data.tokenization import load_stage
 from rlhf.models.loading import load_causal_lm
 from rlhf.stages import sft
-from tests.helpers import assert_same_weights, stage_context
+from tests.helpers import assert_same_weights
+from tests.in_process import stage_context
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def train(accelerator, recipe, tokenizer):
 
     def run(folder):
         model = load_causal_lm(config.model, tokenizer, attention="sdpa")
-        return sft.run(stage_context(accelerator, config, folder, "sft"), model, tokenizer, data)
+        return sft.run(stage_context(accelerator, folder, "sft", recipe), model, tokenizer, data)
 
     return run
 

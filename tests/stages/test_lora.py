@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, build_config
+from rlhf.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlhf.data.tokenization import load_stage
 from rlhf.engine import checkpoint
 from rlhf.engine.training import TrainingEngine
@@ -17,7 +17,8 @@ from rlhf.models.lora import add_adapters
 from rlhf.rollout.switch import generating
 from rlhf.run import RunDirectory
 from rlhf.stages.ppo import PPO, Models
-from tests.helpers import assert_close_weights, assert_same_weights, llama, stage_context, weights
+from tests.helpers import assert_close_weights, assert_same_weights, llama, weights
+from tests.in_process import stage_context
 from tests.stages.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
@@ -133,8 +134,9 @@ def original(folder, tokenizer):
 def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
     def build(zero_stage):
         changes = {"engine": {**recipe["engine"], "zero_stage": zero_stage}, "lora": {"rank": 4}}
-        config = build_config({**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}})
-        context = stage_context(accelerator, config, tmp_path, "ppo")
+        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}}
+        context = stage_context(accelerator, tmp_path, "ppo", values)
+        config = context.config
         reward = str(lora_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
         models = Models(original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)
@@ -226,6 +228,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(rlhf, l
     output = Path(shutil.copytree(lora_run, tmp_path / "run"))
     shutil.rmtree(output / "ppo" / "model")
     (output / "ppo" / "stage.json").unlink()  # as if stopped after the checkpoint of step 2
+    shutil.rmtree(output / "ppo" / "checkpoints" / "step-00000003")
     assert "resumed after step 2" in rlhf("ppo", "--output", output, *LORA, "--resume").stdout
     assert_same_weights(output / "ppo" / "model", lora_run / "ppo" / "model")
 

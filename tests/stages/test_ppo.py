@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlhf.config import build_config
 from rlhf.data.tokenization import load_stage
 from rlhf.stages.ppo import PPO, Models
-from tests.helpers import llama, stage_context
+from tests.helpers import llama
+from tests.in_process import stage_context
 
 NO_BF16 = pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 
@@ -34,19 +34,12 @@ def build(accelerator, recipe, tokenizer, tmp_path):
     def ppo(model, *, zero_stage=0, precision="fp32", lora=None, **changes):
         engine = {**recipe["engine"], "zero_stage": zero_stage}
         settings = {"batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, **changes}
-        config = build_config(
-            {
-                **recipe,
-                "precision": precision,
-                "engine": engine,
-                "lora": lora or {},
-                "ppo": {**recipe["ppo"], **settings},
-            }
-        )
+        changed = {"precision": precision, "engine": engine, "lora": lora or {}, "ppo": {**recipe["ppo"], **settings}}
+        context = stage_context(accelerator, tmp_path, "ppo", {**recipe, **changed})
         size = len(tokenizer)
         models = Models(model(size), None if lora else model(size), scalar(model(size)), scalar(model(size)))
-        data = load_stage(config.data, "ppo", tokenizer, seed=0)
-        return PPO(stage_context(accelerator, config, tmp_path, "ppo"), models, tokenizer, data)
+        data = load_stage(context.config.data, "ppo", tokenizer, seed=0)
+        return PPO(context, models, tokenizer, data)
 
     return ppo
 

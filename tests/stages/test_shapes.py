@@ -7,11 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf.config import build_config
 from rlhf.data.tokenization import load_stage
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.stages.ppo import PPO, Models
-from tests.helpers import stage_context
+from tests.in_process import stage_context
 
 
 class Operators(TorchDispatchMode):
@@ -31,8 +30,9 @@ class Operators(TorchDispatchMode):
 def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: Path):
     def ppo(shapes: str, zero_stage: int = 1) -> PPO:
         changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
-        config = build_config({**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}})
-        context = stage_context(accelerator, config, tmp_path, "ppo")
+        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}}
+        context = stage_context(accelerator, tmp_path, "ppo", values)
+        config = context.config
         actor, reference = (load_causal_lm(config.model, tokenizer, attention="sdpa") for _ in range(2))
         reward = str(finished_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
