@@ -27,7 +27,8 @@ _EXAMPLES = {
     "rlhf ppo --output runs/a --resume": "continue a stopped stage",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf chat runs/a": "talk to the result",
-    "rlhf config > recipe.yaml": "every key, with its default",
+    "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
+    "rlhf config --example": "the embedded example's recipe",
 }
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
     f"  [cyan]{command:43}[/]{meaning}" for command, meaning in _EXAMPLES.items()
