@@ -29,6 +29,10 @@ class RunError(RLHFError):
     """A run directory or a checkpoint is not what the command needs."""
 
 
+class OutOfMemory(RLHFError):
+    """The accelerator or the machine has too little memory for these settings."""
+
+
 class DivergedError(RLHFError):
     """Training produced a number that is not finite; the last good checkpoint stays."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -18,10 +19,13 @@ from pathlib import Path
 
 from typer import TyperException
 
+from rlhf.errors import OutOfMemory
+
 FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank leaves its outcome."""
 
 USER, DEFECT, INTERRUPTED = 2, 1, 130
+_NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 _DISK = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
 
 
@@ -67,6 +71,8 @@ class Outcome:
             return cls(USER, f"rlhf: error: {where}{error.strerror}; make room or choose another --output", time.time())
         if isinstance(error, KeyboardInterrupt):
             error = Interrupted("nothing was started")
+        if lack := lack_of_memory(error):
+            error = OutOfMemory(lack)
         if not isinstance(getattr(error, "exit_code", None), int):
             error = Defect.of(error)
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
@@ -96,6 +102,19 @@ class Outcome:
         """The outcome that a rank left; None where it was ended before it could."""
         path = folder / f"{rank}.json"
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def lack_of_memory(error: BaseException) -> str | None:
+    """What to do about an error that says there is too little memory; None for any other error."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    # torch raises OutOfMemoryError for devices, and a plain RuntimeError for the host.
+    if not lacking and not (isinstance(error, RuntimeError) and _NO_MEMORY.search(text)):
+        return None
+    return (
+        f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size, data.max_prompt_length or "
+        "data.max_completion_length, or set model.gradient_checkpointing=true"
+    )
 
 
 def cause(outcomes: list[Outcome]) -> Outcome:

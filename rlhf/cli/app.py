@@ -94,16 +94,14 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
     from rlhf import launch, ranks
-    from rlhf.run import RunDirectory
 
     config = options.load()
     if ranks.must_start(options.ranks):
         assert options.ranks is not None
         # What is wrong with the command line shows here, once, and not on every rank.
-        RunDirectory.check(config, stages=stages, resume=options.resume, overwrite=options.overwrite)
-        launch.check_batches(config, stages, options.ranks)
+        launch.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         launch.select(config, options.accelerator)
-        outcome = ranks.start(options.ranks, [sys.executable, "-m", "rlhf", *sys.argv[1:]], debug=options.debug)
+        outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
         if outcome:
             raise typer.Exit(outcome.report())
     else:

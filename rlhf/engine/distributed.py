@@ -6,6 +6,7 @@ launcher. The helpers work alike with one rank and with many.
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -63,8 +64,18 @@ def session(selection: Selection) -> Iterator[Accelerator]:
         finally:
             # Collectives of a failed rank may be pending; the group ends with the process either way.
             dist.destroy_process_group()
+            _forget_groups()
             for name in alone:  # a process that this one starts is not one of its ranks
                 os.environ.pop(name, None)
+
+
+def _forget_groups() -> None:
+    """Clear the variables in which DeepSpeed 0.19 keeps process groups: a later session has groups of its own."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    importlib.reload(groups)
 
 
 def world() -> World:
