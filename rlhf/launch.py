@@ -22,10 +22,10 @@ from rich.text import Text
 import rlhf
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
-from rlhf.errors import USER_ERRORS, OutOfMemory
+from rlhf.errors import USER_ERRORS
 from rlhf.metrics.progress import console
 from rlhf.models.folder import check_model_folder
-from rlhf.outcome import Defect, Interrupted, lack_of_memory
+from rlhf.outcome import Defect, Interrupted, shortage
 from rlhf.ranks import current_rank
 from rlhf.run import RunDirectory
 
@@ -58,14 +58,15 @@ def run(
     with _left_as_found():
         selection = select(config, accelerator)
         if current_rank() == 0:
-            _announce(config, selection, stages)
+            complete = [stage.name for stage in directory.stages if stage.done and not overwrite]
+            _announce(config, selection, stages, complete)
         try:
             _run(config, selection, directory, stages, resume=resume, overwrite=overwrite)
         except KeyboardInterrupt as error:
             raise Interrupted(directory.saved_state()) from error
         except Exception as error:
-            if lack := lack_of_memory(error):
-                raise OutOfMemory(lack) from error
+            if lack := shortage(error):
+                raise lack from error
             if isinstance(error, (*USER_ERRORS, OSError)):
                 raise
             raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
@@ -159,13 +160,13 @@ def _run(
         pipeline.run(config, accelerator, directory, stages)
 
 
-def _announce(config: Config, selection: Selection, stages: Sequence[Stage]) -> None:
+def _announce(config: Config, selection: Selection, stages: Sequence[Stage], complete: Sequence[Stage]) -> None:
     """Say what is about to happen, before the first slow import."""
     sources = ", ".join(
         "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
     )
     facts = {
-        "stages": ", ".join(stages),
+        "stages": ", ".join(stage + (" (complete)" if stage in complete else "") for stage in stages),
         "model": config.model.path or "embedded tiny Llama, from scratch",
         "data": sources,
         "accelerator": f"{selection.name} ({selection.reason})",

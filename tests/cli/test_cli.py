@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rlhf.cli.app import app
 from rlhf.cli.options import Options
+from rlhf.cli.tables import print_table
 from rlhf.config import Config, build_config, load_config
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -186,3 +187,10 @@ def test_an_output_folder_of_other_files_is_left_alone(rlhf: Command, tmp_path: 
 def test_a_model_folder_that_is_not_there_leaves_no_run(rlhf: Command, tmp_path: Path) -> None:
     assert "./absent: no such model folder" in error_of(rlhf("sft", "--set", "model.path=./absent", "--output", "run"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_brackets_in_a_table_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table("Conformance of [/x]", ("name",), [("[/y]",)])
+    shown = capsys.readouterr().out
+    assert "[/x]" in shown and "[/y]" in shown

@@ -99,6 +99,21 @@ def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.Mo
         shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize("library", ["torch", "safetensors"])
+def test_a_full_disk_is_answered_with_what_to_do(library: str) -> None:
+    import torch
+    from safetensors import SafetensorError
+
+    if library == "torch":
+        with pytest.raises(RuntimeError) as caught:
+            torch.save(torch.zeros(100_000), "/dev/full")
+    else:  # as its releases word it; a file cannot be had here, for it writes beside the name and renames
+        with pytest.raises(SafetensorError) as caught:
+            raise SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
+    outcome = Outcome.of(caught.value)
+    assert outcome.code == 2 and "the disk is full" in outcome.line and "--resume" in outcome.line
+
+
 def test_other_errors_of_torch_stay_defects() -> None:
     assert Outcome.of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).code == 1
 
