@@ -7,13 +7,11 @@ bad values raise `ConfigError` with the key's full path, and the nearest known k
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,6 +23,7 @@ from pydantic import (
 )
 
 from rlhf.errors import ConfigError
+from rlhf.values import overridden, read_yaml
 
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -307,10 +306,10 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, exam
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
     start = path
-    if path is None and example and not _names_model_or_data(_overridden({}, overrides)):
+    if path is None and example and not _names_model_or_data(overridden({}, overrides)):
         start = EMBEDDED_RECIPE
-    values = _read_yaml(start) if start else {}
-    return build_config(_overridden(values, overrides), source=str(path) if path else "the configuration")
+    values = read_yaml(start) if start else {}
+    return build_config(overridden(values, overrides), source=str(path) if path else "the configuration")
 
 
 def _names_model_or_data(values: Any) -> bool:
@@ -322,19 +321,6 @@ def _names_model_or_data(values: Any) -> bool:
     sources = at(at(values, "data"), "datasets")
     names = [at(source, "path") for source in sources] if isinstance(sources, list) else []
     return bool(at(at(values, "model"), "path")) or any(name not in (None, "world") for name in names)
-
-
-def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {override!r}: expected key=value, for example --set ppo.steps=50")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override!r}: the value is not YAML ({_first_line(error)})") from error
-        _set(values, key.split("."), value, override)
-    return values
 
 
 def build_config(values: dict[str, Any], *, source: str = "the configuration") -> Config:
@@ -364,58 +350,6 @@ def _divide(rows: int, micro: int | None, world_size: int, key: str, section: st
             "change one of them"
         )
     return micro
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check --config") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a UTF-8 text file; check --config") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not readable as YAML ({_first_line(error)}); fix this line") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values, found a {type(values).__name__}")
-    return values
-
-
-def _first_line(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0]
-
-
-def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    """Set a nested value; digits index lists (data.datasets.0.weight)."""
-    node: Any = values
-    for part, following in itertools.pairwise(keys):
-        try:
-            if isinstance(node, list):
-                if int(part) == len(node):  # one more item
-                    node.append({})
-                node = node[int(part)]
-            else:
-                if node.get(part) is None:
-                    node[part] = [] if following.isdigit() else {}
-                node = node[part]
-        except (ValueError, IndexError, AttributeError) as error:
-            raise ConfigError(f"--set {override!r}: {part!r} is not a key here") from error
-    try:
-        if isinstance(node, list):
-            position = int(keys[-1])
-            if position == len(node):
-                node.append(value)
-            else:
-                node[position] = value
-        elif isinstance(node, dict):
-            node[keys[-1]] = value
-        else:
-            raise ValueError
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"--set {override!r}: {keys[-1]!r} is not a key here") from error
 
 
 def _known_keys(location: tuple[str | int, ...]) -> list[str]:

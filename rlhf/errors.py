@@ -37,4 +37,10 @@ class DivergedError(RLHFError):
     """Training produced a number that is not finite; the last good checkpoint stays."""
 
 
+class FailedElsewhere(Exception):
+    """Another rank failed, and says why; this one only ends with it."""
+
+    exit_code = 1
+
+
 USER_ERRORS = (RLHFError, AcceleratorError)

@@ -22,7 +22,7 @@ from rich.text import Text
 import rlhf
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
-from rlhf.errors import USER_ERRORS
+from rlhf.errors import USER_ERRORS, FailedElsewhere
 from rlhf.metrics.progress import console
 from rlhf.models.folder import check_model_folder
 from rlhf.outcome import Defect, Interrupted, shortage
@@ -67,7 +67,7 @@ def run(
         except Exception as error:
             if lack := shortage(error):
                 raise lack from error
-            if isinstance(error, (*USER_ERRORS, OSError)):
+            if isinstance(error, (*USER_ERRORS, OSError, FailedElsewhere)):
                 raise
             raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
     return directory

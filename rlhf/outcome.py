@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from typer import TyperException
 
-from rlhf.errors import OutOfMemory, RLHFError, RunError
+from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
 
 FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank leaves its outcome."""
@@ -79,12 +80,14 @@ class Outcome:
         error = shortage(error) or error
         if not isinstance(getattr(error, "exit_code", None), int):
             error = Defect.of(error)
+        # A rank that only followed another is never the cause.
+        known = math.inf if isinstance(error, FailedElsewhere) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
         text = " ".join(str(error).split())
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
             text = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        return cls(code, f"rlhf: interrupted; {text}" if code == INTERRUPTED else f"rlhf: error: {text}", time.time())
+        return cls(code, f"rlhf: interrupted; {text}" if code == INTERRUPTED else f"rlhf: error: {text}", known)
 
     def report(self) -> int:
         """Tell the launcher, or the user where there is none; gives the exit code."""

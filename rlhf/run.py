@@ -134,9 +134,7 @@ class RunDirectory:
                 or it was made with other settings.
         """
         run = cls(config.output)
-        if (run.path / LOCK).exists() or run._aside.exists:
-            with locked(run.path):
-                run._aside.restore()
+        run.recover()
         run._check(config, stages, resume=resume, overwrite=overwrite)
         return run
 
@@ -175,6 +173,16 @@ class RunDirectory:
                 self._abandon(stages)
                 raise
             self._aside.discard()
+
+    def recover(self) -> None:
+        """Bring back what a killed process had set aside.
+
+        Raises:
+            RunError: a living process writes to the folder.
+        """
+        if (self.path / LOCK).exists() or self._aside.exists:
+            with locked(self.path):
+                self._aside.restore()
 
     def settle(self, stage: StageDirectory) -> None:
         """Delete what `opened` set aside, if `stage` has got as far as a record or a checkpoint of its own."""

@@ -94,6 +94,7 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
     from rlhf import launch, ranks
+    from rlhf.run import RunDirectory
 
     config = options.load()
     if ranks.must_start(options.ranks):
@@ -103,6 +104,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         launch.select(config, options.accelerator)
         outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
         if outcome:
+            RunDirectory(config.output).recover()  # a rank that had to be killed could not
             raise typer.Exit(outcome.report())
     else:
         launch.run(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accelerators import verify_agreement
+from rlhf.errors import FailedElsewhere
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -115,7 +116,7 @@ def on_main(what: str) -> Iterator[bool]:
     The block receives True on rank 0 only.
 
     Raises:
-        RuntimeError: on the other ranks, when rank 0 failed.
+        FailedElsewhere: on the other ranks, when rank 0 failed.
     """
     error: BaseException | None = None
     try:
@@ -126,4 +127,4 @@ def on_main(what: str) -> Iterator[bool]:
     if error:
         raise error
     if failures:
-        raise RuntimeError(f"{what} failed on rank 0: {failures[0]}")
+        raise FailedElsewhere(f"{what} failed on rank 0: {failures[0]}")

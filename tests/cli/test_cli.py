@@ -165,7 +165,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_an_accelerator_before_the_command_counts(rlhf: Command) -> None:
-    assert "accelerator 'tpu9'" in error_of(rlhf("--accelerator", "tpu9", "ppo"))
+    assert "accelerator 'tpu9'" in error_of(rlhf("--accelerator", "tpu9", "sft"))
 
 
 def test_the_command_line_and_the_environment_must_agree(rlhf: Command) -> None:

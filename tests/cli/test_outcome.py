@@ -13,8 +13,8 @@ import pytest
 from accelerators import AcceleratorError
 from rlhf import launch
 from rlhf.config import STAGES, Config, Stage, load_config
-from rlhf.errors import DataError, OutOfMemory, RLHFError
-from rlhf.outcome import Defect, Interrupted, Outcome
+from rlhf.errors import DataError, FailedElsewhere, OutOfMemory, RLHFError
+from rlhf.outcome import Defect, Interrupted, Outcome, cause
 from rlhf.run import RunDirectory
 
 
@@ -161,3 +161,13 @@ def test_a_stage_says_which_one_it_needs_before_anything_starts(tmp_path: Path) 
     with pytest.raises(RLHFError, match=r"holds no finished sft stage.*`rlhf sft`.*ppo\.actor"):
         launch.run(config, stages=("ppo",))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_follows_another_leaves_no_traceback_and_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(FailedElsewhere) as caught:
+        run_that(monkeypatch, tmp_path, FailedElsewhere("saving failed on rank 0"))
+    assert not list(tmp_path.rglob("traceback*"))
+    follower, defect = Outcome.of(caught.value), Outcome.of(Defect("KeyError"))
+    assert cause([follower, defect]) == cause([defect, follower]) == defect
