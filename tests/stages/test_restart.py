@@ -13,21 +13,7 @@ from rlhf.config import Config
 from rlhf.engine import distributed
 from rlhf.run import StageDirectory
 from rlhf.stages.loop import StageContext, _restore_generators
-from tests.helpers import assert_same_weights, user_environment
-
-
-def start(rlhf, *arguments):
-    command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes, env=user_environment(), start_new_session=True)
-
-
-def wait_for(path, process, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
+from tests.helpers import assert_same_weights, start, user_environment, wait_for
 
 
 def ppo_arguments(finished_run, output, steps=6):
