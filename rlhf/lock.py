@@ -37,8 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile sees that it is gone
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for processes that inherited the descriptor
+        path.unlink(missing_ok=True)  # while it is held; descriptors that forked processes inherited lock a file that is gone
         os.close(descriptor)
         if made:
             with suppress(OSError):  # it is not empty
