@@ -37,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held; descriptors that forked processes inherited lock a file that is gone
+        path.unlink(missing_ok=True)  # while held; what forked processes inherited locks a file that is gone
         os.close(descriptor)
         if made:
             with suppress(OSError):  # it is not empty
