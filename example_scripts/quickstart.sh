@@ -27,5 +27,6 @@ Everything is in $output:
     tensorboard/             the same for: .venv/bin/tensorboard --logdir $output
 
 Talk to the model:           .venv/bin/rlhf chat $output
-Make a recipe of your own:   .venv/bin/rlhf config > recipe.yaml
+Make a recipe of your own:   .venv/bin/rlhf config > recipe.yaml   (every key, with its default)
+See what ran here:           .venv/bin/rlhf config --example       (values for the example's tiny model alone)
 END

@@ -7,14 +7,23 @@ bad values raise `ConfigError` with the key's full path, and the nearest known k
 from __future__ import annotations
 
 import difflib
-import itertools
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rlhf.errors import ConfigError
+from rlhf.values import overridden, read_yaml
 
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -23,6 +32,9 @@ EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
 """What `rlhf` runs where it is given no file."""
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# A folder, a file or a hub name. A shell expands `~` in few of the places where one can be written.
+Name = Annotated[str, AfterValidator(os.path.expanduser)]
+OptionalName = Annotated[str | None, AfterValidator(lambda name: os.path.expanduser(name) if name else None)]
 
 
 class Section(BaseModel):
@@ -34,13 +46,13 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The causal language model that fine-tuning starts from."""
 
-    path: str | None = Field(
+    path: OptionalName = Field(
         None, description="folder or hub name of a causal language model; empty: the embedded tiny Llama, from scratch"
     )
     gguf_file: str | None = Field(
         None, description="name of a GGUF file inside `path`; its weights are de-quantized when loaded"
     )
-    tokenizer: str | None = Field(None, description="folder or hub name of the tokenizer; empty: the model's own")
+    tokenizer: OptionalName = Field(None, description="folder or hub name of the tokenizer; empty: the model's own")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
@@ -81,10 +93,10 @@ class ColumnsConfig(Section):
 class DatasetConfig(Section):
     """One source of rows."""
 
-    path: str = Field(
+    path: Name = Field(
         description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
     )
-    heldout: str | None = Field(
+    heldout: OptionalName = Field(
         None, description="a second source, used for evaluation only; empty: a fraction of `path`"
     )
     subset: str | None = Field(None, description="configuration of a hub data set that has several")
@@ -193,7 +205,14 @@ class SFTConfig(EpochConfig):
 class RewardConfig(EpochConfig):
     """Stage 2: a reward model from preferences."""
 
-    model: str | None = Field(
+    batch_size: int = Field(32, ge=1, description="pairs in one optimizer step, over all ranks")
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="pairs in one forward pass of one rank, which has twice as many rows; empty: batch_size / ranks",
+    )
+    eval_rows: int = Field(256, ge=1, description="held-out pairs used for evaluation, at most")
+    model: OptionalName = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
@@ -210,9 +229,15 @@ class SamplingConfig(Section):
 class PPOConfig(TrainingConfig):
     """Stage 3: reinforcement learning from the reward model with PPO (arXiv:1707.06347, arXiv:2203.02155)."""
 
-    actor: str | None = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
-    reward_model: str | None = Field(
+    actor: OptionalName = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
+    reward_model: OptionalName = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
+    )
+    batch_size: int = Field(32, ge=1, description="prompts of one rollout, over all ranks")
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="rows in one forward pass of one rank that scores or updates; empty: minibatch_size / ranks",
     )
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
@@ -258,7 +283,9 @@ class PPOConfig(TrainingConfig):
 class Config(Section):
     """A run of one or more stages."""
 
-    output: Path = Field(Path("runs/default"), description="folder that the run writes to")
+    output: Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))] = Field(
+        Path("runs/default"), description="folder that the run writes to"
+    )
     seed: int = Field(0, ge=0, description="decides initial weights, data order and sampling")
     accelerator: str = Field("auto", description="backend as `rlhf accelerators list` names it; auto: the best")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
@@ -279,28 +306,32 @@ class Config(Section):
         return self
 
 
-def load_config(path: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, example: bool = True) -> Config:
     """Build a `Config` from a YAML file and `key.path=value` overrides (values are YAML too).
 
-    Without a file the embedded recipe is the start, unless the overrides name a model or data of their own:
-    its settings suit the embedded model and no other.
+    Args:
+        example: without a file the embedded recipe is the start, unless the overrides name a model or data of
+            their own: its settings suit the embedded model and no other. False: the schema's defaults are.
 
     Raises:
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
-    own = any(override.startswith(("model", "data.datasets")) for override in overrides)
-    start = path if path or own else EMBEDDED_RECIPE
-    values = _read_yaml(start) if start else {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {override!r}: expected key=value, for example --set ppo.steps=50")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override!r}: the value is not YAML ({_first_line(error)})") from error
-        _set(values, key.split("."), value, override)
-    return build_config(values, source=str(path) if path else "the configuration")
+    start = path
+    if path is None and example and not _names_model_or_data(overridden({}, overrides)):
+        start = EMBEDDED_RECIPE
+    values = read_yaml(start) if start else {}
+    return build_config(overridden(values, overrides), source=str(path) if path else "the configuration")
+
+
+def _names_model_or_data(values: Any) -> bool:
+    """Whether nested values name another model or other data than the embedded ones."""
+
+    def at(value: Any, key: str) -> Any:
+        return value.get(key) if isinstance(value, dict) else None
+
+    sources = at(at(values, "data"), "datasets")
+    names = [at(source, "path") for source in sources] if isinstance(sources, list) else []
+    return bool(at(at(values, "model"), "path")) or any(name not in (None, "world") for name in names)
 
 
 def build_config(values: dict[str, Any], *, source: str = "the configuration") -> Config:
@@ -330,58 +361,6 @@ def _divide(rows: int, micro: int | None, world_size: int, key: str, section: st
             "change one of them"
         )
     return micro
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check --config") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a UTF-8 text file; check --config") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not readable as YAML ({_first_line(error)}); fix this line") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values, found a {type(values).__name__}")
-    return values
-
-
-def _first_line(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0]
-
-
-def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    """Set a nested value; digits index lists (data.datasets.0.weight)."""
-    node: Any = values
-    for part, following in itertools.pairwise(keys):
-        try:
-            if isinstance(node, list):
-                if int(part) == len(node):  # one more item
-                    node.append({})
-                node = node[int(part)]
-            else:
-                if node.get(part) is None:
-                    node[part] = [] if following.isdigit() else {}
-                node = node[part]
-        except (ValueError, IndexError, AttributeError) as error:
-            raise ConfigError(f"--set {override!r}: {part!r} is not a key here") from error
-    try:
-        if isinstance(node, list):
-            position = int(keys[-1])
-            if position == len(node):
-                node.append(value)
-            else:
-                node[position] = value
-        elif isinstance(node, dict):
-            node[keys[-1]] = value
-        else:
-            raise ValueError
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"--set {override!r}: {keys[-1]!r} is not a key here") from error
 
 
 def _known_keys(location: tuple[str | int, ...]) -> list[str]:

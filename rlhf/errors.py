@@ -29,8 +29,18 @@ class RunError(RLHFError):
     """A run directory or a checkpoint is not what the command needs."""
 
 
+class OutOfMemory(RLHFError):
+    """The accelerator or the machine has too little memory for these settings."""
+
+
 class DivergedError(RLHFError):
     """Training produced a number that is not finite; the last good checkpoint stays."""
+
+
+class FailedElsewhere(Exception):
+    """Another rank failed, and says why; this one only ends with it."""
+
+    exit_code = 1
 
 
 USER_ERRORS = (RLHFError, AcceleratorError)

@@ -1,6 +1,7 @@
-"""From a configuration to a running pipeline: the accelerator is chosen, processes are started, stages are run.
+"""From a configuration to a running pipeline: what can be checked is checked, the accelerator chosen, stages run.
 
-`run` works in this process, alone or as one rank of those that a launcher (`rlhf.ranks`, torchrun) started.
+`run` works in this process, alone or as one rank of those that a launcher (`rlhf.ranks`, torchrun) started. It may
+be called again, and from any thread.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -18,9 +21,11 @@ from rich.text import Text
 
 import rlhf
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS
+from rlhf.data import sources
+from rlhf.errors import USER_ERRORS, FailedElsewhere
 from rlhf.metrics.progress import console
-from rlhf.outcome import Defect, Interrupted
+from rlhf.models.folder import check_model_folder
+from rlhf.outcome import Defect, Interrupted, shortage
 from rlhf.ranks import current_rank
 from rlhf.run import RunDirectory
 
@@ -48,26 +53,60 @@ def run(
         Interrupted: SIGINT or SIGTERM arrived.
         Defect: anything else; its traceback is in the run directory.
     """
-    if current_rank() == 0:
-        directory = RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
-    else:
-        directory = RunDirectory(config.output)
-    check_batches(config, stages, int(os.environ.get("WORLD_SIZE", "1")))
-    selection = select(config, accelerator)
-    if current_rank() == 0:
-        _announce(config, selection, stages)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        _run(config, selection, directory, stages, overwrite)
-    except KeyboardInterrupt as error:
-        raise Interrupted(directory.saved_state()) from error
-    except (*USER_ERRORS, OSError):
+    directory = RunDirectory(config.output)
+    check(config, stages, int(os.environ.get("WORLD_SIZE", "1")), resume=resume, overwrite=overwrite)
+    with _left_as_found():
+        selection = select(config, accelerator)
         if current_rank() == 0:
-            directory.abandon(stages)
-        raise
-    except Exception as error:
-        raise Defect.of(error, directory.path) from error
+            complete = [stage.name for stage in directory.stages if stage.done and not overwrite]
+            _announce(config, selection, stages, complete)
+        try:
+            _run(config, selection, directory, stages, resume=resume, overwrite=overwrite)
+        except KeyboardInterrupt as error:
+            raise Interrupted(directory.saved_state()) from error
+        except Exception as error:
+            if lack := shortage(error):
+                raise lack from error
+            if isinstance(error, (*USER_ERRORS, OSError, FailedElsewhere)):
+                raise
+            raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
     return directory
+
+
+def check(
+    config: Config, stages: Sequence[Stage], ranks: int, *, resume: bool = False, overwrite: bool = False
+) -> None:
+    """Find out now, and not when its stage begins, what can be known without loading anything.
+
+    Raises:
+        RLHFError: the run's folder is not to be written to, a batch of one of `stages` cannot be divided over
+            `ranks`, or a model or data that they name is not there.
+    """
+    directory = RunDirectory(config.output)
+    if current_rank() == 0:
+        RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
+    _check_batches(config, stages, ranks)
+    for stage in stages:
+        if directory.stage(stage).done and not overwrite:
+            continue
+        for path, key, earlier in _models(config, stage):
+            if path:
+                check_model_folder(path)
+            elif earlier and earlier not in stages:
+                directory.model_of(earlier, key)
+        for source in config.data.datasets:
+            if stage in source.stages:
+                sources.check(source.path)
+                sources.check(source.heldout or source.path)
+
+
+def _models(config: Config, stage: Stage) -> list[tuple[str | None, str, Stage | None]]:
+    """The models a stage starts from: (name, its key, the stage whose model is taken where the name is empty)."""
+    if stage == "sft":
+        return [(config.model.path, "model.path", None)]
+    if stage == "reward":
+        return [(config.reward.model, "reward.model", "sft")]
+    return [(config.ppo.actor, "ppo.actor", "sft"), (config.ppo.reward_model, "ppo.reward_model", "reward")]
 
 
 def select(config: Config, accelerator: str | None = None) -> Selection:
@@ -88,12 +127,7 @@ def select(config: Config, accelerator: str | None = None) -> Selection:
     return selection
 
 
-def check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
-    """Find out now, and not when its stage begins, that a batch cannot be divided.
-
-    Raises:
-        ConfigError: the batch of one of `stages` does not divide over `ranks` and micro-batches.
-    """
+def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
     if "sft" in stages:
         config.sft.micro_batch(ranks, section="sft")
     if "reward" in stages:
@@ -103,28 +137,36 @@ def check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
 
 
 def _run(
-    config: Config, selection: Selection, directory: RunDirectory, stages: Sequence[Stage], overwrite: bool
+    config: Config,
+    selection: Selection,
+    directory: RunDirectory,
+    stages: Sequence[Stage],
+    *,
+    resume: bool,
+    overwrite: bool,
 ) -> None:
     from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
 
-    with distributed.session(selection) as accelerator:
+    with distributed.session(selection) as accelerator, ExitStack() as held:
         from rlhf import pipeline  # imports DeepSpeed, which the session has told about the device
 
         selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("opening the run directory") as main:
             if main:
                 report = _report(accelerator, selection, config)
-                directory.begin(config, stages=stages, overwrite=overwrite, accelerator=report)
+                held.enter_context(
+                    directory.opened(config, stages=stages, resume=resume, overwrite=overwrite, accelerator=report)
+                )
         pipeline.run(config, accelerator, directory, stages)
 
 
-def _announce(config: Config, selection: Selection, stages: Sequence[Stage]) -> None:
+def _announce(config: Config, selection: Selection, stages: Sequence[Stage], complete: Sequence[Stage]) -> None:
     """Say what is about to happen, before the first slow import."""
     sources = ", ".join(
         "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
     )
     facts = {
-        "stages": ", ".join(stages),
+        "stages": ", ".join(stage + (" (complete)" if stage in complete else "") for stage in stages),
         "model": config.model.path or "embedded tiny Llama, from scratch",
         "data": sources,
         "accelerator": f"{selection.name} ({selection.reason})",
@@ -146,6 +188,22 @@ def _report(accelerator: Accelerator, selection: Selection, config: Config) -> d
         "precision": {"name": precision.name, "reason": precision.reason},
         "capabilities": {name: asdict(support) for name, support in accelerator.capabilities().items()},
     }
+
+
+@contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Environment and signal handler are what they were when the block is left: the caller's program may go on."""
+    environment = dict(os.environ)
+    is_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
+    handler = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

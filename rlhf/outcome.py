@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -18,10 +20,16 @@ from pathlib import Path
 
 from typer import TyperException
 
+from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
+
 FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank leaves its outcome."""
 
 USER, DEFECT, INTERRUPTED = 2, 1, 130
+# torch raises OutOfMemoryError for devices, and a plain RuntimeError for the host.
+_NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+# torch.save raises no OSError where the disk is full.
+_NO_ROOM = re.compile(r"PytorchStreamWriter failed|inline_container\.cc.* unexpected pos|no space left", re.IGNORECASE)
 _DISK = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
 
 
@@ -64,17 +72,22 @@ class Outcome:
     def of(cls, error: BaseException) -> Outcome:
         if isinstance(error, OSError) and error.errno in _DISK:
             where = f"{error.filename}: " if error.filename else ""
-            return cls(USER, f"rlhf: error: {where}{error.strerror}; make room or choose another --output", time.time())
+            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            remedy = "make room, then continue with --resume" if full else "choose another --output"
+            return cls(USER, f"rlhf: error: {where}{error.strerror}; {remedy}", time.time())
         if isinstance(error, KeyboardInterrupt):
             error = Interrupted("nothing was started")
+        error = shortage(error) or error
         if not isinstance(getattr(error, "exit_code", None), int):
             error = Defect.of(error)
+        # A rank that only followed another is never the cause.
+        known = math.inf if isinstance(error, FailedElsewhere) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
         text = " ".join(str(error).split())
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
             text = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        return cls(code, f"rlhf: interrupted; {text}" if code == INTERRUPTED else f"rlhf: error: {text}", time.time())
+        return cls(code, f"rlhf: interrupted; {text}" if code == INTERRUPTED else f"rlhf: error: {text}", known)
 
     def report(self) -> int:
         """Tell the launcher, or the user where there is none; gives the exit code."""
@@ -96,6 +109,21 @@ class Outcome:
         """The outcome that a rank left; None where it was ended before it could."""
         path = folder / f"{rank}.json"
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def shortage(error: BaseException) -> RLHFError | None:
+    """What a user can do about an error that says that memory or disk is used up; None for any other error."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if lacking or (of_a_library and _NO_MEMORY.search(text)):
+        return OutOfMemory(
+            f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size, data.max_prompt_length "
+            "or data.max_completion_length, or set model.gradient_checkpointing=true"
+        )
+    if of_a_library and _NO_ROOM.search(text):
+        return RunError(f"the disk is full ({_shortened(text, 160)}); make room, then continue with --resume")
+    return None
 
 
 def cause(outcomes: list[Outcome]) -> Outcome:

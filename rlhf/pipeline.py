@@ -18,7 +18,6 @@ from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
 from rlhf.engine import distributed
-from rlhf.errors import RunError
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
@@ -127,12 +126,7 @@ def _ppo(context: StageContext) -> dict[str, Any]:
 
 def _earlier(context: StageContext, stage: Stage, key: str) -> str:
     """The model that an earlier stage of this run left."""
-    place = context.run.stage(stage)
-    if not place.done:
-        raise RunError(
-            f"{context.run.path}: holds no finished {stage} stage to start from; run `rlhf {stage}` first, or set {key}"
-        )
-    return str(place.model)
+    return context.run.model_of(stage, key)
 
 
 def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:

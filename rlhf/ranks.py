@@ -1,17 +1,22 @@
 """Several processes of one run on this machine: what `--ranks N` does.
 
 A command line flows in; N processes of it run, each with its rank in the environment. They end together, and
-the one that failed first decides how: its line is reported, not the noise of those that it brought down.
+the one that failed first decides how: its line is reported, not the noise of those that it brought down. After a
+signal they have all the time that their step and its checkpoint take; a second one ends them at once. They do not
+outlive this process, however it ends.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +27,7 @@ from rlhf.errors import ConfigError
 from rlhf.outcome import DEFECT, FOLDER_VARIABLE, INTERRUPTED, Outcome, cause
 
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
-_SECONDS_TO_END = 30.0  # for ranks to save their state, once a signal has arrived
+_SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -60,13 +65,43 @@ def start(ranks: int, command: Sequence[str], *, debug: bool = False) -> Outcome
     ]
     with _passing_signals_to(processes) as signals:
         ended = _wait(processes, signals)
+    for process in processes:
+        assert process.stdin
+        process.stdin.close()
     if signals and not ended:
-        return Outcome(INTERRUPTED, f"rlhf: interrupted; the ranks did not end in {_SECONDS_TO_END:.0f} s", time.time())
+        return Outcome(INTERRUPTED, "rlhf: interrupted at once; checkpoints that were there stay", time.time())
     left = {rank: Outcome.left(folder, rank) for rank, code in ended.items() if code != 0}
     if all(left.values()):
         shutil.rmtree(folder, ignore_errors=True)
     outcomes = [outcome or _unexplained(rank, ended[rank], folder) for rank, outcome in left.items()]
     return cause(outcomes) if outcomes else None
+
+
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The command line of a rank of `rlhf` with these arguments.
+
+    Unlike with `python -m rlhf`, modules of the user's working directory are not found before those of Python: a
+    random.py there would be imported for Python's own.
+    """
+    home = str(Path(__file__).parent.parent)
+    start = (
+        f"import sys; sys.path[:] = [path for path in sys.path if path] + [{home!r}]; "
+        "from rlhf.ranks import end_with_launcher; end_with_launcher(); from rlhf.cli import main; main()"
+    )
+    return [sys.executable, "-c", start, *arguments]
+
+
+def end_with_launcher() -> None:
+    """End this rank when the process that started it has ended, however that was.
+
+    Standard input is a pipe that nobody writes to; the kernel closes it with the launcher's last breath.
+    """
+
+    def watch() -> None:
+        os.read(0, 1)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _start_rank(
@@ -85,7 +120,9 @@ def _start_rank(
     log = (folder / f"{rank}.log").open("wb") if quiet else None
     try:
         # A session of their own: Ctrl-C then reaches the ranks once, through this process.
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
     finally:
         if log:
             log.close()
@@ -93,13 +130,16 @@ def _start_rank(
 
 def _wait(processes: list[subprocess.Popen[bytes]], signals: list[int]) -> dict[int, int]:
     """Exit codes by rank, of the processes that ended by themselves."""
-    deadline = None
-    while any(process.poll() is None for process in processes):
-        failed = any(process.poll() for process in processes)
-        if deadline is None and (signals or failed):
-            deadline = time.monotonic() + (_SECONDS_TO_END if signals else _SECONDS_TO_FAIL)
-        if deadline is not None and (time.monotonic() > deadline or len(signals) > 1):
-            break
+    deadline, said = math.inf, False
+    while any(process.poll() is None for process in processes) and len(signals) < 2 and time.monotonic() < deadline:
+        if signals and not said:
+            said = True
+            print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
+        codes = {process.poll() for process in processes} - {None}
+        if codes - {0, INTERRUPTED, -signal.SIGINT}:
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_FAIL)
+        elif INTERRUPTED in codes or (codes and signals):
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
         time.sleep(0.05)
     ended = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode is not None}
     for process in processes:
@@ -129,6 +169,8 @@ def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[li
 
 
 def _unexplained(rank: int, code: int, folder: Path) -> Outcome:
+    if code == -signal.SIGINT:
+        return Outcome(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
     how = f"exit code {code}"
     if code < 0:
         how = signal.Signals(-code).name + (", often for lack of memory" if code == -signal.SIGKILL else "")

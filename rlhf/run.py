@@ -1,14 +1,12 @@
-"""A run's folder on disk: what it holds, who may write to it, and how files appear in it.
+"""A run's folder on disk: what it holds, and who may write to it.
 
 A `Config` and the wish to resume or overwrite flow in; out comes a `RunDirectory` whose stages each have
-their own folder. Nothing here is ever half-written: files and folders are completed beside their final
-name, then renamed.
+their own folder.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -21,15 +19,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rlhf.aside import Aside
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import RunError
+from rlhf.files import PARTIAL, atomic_write_json, read_json
+from rlhf.lock import LOCK, locked
+from rlhf.settings import differences, stage_settings
 
-_PARTIAL = ".partial"
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
-# Keys that may differ when a stage is resumed: they change where, how long and how often, not what is learned.
-_HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
-# Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
-_SHARED = ("seed", "model", "data")
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,8 @@ class StageDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything here to lose: results, a checkpoint, or a first record."""
-        recorded = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        return self.done or recorded or self.latest_checkpoint is not None
+        """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
+        return self.done or self.latest_checkpoint is not None or self._has_trained
 
     @property
     def done(self) -> bool:
@@ -70,7 +66,7 @@ class StageDirectory:
     @property
     def all_checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != _PARTIAL)
+        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -78,9 +74,14 @@ class StageDirectory:
         return max(self.all_checkpoints, default=None)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all."""
+        """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
+
+        The checkpoints go: a complete stage is not trained further, not by `--resume` with more steps either,
+        and its model is in `model`.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._summary, summary)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def summary(self) -> dict[str, Any]:
         """What `finish` was given.
@@ -95,6 +96,15 @@ class StageDirectory:
     @property
     def _summary(self) -> Path:
         return self.path / "stage.json"
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether a step is recorded; evaluation before the first one is step 0."""
+        try:
+            with self.metrics.open(encoding="utf-8") as lines:
+                return any(_step(line) > 0 for line in lines)
+        except FileNotFoundError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -120,83 +130,80 @@ class RunDirectory:
     ) -> RunDirectory:
         """The run directory that `config.output` names, once it is clear that `stages` may be written to it.
 
-        Reads only; `begin` writes. A stage that the run does not hold yet is a continuation: it needs
-        neither `resume` nor `overwrite`.
+        Writes nothing, but brings back what a killed process had set aside (see `opened`). A stage that the run
+        does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
 
         Raises:
-            RunError: the folder is not a run's, holds one of `stages` already, or was made with other settings.
+            RunError: the folder is not a run's, another process writes to it, it holds one of `stages` already,
+                or it was made with other settings.
         """
         run = cls(config.output)
-        if resume and overwrite:
-            raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
-        if not run._holds_a_run():
-            return run
-        present = [stage for stage in run.stages if stage.begun]
-        if overwrite:
-            present = [stage for stage in present if stage.name not in stages]
-        taken = [stage for stage in present if stage.name in stages]
-        if taken and not resume:
-            held = ", ".join(f"{stage.name} ({'complete' if stage.done else 'not complete'})" for stage in taken)
-            raise RunError(
-                f"{run.path}: holds a run already: {held}; "
-                "continue it with --resume, replace it with --overwrite, or choose another --output"
-            )
-        if present:
-            run._check_same_settings(config, [stage.name for stage in taken if not stage.done])
+        run.recover()
+        run._check(config, stages, resume=resume, overwrite=overwrite)
         return run
 
-    def begin(
+    @contextmanager
+    def opened(
         self,
         config: Config,
         *,
         stages: Sequence[Stage] = STAGES,
+        resume: bool = False,
         overwrite: bool = False,
         accelerator: dict[str, Any] | None = None,
-    ) -> None:
-        """Write `run.json`; with `overwrite`, remove the folders of `stages` first. Rank 0 calls it, after `check`.
+    ) -> Iterator[None]:
+        """The folder, locked and described by `run.json`, while `stages` are written to it. Rank 0 calls it.
 
-        Sections of stages that are not run now keep what the run recorded for them.
+        With `overwrite` the folders of `stages` are set aside and not deleted: until `settle` finds that the new
+        stage has something to show, every way out of the block brings them and `run.json` back, and after a kill
+        the next start does. Where the block fails, stages that are not `begun` vanish.
+
+        Args:
+            accelerator: what `run.json` says of the hardware; `precision.name` is compared with that of a stage
+                to be resumed.
 
         Raises:
-            RunError: the folder cannot be written.
+            RunError: as `check`, or the folder cannot be written. Nothing is changed then.
         """
-        held = self._holds_a_run()
-        recorded: dict[str, Any] = read_json(self.description) if held else {}
-        for stage in self.stages if held else []:
-            if stage.name in stages and (overwrite or not stage.begun):
-                shutil.rmtree(stage.path, ignore_errors=True)
-        resolved = config.model_dump(mode="json")
-        for stage in self.stages:
-            if stage.begun and stage.name not in stages:
-                resolved[stage.name] = recorded.get("config", {}).get(stage.name, resolved[stage.name])
-        invocation = {
-            "command": shlex.join(["rlhf", *sys.argv[1:]]),
-            "stages": list(stages),
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-        earlier = recorded.get("invocations", []) if any(stage.begun for stage in self.stages) else []
-        description = {
-            "config": resolved,
-            "seed": config.seed,
-            "accelerator": accelerator,
-            "versions": versions(),
-            "invocations": [*earlier, invocation],
-        }
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            atomic_write_json(self.description, description)
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
+        with locked(self.path):
+            self._aside.restore()
+            resolved = accelerator["precision"]["name"] if accelerator else None
+            self._check(config, stages, resume=resume, overwrite=overwrite, precision=resolved)
+            try:
+                self._begin(config, stages, overwrite, accelerator, resolved)
+                yield
+            except BaseException:
+                self._aside.restore()
+                self._abandon(stages)
+                raise
+            self._aside.discard()
 
-    def abandon(self, stages: Sequence[Stage] = STAGES) -> None:
-        """Remove what `begin` and `stages` left where no stage got as far as its first record."""
-        for stage in self.stages:
-            if stage.name in stages and not stage.begun:
-                shutil.rmtree(stage.path, ignore_errors=True)
-        if self.description.is_file() and not any(stage.begun for stage in self.stages):
-            self.description.unlink()
-            if not any(self.path.iterdir()):
-                self.path.rmdir()
+    def recover(self) -> None:
+        """Bring back what a killed process had set aside.
+
+        Raises:
+            RunError: a living process writes to the folder.
+        """
+        if (self.path / LOCK).exists() or self._aside.exists:
+            with locked(self.path):
+                self._aside.restore()
+
+    def settle(self, stage: StageDirectory) -> None:
+        """Delete what `opened` set aside, if `stage` has got as far as a record or a checkpoint of its own."""
+        if self._aside.exists and stage.begun:
+            self._aside.discard()
+
+    def model_of(self, stage: Stage, key: str) -> str:
+        """The model that a finished stage left; `key` is the setting that would name another.
+
+        Raises:
+            RunError: the stage is not complete.
+        """
+        if not self.stage(stage).done:
+            raise RunError(
+                f"{self.path}: holds no finished {stage} stage to start from; run `rlhf {stage}` first, or set {key}"
+            )
+        return str(self.stage(stage).model)
 
     def saved_state(self) -> str:
         """One line on what is on disk, for a run that was stopped."""
@@ -206,7 +213,97 @@ class RunDirectory:
                 kept.append(f"{stage.name} is saved up to {stage.latest_checkpoint.name}")
         if not kept:
             return f"nothing is saved yet in {self.path}; <stage>.checkpoint_every sets the steps between checkpoints"
-        return f"in {self.path}, {', '.join(kept)}; continue with --resume"
+        remedy = "" if all(stage.done for stage in self.stages) else "; continue with --resume"
+        return f"in {self.path}, {', '.join(kept)}{remedy}"
+
+    @property
+    def _aside(self) -> Aside:
+        return Aside(self.path)
+
+    def _check(
+        self, config: Config, stages: Sequence[Stage], *, resume: bool, overwrite: bool, precision: str | None = None
+    ) -> None:
+        if resume and overwrite:
+            raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
+        if not self._holds_a_run():
+            return
+        present = [stage for stage in self.stages if stage.begun]
+        if overwrite:
+            present = [stage for stage in present if stage.name not in stages]
+        taken = [stage for stage in present if stage.name in stages]
+        if taken and not resume:
+            held = ", ".join(f"{stage.name} ({'complete' if stage.done else 'not complete'})" for stage in taken)
+            raise RunError(
+                f"{self.path}: holds a run already: {held}; "
+                "continue it with --resume, replace it with --overwrite, or choose another --output"
+            )
+        if present:
+            resumed = [stage.name for stage in taken if not stage.done]
+            if differing := differences(read_json(self.description), config, resumed, precision):
+                raise RunError(
+                    f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
+                    "give the same settings or choose another --output"
+                )
+
+    def _begin(
+        self,
+        config: Config,
+        stages: Sequence[Stage],
+        overwrite: bool,
+        accelerator: dict[str, Any] | None,
+        precision: str | None,
+    ) -> None:
+        """Set aside what may come back, remove what is worth nothing, and write `run.json`.
+
+        Stages that are not run now keep what the run recorded for them.
+        """
+        recorded: dict[str, Any] = {}
+        try:
+            if self._holds_a_run():
+                recorded = read_json(self.description)
+                replaced = [stage.path.name for stage in self.stages if stage.name in stages and stage.begun]
+                self._aside.fill(self.description, replaced if overwrite else [])
+            self._tidy(stages)
+            described = config.model_dump(mode="json")
+            kept = [stage.name for stage in self.stages if stage.begun and (stage.done or stage.name not in stages)]
+            described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
+            settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
+            settings |= {name: stage_settings(config, precision) for name in stages if name not in kept}
+            invocation = {
+                "command": shlex.join(["rlhf", *sys.argv[1:]]),
+                "stages": list(stages),
+                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            }
+            earlier = recorded.get("invocations", []) if any(stage.begun for stage in self.stages) else []
+            description = {
+                "config": described,
+                "seed": config.seed,
+                "accelerator": accelerator,
+                "stages": settings,
+                "versions": versions(),
+                "invocations": [*earlier, invocation],
+            }
+            atomic_write_json(self.description, description)
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
+
+    def _tidy(self, stages: Sequence[Stage]) -> None:
+        """Remove what is worth nothing: stages to be run that are not begun, and what a crash left half-written."""
+        for stage in self.stages:
+            if stage.name in stages and not stage.begun:
+                shutil.rmtree(stage.path, ignore_errors=True)
+            if stage.done:
+                shutil.rmtree(stage.checkpoints, ignore_errors=True)
+            for path in (*stage.path.glob(f"*{PARTIAL}"), *stage.checkpoints.glob(f"*{PARTIAL}")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _abandon(self, stages: Sequence[Stage]) -> None:
+        """Remove `stages` where they are not begun, and `run.json` where no stage is."""
+        for stage in self.stages:
+            if stage.name in stages and not stage.begun:
+                shutil.rmtree(stage.path, ignore_errors=True)
+        if not any(stage.begun for stage in self.stages):
+            self.description.unlink(missing_ok=True)
 
     def _holds_a_run(self) -> bool:
         """Whether the folder is a run's; False where it is absent or empty.
@@ -218,23 +315,14 @@ class RunDirectory:
             return True
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
-        if self.path.is_dir() and any(self.path.iterdir()):
+        ours = ("traceback*.txt", self.description.name + PARTIAL, LOCK)  # what a run that could not begin may leave
+        others = self.path.iterdir() if self.path.is_dir() else ()
+        if not all(any(path.match(name) for name in ours) for path in others):
             raise RunError(
                 f"{self.path}: is not empty and holds no run (no run.json), so nothing is written there; "
                 "choose another --output"
             )
         return False
-
-    def _check_same_settings(self, config: Config, resumed: Sequence[Stage]) -> None:
-        recorded = read_json(self.description).get("config", {})
-        now = config.model_dump(mode="json")
-        keys = [*_SHARED, *(("engine", "precision", "lora", *resumed) if resumed else ())]
-        differing = [text for key in keys for text in _differences(recorded.get(key), now[key], key)]
-        if differing:
-            raise RunError(
-                f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
-                "give the same settings or choose another --output"
-            )
 
 
 def versions() -> dict[str, str]:
@@ -248,87 +336,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that this package wrote.
-
-    Raises:
-        RunError: the file cannot be read, or was changed into something else.
-    """
+def _step(line: str) -> int:
+    """The step of a record; 0 where a crash cut it short."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); check the folder") from error
-    except ValueError as error:
-        raise RunError(f"{path}: is not readable as JSON ({error}); restore it or choose another --output") from error
-    if not isinstance(value, dict):
-        raise RunError(f"{path}: expected an object, found a {type(value).__name__}; choose another --output")
-    return value
-
-
-def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` so that `path` holds all of it or what it held before."""
-    temporary = path.with_name(path.name + _PARTIAL)
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-@contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends, and vanishes when it fails."""
-    temporary = path.with_name(path.name + _PARTIAL)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        publish(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a finished folder its final name, after its contents have reached the disk.
-
-    An older folder of that name is replaced.
-    """
-    for folder, _, files in os.walk(temporary):
-        for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-    old = path.with_name(path.name + ".old" + _PARTIAL)
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        os.rename(path, old)  # a folder cannot be replaced in one step
-    os.rename(temporary, path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _differences(there: Any, now: Any, key: str = "") -> list[str]:
-    """Leaves that differ between two dumped configurations, as `key (recorded there, given now)`."""
-    if key.rpartition(".")[2] in _HARMLESS:
-        return []
-    if isinstance(there, dict) and isinstance(now, dict):
-        names = sorted(there.keys() | now.keys())
-        return [
-            text
-            for name in names
-            for text in _differences(there.get(name), now.get(name), f"{key}.{name}" if key else name)
-        ]
-    if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
-        return [
-            text for i, pair in enumerate(zip(there, now, strict=True)) for text in _differences(*pair, f"{key}.{i}")
-        ]
-    return [] if there == now else [f"{key} ({there!r} there, {now!r} now)"]
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,25 @@ def assert_close_weights(found: dict[str, Any], expected: dict[str, Any], *, ato
         difference = (tensor.float() - expected[name].float()).abs().max().item()
         assert difference <= atol, f"{name} differs by {difference}"
         assert torch.isfinite(tensor).all()
+
+
+def start(rlhf: Any, *arguments: object) -> subprocess.Popen[str]:
+    """Start the command line with the tiny recipe of the fixture `rlhf`, in a session of its own, and do not wait."""
+    command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=user_environment(),
+        start_new_session=True,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 240) -> None:
+    """Wait until a process that `start` gave has made `path`."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)

@@ -1,5 +1,7 @@
 """The configuration: one schema for files, `--set` and Python, and errors that name the key."""
 
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from rlhf.config import (
     EMBEDDED_RECIPE,
     Config,
     DatasetConfig,
+    LoraConfig,
     ModelConfig,
+    OptimizerConfig,
     PPOConfig,
     SFTConfig,
     build_config,
@@ -43,6 +47,55 @@ def test_without_a_file_the_embedded_recipe_is_the_start() -> None:
 def test_a_model_or_data_of_ones_own_starts_from_the_schema() -> None:
     assert load_config(None, ["model.path=x"]) == Config(model=ModelConfig(path="x"))
     assert load_config(None, ["data.datasets.0.path=x"]).ppo == PPOConfig()
+
+
+@pytest.mark.parametrize("override", ["model.path=x", "model={path: x}", "data={datasets: [{path: x}]}"])
+def test_naming_a_model_or_data_leaves_the_embedded_settings(override: str) -> None:
+    assert load_config(None, [override]).sft == SFTConfig()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.gradient_checkpointing=true",
+        "model.path=null",
+        "data.datasets.0.weight=2",
+        "data.datasets=[{path: world}]",
+    ],
+)
+def test_another_key_of_these_sections_keeps_the_embedded_settings(override: str) -> None:
+    assert load_config(None, [override]).sft == load_config().sft != SFTConfig()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "output",
+        "model.path",
+        "model.tokenizer",
+        "data.datasets.0.path",
+        "data.datasets.0.heldout",
+        "reward.model",
+        "ppo.actor",
+        "ppo.reward_model",
+    ],
+)
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    value: object = load_config(None, ["data.datasets.0.path=x", f"{key}=~/a"])
+    for part in key.split("."):
+        value = value[int(part)] if part.isdigit() else getattr(value, part)  # type: ignore[index]
+    assert str(value) == "/home/me/a"
+
+
+def test_a_recipe_is_found_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written(tmp_path, "seed: 3\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(Path("~/recipe.yaml")).seed == 3
+
+
+def test_an_empty_name_is_none() -> None:
+    assert load_config(None, ["model.path=''", "reward.model=''"], example=False) == Config()
 
 
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
@@ -147,6 +200,23 @@ def test_the_printed_recipe_is_a_recipe() -> None:
         None, ["model.path='a: b'", "ppo.optimizer.learning_rate=3e-7", "data.datasets=[{path: a}, {path: b}]"]
     )
     assert build_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_every_digit_of_a_number_is_printed() -> None:
+    rng = random.Random(0)
+    numbers = [1.25e-5, 3.75e-5, 1e-5, 5e-324, 1e22, 1e16, 0.1 + 0.2, 123456789.123456789, sys.float_info.max]
+    numbers += [rng.uniform(0.1, 1) * 10.0 ** rng.randint(-30, 30) for _ in range(1000)]
+    for number in numbers:
+        printed = to_yaml(OptimizerConfig(learning_rate=number, betas=(number, number / 3)))
+        assert OptimizerConfig.model_validate(yaml.safe_load(printed)) == OptimizerConfig(
+            learning_rate=number, betas=(number, number / 3)
+        )
+
+
+@pytest.mark.parametrize("names", [["a, b", "c"], ["x]", "#y"], ["1.0", "null"]])
+def test_names_in_a_list_are_printed_as_they_are(names: list[str]) -> None:
+    section = LoraConfig(target_modules=tuple(names))
+    assert LoraConfig.model_validate(yaml.safe_load(to_yaml(section))) == section
 
 
 @pytest.mark.parametrize("section", sorted(sections(Config), key=lambda section: section.__name__))

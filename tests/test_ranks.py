@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,15 +73,110 @@ except KeyboardInterrupt as error:
     sys.exit(Outcome.of(error).report())
 """
 
-    def interrupt() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    signals(tmp_path, signal.SIGTERM)
     outcome = start(script)
     assert outcome is not None
     assert outcome.code == INTERRUPTED
+
+
+def signals(folder: Path, *numbers: int) -> None:
+    """Signal this process once both ranks have left their file in `folder`."""
+
+    def send() -> None:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.01)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_after_a_signal_ranks_have_all_the_time_that_saving_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurried = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic(), sleep=time.sleep, time=time.time)
+    monkeypatch.setattr(ranks, "time", hurried)  # half a second of the ranks is eight minutes to their launcher
+    monkeypatch.setattr(ranks, "_SECONDS_TO_FOLLOW", 60_000)
+    script = f"""
+try:
+    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
+except KeyboardInterrupt as error:
+    time.sleep(0.5)
+    open(f'{tmp_path}/saved-{{rank}}', 'w')
+    sys.exit(Outcome.of(error).report())
+"""
+    signals(tmp_path, signal.SIGINT)
+    outcome = start(script)
+    assert outcome is not None and outcome.code == INTERRUPTED
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "saved-0", "saved-1"]
+
+
+def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    script = f"""
+try:
+    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(60)
+"""
+    signals(tmp_path, signal.SIGINT, signal.SIGTERM)
+    begun = time.monotonic()
+    outcome = start(script)
+    assert outcome is not None and outcome.code == INTERRUPTED
+    assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_dies_after_a_signal_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_SECONDS_TO_FAIL", 0.2)
+    script = f"""
+try:
+    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
+except KeyboardInterrupt:
+    rank == '1' and os.kill(os.getpid(), 9)
+    time.sleep(60)
+"""
+    signals(tmp_path, signal.SIGINT)
+    begun = time.monotonic()
+    outcome = start(script)
+    assert outcome is not None and "rank 1 ended without a word" in outcome.line
+    assert time.monotonic() - begun < 30
+
+
+def alive(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    rank = (
+        "import os, sys, time; from rlhf.ranks import end_with_launcher; end_with_launcher(); "
+        f"path = '{tmp_path}/' + os.environ['RANK']; open(path + '.partial', 'w').write(str(os.getpid())); "
+        "os.rename(path + '.partial', path); time.sleep(60)"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; from rlhf import ranks; ranks.start(2, [sys.executable, '-c', {rank!r}])"]
+    )
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    processes = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert all(map(alive, processes))
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_modules_of_the_working_directory_are_not_taken_for_those_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    assert ranks.start(2, ranks.rank_command(["--version"])) is None
 
 
 def test_ranks_are_started_unless_a_launcher_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:

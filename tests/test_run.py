@@ -1,13 +1,22 @@
 """The run directory: who may write to it, what a stage leaves, and that nothing is ever half-written."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf.config import Config, Stage, load_config
+from rlhf.config import STAGES, Config, Stage, load_config
 from rlhf.errors import RunError
-from rlhf.run import RunDirectory, atomic_directory, atomic_write_json, publish
+from rlhf.files import atomic_directory, atomic_write_json, publish
+from rlhf.lock import LOCK, locked
+from rlhf.run import RunDirectory, StageDirectory
 
 
 def config_in(folder: Path, *overrides: str) -> Config:
@@ -17,13 +26,35 @@ def config_in(folder: Path, *overrides: str) -> Config:
 def run_stages(config: Config, *stages: Stage, finish: bool = True, **wishes: bool) -> RunDirectory:
     """Do to the folder what a run of `stages` does."""
     run = RunDirectory.check(config, stages=stages, **wishes)
-    run.begin(config, stages=stages, overwrite=wishes.get("overwrite", False))
-    for stage in map(run.stage, stages):
-        stage.path.mkdir(exist_ok=True)
-        stage.metrics.write_text('{"step": 1}\n')
-        if finish:
-            stage.finish({"stage": stage.name, "config": config.model_dump(mode="json")})
+    with run.opened(config, stages=stages, **wishes):
+        for stage in map(run.stage, stages):
+            record(stage, 0, 1)
+            run.settle(stage)
+            if finish:
+                stage.finish({"stage": stage.name, "config": config.model_dump(mode="json")})
     return run
+
+
+def record(stage: StageDirectory, *steps: int) -> None:
+    stage.path.mkdir(exist_ok=True)
+    with stage.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+
+
+def checkpoint(stage: StageDirectory, step: int) -> Path:
+    path = stage.checkpoints / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    return path
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file with its time and its bytes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def accelerator(precision: str) -> dict[str, Any]:
+    return {"precision": {"name": precision}}
 
 
 def test_a_run_describes_itself(tmp_path: Path) -> None:
@@ -72,7 +103,8 @@ def test_resume_keeps_what_is_there(tmp_path: Path) -> None:
     run_stages(config, "sft")
     run_stages(config, "reward", finish=False)
     run = RunDirectory.check(config, resume=True)
-    run.begin(config)
+    with run.opened(config, resume=True):
+        pass
     assert run.stage("sft").done
     assert run.stage("reward").begun
 
@@ -81,11 +113,214 @@ def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Pa
     config = config_in(tmp_path / "run")
     run_stages(config, "sft", "reward")
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    run = RunDirectory.check(config, stages=("reward",), overwrite=True)
-    run.begin(config, stages=("reward",), overwrite=True)
+    run = run_stages(config, "reward", overwrite=True, finish=False)
     assert run.stage("sft").done
-    assert not run.stage("reward").path.exists()
+    assert not run.stage("reward").done
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def fail_in(run: RunDirectory, config: Config, error: BaseException, *steps: int, **wishes: Any) -> None:
+    with run.opened(config, **wishes):
+        record(run.stage(wishes.get("stages", STAGES)[0]), *steps)
+        run.settle(run.stage(wishes.get("stages", STAGES)[0]))
+        raise error
+
+
+@pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), OSError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("stages", [STAGES, ("reward",)])
+def test_what_overwrite_replaces_is_back_where_the_new_run_fails_before_a_step(
+    tmp_path: Path, error: BaseException, stages: tuple[Stage, ...]
+) -> None:
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    (run.stage("sft").path / "model").mkdir()
+    (run.stage("sft").path / "model" / "weights").write_bytes(b"precious")
+    before = contents(run.path)
+    other = config_in(tmp_path / "run", "reward.batch_size=8")
+    with pytest.raises(type(error)):
+        fail_in(run, other, error, 0, overwrite=True, stages=stages)
+    assert contents(run.path) == before
+
+
+def test_what_overwrite_replaces_goes_with_the_first_step_of_the_new_run(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, *STAGES)
+    with pytest.raises(KeyError):
+        fail_in(run, config, KeyError("x"), 0, 1, overwrite=True)
+    assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "sft"]
+    assert not run.stage("sft").done
+
+
+def test_a_checkpoint_settles_a_stage_whose_records_are_rare(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    with run.opened(config, stages=("sft",), overwrite=True):
+        checkpoint(run.stage("sft"), 3)
+        run.settle(run.stage("sft"))
+        assert not list(run.path.glob(".rlhf.replaced*"))
+    assert not run.stage("sft").done and run.stage("sft").latest_checkpoint
+
+
+@pytest.mark.parametrize("moment", ["copy2", "rename", "atomic_write_json", "in the block", "settled", "rmtree"])
+def test_what_overwrite_replaces_survives_a_kill_at_any_moment(tmp_path: Path, moment: str) -> None:
+    """A killed process does not clean up; the next one finds the old run, or the new one, and nothing between."""
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    before = contents(run.path)
+    script = f"""
+import json, os, shutil, sys
+from pathlib import Path
+import rlhf.aside, rlhf.run
+from rlhf.config import load_config
+from rlhf.run import RunDirectory
+moment = {moment!r}
+def dying(function):
+    def call(*arguments, **options):
+        if counts.pop(0) == 0:
+            os.kill(os.getpid(), 9)
+        return function(*arguments, **options)
+    return call
+counts = [1, 1, 0] if moment == "rename" else [0]  # run.json, then sft, then reward
+if moment == "atomic_write_json":
+    rlhf.run.atomic_write_json = dying(rlhf.run.atomic_write_json)
+elif moment == "copy2":
+    shutil.copy2 = dying(shutil.copy2)
+elif moment == "rename":
+    rlhf.aside.os.rename = dying(os.rename)
+run = RunDirectory(Path({str(tmp_path / "run")!r}))
+with run.opened(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite=True):
+    if moment == "in the block":
+        os.kill(os.getpid(), 9)
+    run.stage("sft").path.mkdir()
+    run.stage("sft").metrics.write_text('{{"step": 1}}\\n')
+    if moment == "rmtree":
+        def half(path, **options):
+            if path.exists():
+                os.unlink(path / "run.json")
+                os.kill(os.getpid(), 9)
+        shutil.rmtree = half
+    run.settle(run.stage("sft"))
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    if moment in ("settled", "rmtree"):
+        RunDirectory.check(config_in(tmp_path / "run", "seed=5"), resume=True)
+        with run.opened(config_in(tmp_path / "run", "seed=5"), resume=True):
+            pass
+        assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "sft"]
+        assert json.loads(run.description.read_text())["seed"] == 5
+    else:
+        with pytest.raises(RunError, match=r"sft \(complete\), reward \(complete\), ppo \(complete\)"):
+            RunDirectory.check(config_in(tmp_path / "run"))
+        assert contents(run.path) == before
+
+
+def test_a_continuation_that_cannot_start_leaves_the_description_as_it_was(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    before = contents(run.path)
+    with pytest.raises(RunError):
+        fail_in(run, config_in(tmp_path / "run", "engine.zero_stage=2"), RunError("x"), 0, stages=("reward",))
+    assert contents(run.path) == before
+
+
+def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory(config.output)
+    named = rf"process {os.getpid()} on {socket.gethostname()} is writing"
+    with run.opened(config):
+        with pytest.raises(RunError, match=named):
+            RunDirectory.check(config)
+        with pytest.raises(RunError, match=named), run.opened(config, overwrite=True):
+            pass
+        record(run.stage("sft"), 1)
+    assert [path.name for path in run.path.iterdir() if path.name not in ("run.json", "sft")] == []
+
+
+def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    script = f"import os; from pathlib import Path; from rlhf.lock import locked\nwith locked(Path({str(folder)!r})): "
+    dead = subprocess.run([sys.executable, "-c", script + "os.kill(os.getpid(), 9)"], check=False)
+    assert dead.returncode == -9 and (folder / LOCK).exists()
+    assert run_stages(config_in(folder), "sft").stage("sft").done
+    assert not (folder / LOCK).exists()
+
+
+def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with locked(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_leftovers_of_a_crash_go_when_the_run_goes_on_and_files_of_others_stay(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    kept = checkpoint(run.stage("sft"), 1)
+    half = [run.stage("sft").checkpoints / "step-00000002.partial", run.stage("sft").path / "model.partial"]
+    for folder in half:
+        (folder / "shard").mkdir(parents=True)
+    (run.path / "film.partial").write_text("mine")
+    with run.opened(config, stages=("sft",), resume=True):
+        assert not any(folder.exists() for folder in half)
+    assert kept.exists() and (run.path / "film.partial").exists()
+
+
+def test_a_complete_stage_needs_no_checkpoint(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft", finish=False)
+    checkpoint(run.stage("sft"), 1)
+    run.stage("sft").finish({})
+    assert run.stage("sft").done and not run.stage("sft").checkpoints.exists()
+
+
+def test_a_stage_resumes_only_in_the_precision_that_it_was_trained_in(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory(config.output)
+    with run.opened(config, stages=("sft",), accelerator=accelerator("bf16")):
+        record(run.stage("sft"), 1)
+    before = contents(run.path)
+    wishes: Any = {"stages": ("sft",), "resume": True}
+    RunDirectory.check(config, **wishes)
+    found = r"precision \('bf16' there, auto, which is fp32 here, now\)"
+    with pytest.raises(RunError, match=found), run.opened(config, **wishes, accelerator=accelerator("fp32")):
+        pass
+    assert contents(run.path) == before
+    named = config_in(tmp_path / "run", "precision=bf16")
+    RunDirectory.check(named, **wishes)
+    with run.opened(named, **wishes, accelerator=accelerator("bf16")):
+        pass
+    with pytest.raises(RunError, match="'bf16' there, 'fp32' now"):
+        RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
+
+
+def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
+    run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
+    RunDirectory.check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
+    with pytest.raises(RunError, match="zero_stage"):
+        RunDirectory.check(config_in(tmp_path / "run"), stages=("ppo",), resume=True)
+
+
+def test_a_complete_stage_keeps_what_is_recorded_of_it_when_the_run_goes_on(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "sft.batch_size=8"), "sft")
+    config = config_in(tmp_path / "run", "sft.batch_size=16")
+    run = RunDirectory.check(config, resume=True)
+    with run.opened(config, resume=True):
+        record(run.stage("reward"), 1)
+    assert json.loads(run.description.read_text())["config"]["sft"]["batch_size"] == 8
+
+
+def test_a_stage_that_was_only_evaluated_has_nothing_to_lose(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    record(run.stage("reward"), 0)
+    assert not run.stage("reward").begun
+    record(run.stage("reward"), 1)
+    assert run.stage("reward").begun
 
 
 def test_overwriting_all_stages_allows_any_settings(tmp_path: Path) -> None:
@@ -128,31 +363,36 @@ def test_a_resumed_stage_may_run_longer_and_record_otherwise(tmp_path: Path, ove
 
 
 def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Path) -> None:
-    config = config_in(tmp_path / "run", "model.path=missing")
-    run = RunDirectory.check(config)
-    run.begin(config)
-    run.stage("sft").path.mkdir()
+    run = RunDirectory(tmp_path / "run")
+    run.stage("sft").path.mkdir(parents=True)
     run.stage("sft").metrics.touch()
-    repaired = config_in(tmp_path / "run")
-    RunDirectory.check(repaired).begin(repaired)
-    assert not run.stage("sft").path.exists()
+    atomic_write_json(run.description, {"config": {}})
+    config = config_in(tmp_path / "run")
+    with RunDirectory.check(config).opened(config):
+        assert not run.stage("sft").path.exists()
 
 
-def test_an_abandoned_run_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), KeyboardInterrupt()])
+def test_a_run_that_cannot_start_leaves_no_trace(tmp_path: Path, error: BaseException) -> None:
     config = config_in(tmp_path / "run")
     run = RunDirectory.check(config)
-    run.begin(config)
-    run.stage("sft").path.mkdir()
-    run.abandon()
+    with pytest.raises(type(error)):
+        fail_in(run, config, error, 0)
     assert not run.path.exists()
 
 
-def test_an_abandoned_stage_leaves_the_others(tmp_path: Path) -> None:
+def test_the_traceback_of_a_run_that_could_not_start_is_no_obstacle(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    config.output.mkdir()
+    (config.output / "traceback-rank1.txt").write_text("Traceback")
+    assert run_stages(config, "sft").stage("sft").done
+
+
+def test_a_stage_that_cannot_start_leaves_the_others(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
-    run.begin(config, stages=("reward",))
-    run.stage("reward").path.mkdir()
-    run.abandon(("reward",))
+    with pytest.raises(RunError):
+        fail_in(run, config, RunError("x"), 0, stages=("reward",))
     assert [stage.name for stage in run.stages if stage.path.exists()] == ["sft"]
     assert run.description.exists()
 
@@ -190,6 +430,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         atomic_write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:

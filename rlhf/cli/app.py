@@ -27,7 +27,8 @@ _EXAMPLES = {
     "rlhf ppo --output runs/a --resume": "continue a stopped stage",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf chat runs/a": "talk to the result",
-    "rlhf config > recipe.yaml": "every key, with its default",
+    "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
+    "rlhf config --example": "the embedded example's recipe",
 }
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
     f"  [cyan]{command:43}[/]{meaning}" for command, meaning in _EXAMPLES.items()
@@ -99,11 +100,11 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
     if ranks.must_start(options.ranks):
         assert options.ranks is not None
         # What is wrong with the command line shows here, once, and not on every rank.
-        RunDirectory.check(config, stages=stages, resume=options.resume, overwrite=options.overwrite)
-        launch.check_batches(config, stages, options.ranks)
+        launch.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         launch.select(config, options.accelerator)
-        outcome = ranks.start(options.ranks, [sys.executable, "-m", "rlhf", *sys.argv[1:]], debug=options.debug)
+        outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
         if outcome:
+            RunDirectory(config.output).recover()  # a rank that had to be killed could not
             raise typer.Exit(outcome.report())
     else:
         launch.run(

@@ -44,15 +44,18 @@ class Options:
         False
     )
 
-    def load(self) -> Config:
+    def load(self, *, example: bool = True) -> Config:
         """The configuration: defaults, then the file, then `--set`, then the options that are keys.
+
+        Args:
+            example: without a file, start from the embedded recipe; see `load_config`.
 
         Raises:
             ConfigError: the file or a value is wrong.
         """
         keys = {"precision": self.precision, "output": self.output, "seed": self.seed}
         given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items() if value is not None]
-        return load_config(self.config, [*(self.overrides or ()), *given])
+        return load_config(self.config, [*(self.overrides or ()), *given], example=example)
 
 
 RUN = tuple(field.name for field in fields(Options))
@@ -84,7 +87,7 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
         def command(context: typer.Context, **values: Any) -> None:
             before: Options = context.obj or Options()
-            given = {name: values[name] for name in names if values[name] not in (None, False, [])}
+            given = {name: values[name] for name in names if _is_given(values[name])}
             if before.overrides and "overrides" in given:
                 given["overrides"] = [*before.overrides, *given["overrides"]]
             function(context, replace(before, **given), **{name: values[name] for name in own})
@@ -95,3 +98,8 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return command
 
     return decorate
+
+
+def _is_given(value: Any) -> bool:
+    """Whether the command line says something; `--seed 0` does, though 0 == False."""
+    return value is not None and value is not False and value != []

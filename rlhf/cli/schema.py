@@ -1,29 +1,56 @@
-"""`rlhf config`: every key with its meaning and its value, as a YAML file that can be edited and given back."""
+"""`rlhf config`: every key with its meaning and its value, as a YAML file that can be edited and given back.
+
+The file says in its first lines what its values are: the defaults of a real run, or those of the embedded
+example, which suit its tiny model and no other.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 import yaml
 from pydantic import BaseModel
 
 from rlhf.cli.options import SETTINGS, Options, shared
+from rlhf.config import EMBEDDED_RECIPE
+from rlhf.errors import ConfigError
 
 _WIDTH = 100
+_DEFAULTS = (
+    "The default of every key. To start: model.path is the model to train, data.datasets are your rows, "
+    "max_prompt_length and max_completion_length fit them, and learning rates fit the model."
+)
+_EXAMPLE = (
+    "The embedded example, which `rlhf` runs when it is given no file. These values suit its tiny model and "
+    "short sentences; start a recipe of your own from `rlhf config`, which prints the defaults."
+)
 
 
 @shared(*SETTINGS)
-def config(context: typer.Context, options: Options) -> None:
-    """Print every key of a recipe with its meaning and its value.
+def config(
+    context: typer.Context,
+    options: Options,
+    example: Annotated[
+        bool, typer.Option("--example", metavar="", help="The embedded example's values, not the defaults.")
+    ] = False,
+) -> None:
+    """Print every key of a recipe with its meaning and its default.
 
     The output is a recipe itself: [bold]rlhf config > recipe.yaml[/], edit, [bold]rlhf --config recipe.yaml[/].
+    What [bold]--config[/] and [bold]--set[/] give stands above the defaults. The embedded example, which plain
+    [bold]rlhf[/] runs, has values that suit its tiny model alone; [bold]--example[/] prints them.
     """
-    text = to_yaml(options.load())
+    if example and options.config:
+        raise ConfigError("--example and --config: each names a recipe to print; give one of them")
+    about = f"{options.config}, and the default of every key that it leaves out." if options.config else _DEFAULTS
+    if example:
+        options, about = replace(options, config=EMBEDDED_RECIPE), _EXAMPLE
+    text = "\n".join([*_comment(about), "", to_yaml(options.load(example=False))])
     from rlhf.metrics.progress import console
 
     if not console.is_terminal:
@@ -47,7 +74,7 @@ def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
         if below and depth == 0:
             yield ""
         described = (field.description or "").strip() + _choices(field.annotation)
-        yield from textwrap.wrap(described, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        yield from _comment(described, indent)
         if below:
             yield f"{indent}{name}:"
             yield from _lines(value, depth + 1)
@@ -67,15 +94,18 @@ def _item(lines: list[str], indent: str) -> Iterator[str]:
     yield from lines[first + 1 :]
 
 
+def _comment(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
 def _scalar(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, Path | Enum):
+    if isinstance(value, Path):
         value = str(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(_scalar(item) for item in value)}]"
-    if isinstance(value, float):
-        return repr(value) if "e" not in repr(value) else f"{value:.1e}"
+        value = list(value)
+    # Digits included: what is read back is what was printed.
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 

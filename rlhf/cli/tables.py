@@ -20,9 +20,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         for row in (columns, *rows):
             typer.echo("\t".join(row))
         return
-    table = Table(*columns, title=title, title_justify="left")
+    # Text: a reason in [brackets] is no markup.
+    table = Table(*columns, title=Text(title, "table.title"), title_justify="left")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: a reason in [brackets] is no markup
+        table.add_row(*map(Text, row))
     console.print(table)
 
 

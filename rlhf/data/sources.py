@@ -38,6 +38,7 @@ def read(source: str, *, split: str = "train", subset: str | None = None, seed: 
     Raises:
         DataError: the source does not exist, cannot be reached, or cannot be read as a whole.
     """
+    check(source)
     path = Path(source).expanduser()
     if subset is not None and (source == WORLD or path.exists()):
         raise DataError(f"{source}: has no subsets, hub data sets have; leave subset {subset!r} out")
@@ -49,9 +50,15 @@ def read(source: str, *, split: str = "train", subset: str | None = None, seed: 
         return _file(path)
     if path.is_file():
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise DataError(f"{source}: no such file or folder; check data.datasets")
     return _numbered(_hub(source, subset, split), lambda number: f"{source}, row {number}")
+
+
+def check(source: str) -> None:
+    """Raise `DataError` where a file or folder is not there; hub names pass. Opens nothing."""
+    path = Path(source).expanduser()
+    local = path.suffix in _READERS or source.startswith((".", "/", "~")) or source.count("/") > 1
+    if local and not path.exists():
+        raise DataError(f"{source}: no such file or folder; check data.datasets")
 
 
 def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]:

@@ -16,7 +16,7 @@ import torch
 
 from rlhf.engine import distributed
 from rlhf.errors import RunError
-from rlhf.run import publish
+from rlhf.files import publish
 
 if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine

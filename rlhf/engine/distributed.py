@@ -6,6 +6,7 @@ launcher. The helpers work alike with one rank and with many.
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accelerators import verify_agreement
+from rlhf.errors import FailedElsewhere
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -63,8 +65,18 @@ def session(selection: Selection) -> Iterator[Accelerator]:
         finally:
             # Collectives of a failed rank may be pending; the group ends with the process either way.
             dist.destroy_process_group()
+            _forget_groups()
             for name in alone:  # a process that this one starts is not one of its ranks
                 os.environ.pop(name, None)
+
+
+def _forget_groups() -> None:
+    """Clear the variables in which DeepSpeed 0.19 keeps process groups: a later session has groups of its own."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    importlib.reload(groups)
 
 
 def world() -> World:
@@ -95,7 +107,7 @@ def together(what: str) -> Iterator[None]:
     """Do something on every rank; no rank goes on before all have done it, and if it fails on one, it fails on all.
 
     Raises:
-        RuntimeError: on the other ranks, when one failed.
+        FailedElsewhere: on the other ranks, when one failed.
     """
     error: BaseException | None = None
     try:
@@ -107,7 +119,7 @@ def together(what: str) -> Iterator[None]:
         raise error
     for rank, failure in enumerate(failures):
         if failure:
-            raise RuntimeError(f"{what} failed on rank {rank}: {failure}")
+            raise FailedElsewhere(f"{what} failed on rank {rank}: {failure}")
 
 
 @contextmanager

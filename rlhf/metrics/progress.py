@@ -143,7 +143,7 @@ def _display() -> Iterator[Progress]:
         return
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30))
     columns = (
-        TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", style="bold", markup=False, table_column=Column(no_wrap=True)),
         *((bar,) if console.width >= _NARROW else ()),
         _Count(),
         _Rate(),

@@ -10,9 +10,11 @@ import math
 import os
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from rlhf.run import StageDirectory
 
 
@@ -23,34 +25,43 @@ class Recorder:
         directory: the stage's folder.
         enabled: True on the one rank that writes; the others' calls do nothing.
         resume_step: the step of the checkpoint that training continues from; records of later steps are
-            dropped, for they will come again. None starts the records anew.
+            dropped, for they will come again. None starts the records anew. Neither happens before there is
+            something to record: a stage that cannot start leaves the records as they were.
     """
 
     def __init__(self, directory: StageDirectory, *, enabled: bool = True, resume_step: int | None = None) -> None:
-        self._stage = directory.name
-        self._enabled = enabled
-        if not enabled:
-            return
+        self._directory, self._stage = directory, directory.name
+        self._enabled, self._resume_step = enabled, resume_step
+        self._open: tuple[TextIO, SummaryWriter] | None = None
+        if enabled:
+            directory.path.mkdir(parents=True, exist_ok=True)
+
+    def _files(self) -> tuple[TextIO, SummaryWriter]:
+        """The two files, opened with the first record."""
+        if self._open is not None:
+            return self._open
         from torch.utils.tensorboard import SummaryWriter
 
-        directory.path.mkdir(parents=True, exist_ok=True)
+        directory, resume_step = self._directory, self._resume_step
         kept = _records_until(directory, resume_step) if resume_step is not None else []
         _replace_lines(directory, kept)
-        self._file = directory.metrics.open("a", encoding="utf-8")
         purge_step = None if resume_step is None else resume_step + 1
         if resume_step is None:
             for events in directory.tensorboard.glob("events.out.tfevents.*"):
                 events.unlink()
-        self._events = SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
+        file = directory.metrics.open("a", encoding="utf-8")
+        self._open = file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
+        return self._open
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record numbers of one step. A number that is not finite is recorded as null."""
         if not self._enabled:
             return
         self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+        _, events = self._files()
         for name, value in metrics.items():
-            self._events.add_scalar(f"{self._stage}/{name}", value, step)
-        self._events.flush()
+            events.add_scalar(f"{self._stage}/{name}", value, step)
+        events.flush()
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Record a text of one step, for example a sample completion."""
@@ -58,13 +69,13 @@ class Recorder:
             return
         self._write(step, {"tag": tag, "text": text})
         # TensorBoard renders Markdown; an indented block shows the text as it is.
-        self._events.add_text(f"{self._stage}/{tag}", "".join(f"    {line}\n" for line in text.splitlines()), step)
-        self._events.flush()
+        _, events = self._files()
+        events.add_text(f"{self._stage}/{tag}", "".join(f"    {line}\n" for line in text.splitlines()), step)
+        events.flush()
 
     def close(self) -> None:
-        if self._enabled:
-            self._file.close()
-            self._events.close()
+        for file in self._open or ():
+            file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -76,8 +87,9 @@ class Recorder:
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         record = {"stage": self._stage, "step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        file, _ = self._files()
+        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        file.flush()
 
 
 def _records_until(directory: StageDirectory, step: int) -> list[str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.engine import distributed
+from rlhf.files import atomic_directory
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import merged_adapters, plain_state_dict
-from rlhf.run import atomic_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

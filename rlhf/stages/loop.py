@@ -25,11 +25,11 @@ from rlhf.engine import checkpoint, distributed
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.errors import DivergedError
+from rlhf.files import atomic_write_json, read_json
 from rlhf.metrics.progress import console, progress
 from rlhf.metrics.recorder import Recorder
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
-from rlhf.run import atomic_write_json, read_json
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
@@ -67,6 +67,11 @@ class StageContext:
         """Print a line, once for all ranks."""
         if self.world.is_main:
             console.print(line, markup=False, soft_wrap=True)
+
+    def settle(self) -> None:
+        """Let go of what this stage replaces, once it has something to show."""
+        if self.world.is_main:
+            self.run.settle(self.directory)
 
     @property
     def attention(self) -> str:
@@ -164,7 +169,7 @@ def run_steps(
     if restored:
         first, state = restored
         load_state(state["stage"])
-        context.accelerator.set_rng_state(state["rng"])
+        _restore_generators(context, state["rng"], first)
         context.clock.earlier += state["seconds"]
         context.say(f"{name}: resumed after step {first:,}")
     else:
@@ -185,6 +190,7 @@ def run_steps(
             _check_finite(numbers, context, done)
             if done % settings.log_every == 0 or done == total_steps:
                 context.recorder.log(done, numbers)
+                context.settle()
             bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
             interrupted = _anywhere(arrived, context)
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
@@ -196,6 +202,7 @@ def run_steps(
                     "seconds": context.clock.seconds(),
                 }
                 checkpoint.save(context.directory, done, engines, own)
+                context.settle()
             if interrupted:
                 raise KeyboardInterrupt
 
@@ -271,6 +278,25 @@ def _anywhere(arrived: list[int], context: StageContext) -> bool:
 def _rank_seed(context: StageContext) -> int:
     """Different samples on every rank, the same ones in every run with this seed."""
     return context.config.seed * 100_003 + context.world.rank
+
+
+def _restore_generators(context: StageContext, state: dict[str, Any], step: int) -> None:
+    """Go on with the checkpoint's random numbers, or anew and not silently, where it is another accelerator's."""
+    mine = context.accelerator.rng_state()
+    try:
+        if mine.keys() != state.keys():
+            raise KeyError
+        context.accelerator.set_rng_state(state)
+        fits = True
+    except (KeyError, TypeError, ValueError, RuntimeError):  # other generators, or the same in another format
+        fits = False
+    if all(distributed.all_gather_objects(fits)):
+        return
+    context.accelerator.seed((_rank_seed(context) + step * 1_000_003) % 2**32)  # not the first step's numbers again
+    context.say(
+        f"{context.directory.name}: the checkpoint's random numbers are of another accelerator; they continue from the "
+        "seed, so this run will not equal one that was not stopped"
+    )
 
 
 def _check_finite(numbers: Numbers, context: StageContext, step: int) -> None:

@@ -4,16 +4,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from rlhf.cli.app import app
 from rlhf.cli.options import Options
+from rlhf.cli.tables import print_table
+from rlhf.config import Config, build_config, load_config
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -94,10 +97,47 @@ def test_an_option_after_the_command_stands_above_one_before(rlhf: Command) -> N
     assert yaml.safe_load(rlhf("--seed", "3", "config", "--seed", "4").stdout)["seed"] == 4
 
 
-def test_the_printed_recipe_can_be_given_back(rlhf: Command, tmp_path: Path) -> None:
-    first = rlhf("config", "--set", "ppo.steps=5").stdout
-    (tmp_path / "recipe.yaml").write_text(first)
-    assert rlhf("--config", "recipe.yaml", "config").stdout == first
+def printed(*arguments: str, before: Sequence[str] = ()) -> str:
+    """What `rlhf config` prints."""
+    done = CliRunner().invoke(app, [*before, "config", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_seed_of_zero_counts(tmp_path: Path) -> None:
+    assert config_of(printed("--seed", "0", before=["--seed", "3"])).seed == 0
+    (tmp_path / "recipe.yaml").write_text("seed: 5\n")
+    assert config_of(printed("--config", str(tmp_path / "recipe.yaml"), "--seed", "0")).seed == 0
+
+
+def config_of(text: str) -> Config:
+    return build_config(yaml.safe_load(text))
+
+
+def test_the_printed_recipe_can_be_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(printed("--set", "ppo.steps=5", "--set", "ppo.optimizer.learning_rate=1.25e-5"))
+    assert config_of(printed("--config", str(path))) == config_of(path.read_text()) != Config()
+
+
+def test_the_printed_recipe_holds_the_defaults_of_a_real_run() -> None:
+    assert config_of(printed()) == Config()
+    assert printed().startswith("# The default of every key.")
+    assert config_of(printed("--set", "seed=4")) == Config(seed=4)
+
+
+def test_the_example_is_printed_when_it_is_asked_for_and_says_what_it_is() -> None:
+    assert config_of(printed("--example")) == load_config()
+    assert printed("--example").startswith("# The embedded example")
+    kept = config_of(printed("--example", "--set", "model.path=x"))
+    assert kept.model.path == "x" and kept.sft == load_config().sft
+
+
+def test_a_recipe_is_printed_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("seed: 3\n")
+    text = printed("--config", str(tmp_path / "mine.yaml"))
+    assert "mine.yaml, and the default" in " ".join(text.replace("#", "").split())
+    assert config_of(text) == Config(seed=3)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +152,7 @@ def test_the_printed_recipe_can_be_given_back(rlhf: Command, tmp_path: Path) -> 
         (["--accelerator", "tpu9"], "accelerator 'tpu9'"),
         (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be shared among 2 ranks"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
+        (["config", "--example", "--config", "absent.yaml"], "--example and --config"),
         (["chat", "absent"], "absent: no such folder"),
         (["chat", "."], "holds no config.json"),
     ],
@@ -124,7 +165,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_an_accelerator_before_the_command_counts(rlhf: Command) -> None:
-    assert "accelerator 'tpu9'" in error_of(rlhf("--accelerator", "tpu9", "ppo"))
+    assert "accelerator 'tpu9'" in error_of(rlhf("--accelerator", "tpu9", "sft"))
 
 
 def test_the_command_line_and_the_environment_must_agree(rlhf: Command) -> None:
@@ -146,3 +187,10 @@ def test_an_output_folder_of_other_files_is_left_alone(rlhf: Command, tmp_path: 
 def test_a_model_folder_that_is_not_there_leaves_no_run(rlhf: Command, tmp_path: Path) -> None:
     assert "./absent: no such model folder" in error_of(rlhf("sft", "--set", "model.path=./absent", "--output", "run"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_brackets_in_a_table_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table("Conformance of [/x]", ("name",), [("[/y]",)])
+    shown = capsys.readouterr().out
+    assert "[/x]" in shown and "[/y]" in shown

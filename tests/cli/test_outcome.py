@@ -1,15 +1,20 @@
 """Exit codes and the line that goes with each."""
 
 import errno
+import os
+import re
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from accelerators import AcceleratorError
 from rlhf import launch
-from rlhf.config import Config, load_config
-from rlhf.errors import DataError
-from rlhf.outcome import Defect, Interrupted, Outcome
+from rlhf.config import STAGES, Config, Stage, load_config
+from rlhf.errors import DataError, FailedElsewhere, OutOfMemory, RLHFError
+from rlhf.outcome import Defect, Interrupted, Outcome, cause
 from rlhf.run import RunDirectory
 
 
@@ -45,13 +50,12 @@ def test_anything_else_is_a_defect_whose_traceback_is_kept(tmp_path: Path) -> No
 
 
 def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException) -> None:
-    def fail(config: Config, selection: object, directory: RunDirectory, *rest: object) -> None:
-        directory.begin(config)
-        directory.stage("sft").finish({})
-        raise error
+    def fail(config: Config, selection: object, directory: RunDirectory, *rest: object, **wishes: object) -> None:
+        with directory.opened(config):
+            directory.stage("sft").finish({})
+            raise error
 
     monkeypatch.setattr(launch, "_run", fail)
-    monkeypatch.setattr(launch.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
     launch.run(load_config(None, [f"output='{folder / 'run'}'"]))
 
@@ -70,3 +74,100 @@ def test_a_defect_leaves_its_traceback_in_the_run(monkeypatch: pytest.MonkeyPatc
 def test_an_error_of_the_user_passes_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no rows"):
         run_that(monkeypatch, tmp_path, DataError("no rows"))
+
+
+def lacking_memory() -> list[BaseException]:
+    """What torch and Python raise: by a real allocation on the host, and as a device's allocator says it."""
+    import torch
+
+    try:
+        torch.empty(2**55)
+    except RuntimeError as error:
+        host = error
+    return [host, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()]
+
+
+def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for error in [*lacking_memory(), OSError(errno.ENOMEM, "Cannot allocate memory")]:
+        with pytest.raises(OutOfMemory) as caught:
+            run_that(monkeypatch, tmp_path, error)
+        for outcome in (Outcome.of(error), Outcome.of(caught.value)):
+            assert outcome.code == 2
+            assert outcome.line.startswith("rlhf: error: not enough memory (")
+            for key in ("micro_batch_size", "max_prompt_length", "max_completion_length"):
+                assert key in outcome.line
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize("library", ["torch", "safetensors"])
+def test_a_full_disk_is_answered_with_what_to_do(library: str) -> None:
+    import torch
+    from safetensors import SafetensorError
+
+    if library == "torch":
+        with pytest.raises(RuntimeError) as caught:
+            torch.save(torch.zeros(100_000), "/dev/full")
+    else:  # as its releases word it; a file cannot be had here, for it writes beside the name and renames
+        with pytest.raises(SafetensorError) as caught:
+            raise SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
+    outcome = Outcome.of(caught.value)
+    assert outcome.code == 2 and "the disk is full" in outcome.line and "--resume" in outcome.line
+
+
+def test_other_errors_of_torch_stay_defects() -> None:
+    assert Outcome.of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).code == 1
+
+
+def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "_run", lambda *arguments, **wishes: os.environ.update(OMP_NUM_THREADS="77", NEW="1"))
+    monkeypatch.delenv("RLHF_ACCELERATOR", raising=False)
+    found = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    config = load_config(None, [f"output='{tmp_path / 'run'}'", "accelerator=cpu"])
+    launch.run(config)
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == found
+    with ThreadPoolExecutor(1) as threads:  # where no handler can be set
+        threads.submit(launch.run, config).result()
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == found
+
+
+@pytest.mark.parametrize(
+    ("stages", "override", "message"),
+    [
+        (STAGES, "model.path=./absent", "./absent: no such model folder"),
+        (STAGES, "data.datasets=[{path: absent.jsonl}]", "absent.jsonl: no such file"),
+        (STAGES, "data.datasets=[{path: world, heldout: ./absent}]", "./absent: no such file or folder"),
+        (("reward",), "reward.model=./absent", "./absent: no such model folder"),
+        (("ppo",), "ppo.reward_model=./absent", "./absent: no such model folder"),
+        (("sft",), "sft.micro_batch_size=7", "sft.micro_batch_size 7"),
+    ],
+)
+def test_what_can_be_known_is_known_before_a_run_is_replaced(
+    tmp_path: Path, stages: tuple[Stage, ...], override: str, message: str
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    config = load_config(None, [f"output='{run.path}'"])
+    with run.opened(config):
+        for stage in run.stages:
+            stage.finish({})
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    other = load_config(None, [f"output='{run.path}'", override])
+    with pytest.raises(RLHFError, match=re.escape(message)):
+        launch.run(other, stages=stages, overwrite=True)
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_a_stage_says_which_one_it_needs_before_anything_starts(tmp_path: Path) -> None:
+    config = load_config(None, [f"output='{tmp_path / 'run'}'"])
+    with pytest.raises(RLHFError, match=r"holds no finished sft stage.*`rlhf sft`.*ppo\.actor"):
+        launch.run(config, stages=("ppo",))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_follows_another_leaves_no_traceback_and_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(FailedElsewhere) as caught:
+        run_that(monkeypatch, tmp_path, FailedElsewhere("saving failed on rank 0"))
+    assert not list(tmp_path.rglob("traceback*"))
+    follower, defect = Outcome.of(caught.value), Outcome.of(Defect("KeyError"))
+    assert cause([follower, defect]) == cause([defect, follower]) == defect

@@ -92,3 +92,14 @@ def test_other_ranks_write_nothing(stage: StageDirectory) -> None:
         recorder.log(1, {"loss": 1.0})
         recorder.text("samples", 1, "text")
     assert not stage.path.exists()
+
+
+def test_a_stage_that_cannot_start_leaves_the_records_as_they_were(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        for step in (1, 2):
+            recorder.log(step, {"loss": 0.5})
+    for resume_step in (None, 1):
+        with Recorder(stage, resume_step=resume_step):
+            pass
+    assert [record["step"] for record in records(stage)] == [1, 2]
+    assert [step for step, _ in scalars(stage, "sft/loss")] == [1, 2]

@@ -1,7 +1,9 @@
 """Training with LoRA: only adapters and heads learn, the actor is its own reference, and what a run leaves is plain."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from rlhf.models.lora import add_adapters
 from rlhf.rollout.switch import generating
 from rlhf.run import RunDirectory
 from rlhf.stages.ppo import PPO, Models
-from tests.helpers import assert_close_weights, assert_same_weights, llama, weights
+from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
 from tests.in_process import stage_context
 from tests.stages.test_shapes import comparisons_by_step, steps_of_different_lengths
 
@@ -226,10 +228,11 @@ def test_the_policy_begins_as_the_reference(lora_run):
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(rlhf, lora_run, tmp_path):
     output = Path(shutil.copytree(lora_run, tmp_path / "run"))
-    shutil.rmtree(output / "ppo" / "model")
-    (output / "ppo" / "stage.json").unlink()  # as if stopped after the checkpoint of step 2
-    shutil.rmtree(output / "ppo" / "checkpoints" / "step-00000003")
-    assert "resumed after step 2" in rlhf("ppo", "--output", output, *LORA, "--resume").stdout
+    process = start(rlhf, "ppo", "--output", output, *LORA, "--overwrite", "--set", "ppo.checkpoint_every=1")
+    wait_for(output / "ppo" / "checkpoints" / "step-00000001", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert "resumed after step" in rlhf("ppo", "--output", output, *LORA, "--resume").stdout
     assert_same_weights(output / "ppo" / "model", lora_run / "ppo" / "model")
 
 

@@ -5,22 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from tests.helpers import assert_same_weights, user_environment
+import pytest
 
-
-def start(rlhf, *arguments):
-    command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes, env=user_environment(), start_new_session=True)
-
-
-def wait_for(path, process, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
+from rlhf.config import Config
+from rlhf.engine import distributed
+from rlhf.run import StageDirectory
+from rlhf.stages.loop import StageContext, _restore_generators
+from tests.helpers import assert_same_weights, start, user_environment, wait_for
 
 
 def ppo_arguments(finished_run, output, steps=6):
@@ -48,17 +41,19 @@ def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finishe
         assert sum('"policy_loss"' in line for line in lines) == 6
 
 
-def test_an_interrupted_run_finishes_its_step_saves_and_says_so(rlhf, finished_run, tmp_path):
+def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
     arguments = ppo_arguments(finished_run, output, steps=500)
-    process = start(rlhf, *arguments, "--set", "ppo.checkpoint_every=0")
+    process = start(rlhf, *arguments, "--set", "ppo.checkpoint_every=0", "--ranks", 2)
     wait_for(output / "ppo" / "before.json", process)
     time.sleep(1)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "--resume" in errors.splitlines()[-1]
-    assert list((output / "ppo" / "checkpoints").glob("step-*"))
+    (kept,) = (output / "ppo" / "checkpoints").iterdir()
+    assert len(list(kept.glob("state-rank*.pt"))) == 2
+    assert sorted(path.name for path in output.iterdir()) == ["ppo", "run.json"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(rlhf, tmp_path):
@@ -82,3 +77,68 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, 
     process.communicate()
     found = rlhf(*ppo_arguments(finished_run, output, steps=500), "--resume", "--ranks", 2, check=False)
     assert found.returncode == 2 and "resume with --ranks 1" in found.stderr
+
+
+def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
+    """The second one in a thread, with another wish for the accelerator."""
+    script = f"""
+import os, threading
+from pathlib import Path
+from rlhf import launch
+from rlhf.config import load_config
+
+def run(name, *overrides, **wishes):
+    keys = ["sft.max_steps=2", "accelerator=cpu", *overrides]
+    config = load_config(Path({str(rlhf.recipe)!r}), [*keys, f"output={tmp_path!s}/{{name}}"])
+    launch.run(config, stages=("sft",), **wishes)
+
+run("first", accelerator="auto")
+assert "RLHF_ACCELERATOR" not in os.environ
+thread = threading.Thread(target=run, args=("second", "accelerator=cpu"))
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True, text=True)
+    assert (tmp_path / "second" / "sft" / "stage.json").exists(), done.stderr
+    assert_same_weights(tmp_path / "first" / "sft" / "model", tmp_path / "second" / "sft" / "model")
+
+
+class Elsewhere:
+    """A backend whose generators have other keys, or another format, than those that a checkpoint holds."""
+
+    def __init__(self, error=None):
+        self.error, self.seeds = error, []
+
+    def rng_state(self):
+        return {"python": 0, "here": 1}
+
+    def set_rng_state(self, state):
+        if self.error:
+            raise self.error
+
+    def seed(self, number):
+        self.seeds.append(number)
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"python": 0, "there": 1}, KeyError("here")),
+        ({"python": 0, "here": 1, "there": 2}, None),
+        ({"python": 0, "here": 1}, RuntimeError("RNG state is wrong size")),
+    ],
+)
+def test_random_numbers_of_another_accelerator_are_seeded_anew_and_not_silently(capsys, state, error):
+    accelerator, world = Elsewhere(error), distributed.World(0, 1)
+    context = StageContext(Config(seed=3), accelerator, None, None, world, None, StageDirectory(Path("x"), "ppo"), None)
+    _restore_generators(context, state, 5)
+    _restore_generators(context, state, 6)
+    assert len(set(accelerator.seeds)) == 2, "a later step does not draw what an earlier one drew"
+    assert "ppo: the checkpoint's random numbers are of another accelerator" in capsys.readouterr().out
+
+
+def test_random_numbers_of_this_accelerator_go_on_silently(capsys):
+    accelerator, world = Elsewhere(), distributed.World(0, 1)
+    context = StageContext(Config(), accelerator, None, None, world, None, StageDirectory(Path("x"), "ppo"), None)
+    _restore_generators(context, {"python": 0, "here": 1}, 5)
+    assert accelerator.seeds == [] and capsys.readouterr().out == ""

@@ -1,0 +1,85 @@
+"""How files and folders appear: never half-written, for they are completed beside their final name, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import RunError
+
+PARTIAL = ".partial"
+"""How the names of unfinished files and folders end; after a crash they are worth nothing."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that this package wrote.
+
+    Raises:
+        RunError: the file cannot be read, or was changed into something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); check the folder") from error
+    except ValueError as error:
+        raise RunError(f"{path}: is not readable as JSON ({error}); restore it or choose another --output") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{path}: expected an object, found a {type(value).__name__}; choose another --output")
+    return value
+
+
+def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` so that `path` holds all of it or what it held before."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    temporary = path.with_name(path.name + PARTIAL)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends, and vanishes when it fails."""
+    temporary = path.with_name(path.name + PARTIAL)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        publish(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished folder its final name, after its contents have reached the disk.
+
+    An older folder of that name is replaced.
+    """
+    for folder, _, files in os.walk(temporary):
+        for name in files:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    old = path.with_name(path.name + ".old" + PARTIAL)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.rename(path, old)  # a folder cannot be replaced in one step
+    os.rename(temporary, path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,25 @@
+"""A model's folder, checked before torch and transformers are loaded to read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf.errors import ModelError
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
+
+
+def check_model_folder(path: str) -> None:
+    """Raise `ModelError` where a local folder lacks a configuration or weights; hub names pass."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ModelError(f"{path}: no such model folder; check the path")
+        return  # a hub name
+    if not folder.is_dir():
+        raise ModelError(f"{path}: is a file; name the folder that holds the model")
+    has_gguf = any(folder.glob("*.gguf"))
+    if not (folder / "config.json").exists() and not has_gguf:
+        raise ModelError(f"{path}: holds no config.json; name a folder that save_pretrained wrote")
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")

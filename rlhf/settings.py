@@ -1,0 +1,61 @@
+"""Whether a run may go on: the settings that it was made with, as `run.json` holds them, against those given now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.config import Config, Stage
+
+# Keys that may differ when a stage is resumed: they change where, how long and how often, not what is learned.
+_HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
+# Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
+_SHARED = ("seed", "model", "data")
+# Sections that every stage is trained with; stages of one run may differ in them.
+_OF_EVERY_STAGE = ("engine", "lora")
+
+
+def stage_settings(config: Config, precision: str | None) -> dict[str, Any]:
+    """What `run.json` holds for one stage beside its own section; `precision` is what `auto` came to."""
+    values = config.model_dump(mode="json")
+    return {key: values[key] for key in _OF_EVERY_STAGE} | {"precision": precision or config.precision}
+
+
+def differences(
+    recorded: dict[str, Any], config: Config, resumed: Sequence[Stage], precision: str | None = None
+) -> list[str]:
+    """Keys that keep a run from going on, each as `key (recorded there, given now)`.
+
+    Args:
+        recorded: the contents of `run.json`.
+        resumed: stages that would continue from what is there; others only have to share the run's rows and model.
+        precision: what `config.precision` came to on this machine; None where that is not known yet.
+    """
+    there, now = recorded.get("config", {}), config.model_dump(mode="json")
+    found = [text for key in _SHARED for text in _leaves(there.get(key), now[key], key)]
+    for stage in resumed:
+        own = recorded.get("stages", {}).get(stage, there)
+        for key in _OF_EVERY_STAGE:
+            found += _leaves(own.get(key), now[key], key)
+        found += _precision(own.get("precision"), config.precision, precision)
+        found += _leaves(there.get(stage), now[stage], stage)
+    return list(dict.fromkeys(found))
+
+
+def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
+    if there == (resolved or given) or (given == "auto" and resolved is None):
+        return []
+    now = f"auto, which is {resolved} here," if given == "auto" else repr(given)
+    return [f"precision ({there!r} there, {now} now)"]
+
+
+def _leaves(there: Any, now: Any, key: str) -> list[str]:
+    """Leaves that differ between two dumped configurations."""
+    if key.rpartition(".")[2] in _HARMLESS:
+        return []
+    if isinstance(there, dict) and isinstance(now, dict):
+        names = sorted(there.keys() | now.keys())
+        return [text for name in names for text in _leaves(there.get(name), now.get(name), f"{key}.{name}")]
+    if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
+        return [text for i, pair in enumerate(zip(there, now, strict=True)) for text in _leaves(*pair, f"{key}.{i}")]
+    return [] if there == now else [f"{key} ({there!r} there, {now!r} now)"]
