@@ -21,7 +21,7 @@ import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,12 +112,27 @@ def serve() -> None:
 class ForkedPopen:
     """subprocess.Popen of `python -m rlhf ...` or `python -c CODE ...`, as far as it is used here."""
 
+    _pipes: ClassVar[
+        list[Any]
+    ] = []  # to the standard input of processes; one that is forked later must not hold them open
+
     def __init__(
-        self, command: Any, *, env: Any, stdout: Any = None, stderr: Any = None, cwd: Any = None, **options: Any
+        self,
+        command: Any,
+        *,
+        env: Any,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        cwd: Any = None,
+        **options: Any,
     ) -> None:
         python, how, what, *arguments = command
         assert python == sys.executable and how in ("-c", "-m"), command
         self.returncode: int | None = None
+        reads, writes = os.pipe()
+        self.stdin = os.fdopen(writes, "wb")
+        self._pipes.append(self.stdin)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -126,7 +141,10 @@ class ForkedPopen:
             for file, descriptor in ((stdout, 1), (stderr, 2)):
                 if file is not None:
                     os.dup2(file.fileno(), descriptor)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for pipe in self._pipes:
+                pipe.close()
+            os.dup2(reads, 0)
+            os.close(reads)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             os.environ.clear()
@@ -134,6 +152,9 @@ class ForkedPopen:
             os.chdir(cwd or os.getcwd())
             sys.argv = ["rlhf" if how == "-m" else "-c", *arguments]
             raise _Forked("from rlhf.cli import main; main()" if how == "-m" else what)
+        os.close(reads)
+        if stdin is None:
+            self.stdin.close()
 
     def poll(self) -> int | None:
         if self.returncode is None:

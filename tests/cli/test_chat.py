@@ -16,10 +16,10 @@ from rlhf.run import RunDirectory
 @pytest.fixture
 def finished_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
-    run.begin(Config())
-    for name in ("sft", "reward", "ppo"):
-        run.stage(name).model.mkdir(parents=True)
-        run.stage(name).finish({})
+    with run.opened(Config()):
+        for name in ("sft", "reward", "ppo"):
+            run.stage(name).model.mkdir(parents=True)
+            run.stage(name).finish({})
     return run
 
 
@@ -67,7 +67,10 @@ def test_the_folder_of_a_stage_answers(finished_run: RunDirectory) -> None:
 
 
 def test_a_run_without_a_finished_stage_is_named(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "run").begin(Config())
+    run = RunDirectory(tmp_path / "run")
+    with run.opened(Config()):
+        run.stage("sft").metrics.parent.mkdir()
+        run.stage("sft").metrics.write_text('{"step": 1}\n')
     with pytest.raises(RunError, match="no finished ppo or sft stage"):
         model_folder(tmp_path / "run")
 
