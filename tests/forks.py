@@ -33,8 +33,10 @@ class Forks:
         self._environment = environment | {"DS_ACCELERATOR": "cpu"}
         self._server: subprocess.Popen[str] | None = None
 
-    def run(self, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
-        """`python -m rlhf ARGUMENTS`.
+    def run(
+        self, *arguments: str, timeout: float, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`python -m rlhf ARGUMENTS`; `environment` is added to the client's.
 
         Raises:
             subprocess.TimeoutExpired: it took longer; it was killed.
@@ -42,7 +44,8 @@ class Forks:
         with tempfile.TemporaryDirectory() as folder:
             output, errors = Path(folder, "stdout"), Path(folder, "stderr")
             files = {"stdout": str(output), "stderr": str(errors)}
-            ask = {"arguments": arguments, "folder": os.getcwd(), "environment": self._environment, **files}
+            whole = self._environment | (environment or {})
+            ask = {"arguments": arguments, "folder": os.getcwd(), "environment": whole, **files}
             server = self._ready()
             assert server.stdin is not None and server.stdout is not None
             print(json.dumps(ask), file=server.stdin, flush=True)
@@ -149,6 +152,7 @@ class ForkedPopen:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             os.environ.clear()
             os.environ.update(env)
+            sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
             os.chdir(cwd or os.getcwd())
             sys.argv = ["rlhf" if how == "-m" else "-c", *arguments]
             raise _Forked("from rlhf.cli import main; main()" if how == "-m" else what)

@@ -12,14 +12,15 @@ from tests.helpers import assert_same_weights
 
 
 @pytest.fixture(scope="module")
-def train(run_python, rlhf, tmp_path_factory: pytest.TempPathFactory):
+def train(install, forks, rlhf, tmp_path_factory: pytest.TempPathFactory):
     """The stage directories of a run of the tiny recipe in fp16."""
 
     def train(*arguments: str, env: dict[str, str] | None = None) -> Path:
         output = tmp_path_factory.mktemp("half") / "run"
-        command = ["-m", "rlhf", *arguments, "--accelerator", "halves", "--set", "precision=fp16"]
+        command = [*arguments, "--accelerator", "halves", "--set", "precision=fp16"]
         command += ["--config", str(rlhf.recipe), "--output", str(output)]
-        done = run_python(*command, plugins=("halves",), env=env)
+        plugins = {"PYTHONPATH": str(install("halves")), "RLHF_PLUGINS": "rlhf-halves"}
+        done = forks.run(*command, timeout=300, environment=plugins | (env or {}))
         assert done.returncode == 0, done.stderr[-4000:]
         return output
 

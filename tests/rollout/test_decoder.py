@@ -195,7 +195,7 @@ def test_each_shape_is_captured_once_unless_any_shape_can_come(accelerator, capt
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, name):
+def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, caplog, name):
     """The step is replayed from its second call on: whatever it did in Python would not happen again."""
     from accelerators.graphs import Graph
     from tests.accelerators.replaying import record
@@ -211,3 +211,4 @@ def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, name):
     expected = plain.generate(model, ids, mask, free).ids
     torch.manual_seed(3)
     assert torch.equal(recorded.generate(model, ids, mask, free).ids, expected)
+    assert not caplog.records, "it was recorded, and not given up"

@@ -1,11 +1,16 @@
-"""The loop of steps: what is saved when, so that nothing that comes after the last step can lose a stage."""
+"""The loop of steps: what each rank draws, and what is saved when, so that nothing after the last step is lost."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
 from rlhf.config import build_config
 from rlhf.data.tokenization import load_stage
+from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
 from rlhf.stages import sft
+from rlhf.stages.loop import run_steps
 from tests.helpers import assert_same_weights
 from tests.in_process import stage_context
 
@@ -44,3 +49,21 @@ def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypat
     assert train(tmp_path / "failed") == expected
     assert steps == [], "the three steps are not taken again"
     assert_same_weights(tmp_path / "failed" / "sft" / "model", tmp_path / "whole" / "sft" / "model")
+
+
+def test_every_rank_draws_numbers_of_its_own_and_the_same_ones_again(accelerator, recipe, tmp_path):
+    def draws(rank, attempt):
+        context = stage_context(accelerator, tmp_path / f"{rank} {attempt}", "sft", recipe)
+        found = []
+
+        def step(index):
+            found.extend(torch.rand(3).tolist())
+            return {"rows": 1.0}
+
+        around = replace(context, world=World(rank, 2))
+        run_steps(around, total_steps=1, step=step, engines={}, settings=context.config.sft, unit="rows", shown=())
+        return found
+
+    first, second = draws(0, 1), draws(1, 1)
+    assert first == draws(0, 2) and second == draws(1, 2)
+    assert not set(first) & set(second)
