@@ -27,8 +27,8 @@ class PluginError(Exception):
 def within(limit: float | None, what: str, task: Callable[[], Result]) -> Result:
     """What `task` returns in at most `limit` seconds; `what` names it in messages.
 
-    It runs in a thread, which ends before anything forks. One that hangs (a driver that does not answer) is left
-    behind: it holds the import locks of its own modules alone, and does not keep the process from ending.
+    It runs in a thread. One that hangs (a driver that does not answer) is left behind and does not keep the process
+    from ending; code that hangs without giving up Python's global lock cannot be left behind, and is waited for.
 
     Raises:
         PluginError: it failed in any way, also by exiting, or took longer.

@@ -157,7 +157,7 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="term added to the denominator")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape after the warm-up")
     warmup: Fraction = Field(0.05, description="part of the steps over which the learning rate rises from 0")
-    min_lr_ratio: Fraction = Field(0.1, description="the schedule's last value, as a part of the peak")
+    min_lr_ratio: Fraction = Field(0.1, description="rate of the last step, as a part of the peak")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
 
 

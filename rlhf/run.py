@@ -101,7 +101,7 @@ class StageDirectory:
     def _has_trained(self) -> bool:
         """Whether a step is recorded; evaluation before the first one is step 0."""
         try:
-            with self.metrics.open(encoding="utf-8") as lines:
+            with self.metrics.open("rb") as lines:
                 return any(_step(line) > 0 for line in lines)
         except FileNotFoundError:
             return False
@@ -336,7 +336,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _step(line: str) -> int:
+def _step(line: bytes) -> int:
     """The step of a record; 0 where a crash cut it short."""
     try:
         return int(json.loads(line)["step"])

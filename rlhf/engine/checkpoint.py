@@ -16,7 +16,8 @@ import torch
 
 from rlhf.engine import distributed
 from rlhf.errors import RunError
-from rlhf.files import publish
+from rlhf.files import PARTIAL, publish
+from rlhf.outcome import shortage
 
 if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
@@ -64,7 +65,7 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
     if path is None:
         return None
     ranks = len(list(path.glob(_STATE.format(rank="*"))))
-    if ranks != distributed.world().size:
+    if ranks not in (0, distributed.world().size):
         raise RunError(
             f"{path}: written by {ranks} ranks, resumed by {distributed.world().size}; resume with --ranks {ranks}"
         )
@@ -73,7 +74,9 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
             whole = engine.parameter_counts["trainable"] == engine.parameter_counts["all"]
             engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
         state = torch.load(path / _STATE.format(rank=distributed.world().rank), weights_only=True)
-    except Exception as error:  # whatever the reader met, the remedy is the same
+    except Exception as error:  # whatever the reader met in the files, the remedy is the same
+        if shortage(error) or isinstance(error, PermissionError):  # they may be in order
+            raise
         earlier = [other.name for other in directory.all_checkpoints if other != path]
         what = f"resume from {earlier[-1]}" if earlier else f"start the {directory.name} stage anew; there is no other"
         raise RunError(f"{path}: cannot be read ({_reason(error)}); move this folder away to {what}") from error
@@ -85,4 +88,4 @@ def _reason(error: Exception) -> str:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
+    return path.with_name(path.name + PARTIAL)

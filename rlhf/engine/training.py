@@ -237,14 +237,15 @@ def _deepspeed_config(
 
 
 def _float32_sums(engine: EngineConfig, precision: Precision, accumulation: int) -> dict[str, Any]:
-    """Add bf16 gradients of micro-batches and ranks in float32: 8 bits lose more with every part that is added.
+    """Add bf16 gradients of ranks in float32, and those of micro-batches too where gradients are sharded (ZeRO 2, 3).
 
-    DeepSpeed 0.19 adds up micro-batches in the weights' own type at ZeRO 0, and knows no other there.
+    With 8 bits, every part that is added costs digits. Below ZeRO 2, DeepSpeed 0.19 adds micro-batches up in the
+    weights' own type (0), or holds float32 gradients of the whole model on every rank (1).
     """
     if precision.name != "bf16":
         return {}
     over_ranks = {"communication_data_type": "fp32"} if distributed.world().size > 1 else {}
-    if accumulation == 1 or engine.zero_stage == 0:
+    if accumulation == 1 or engine.zero_stage < 2:
         return over_ranks
     return over_ranks | {"data_types": {"grad_accum_dtype": "fp32"}}
 

@@ -12,6 +12,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rlhf.files import PARTIAL
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -92,23 +94,28 @@ class Recorder:
         file.flush()
 
 
-def _records_until(directory: StageDirectory, step: int) -> list[str]:
-    """Lines of the steps up to `step`; a last line that a crash cut short is dropped."""
+def _records_until(directory: StageDirectory, step: int) -> list[bytes]:
+    """Lines of the steps up to `step`, but for what was measured after it: that is measured again.
+
+    A last line that a crash cut short is dropped, also in the middle of a character.
+    """
     try:
-        lines = directory.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = directory.metrics.read_bytes().split(b"\n")  # and at nothing else that some call the end of a line
     except FileNotFoundError:
         return []
     kept = []
     for line in lines:
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+            record = json.loads(line)
         except ValueError:
             continue
+        measured = any(key.startswith("heldout_") for key in (*record, record.get("tag", "")))
+        if record["step"] < step or (record["step"] == step and not measured):
+            kept.append(line + b"\n")
     return kept
 
 
-def _replace_lines(directory: StageDirectory, lines: list[str]) -> None:
-    temporary = directory.metrics.with_name(directory.metrics.name + ".partial")
-    temporary.write_text("".join(lines), encoding="utf-8")
+def _replace_lines(directory: StageDirectory, lines: list[bytes]) -> None:
+    temporary = directory.metrics.with_name(directory.metrics.name + PARTIAL)
+    temporary.write_bytes(b"".join(lines))
     os.replace(temporary, directory.metrics)

@@ -67,6 +67,13 @@ def evaluate(
     return {"numbers": numbers, "samples": samples}
 
 
+def record(context: StageContext, step: int, found: dict[str, Any]) -> None:
+    """Record what `evaluate` found after `step` steps."""
+    context.recorder.log(step, {f"heldout_{key}": value for key, value in found["numbers"].items()})
+    for position, sample in enumerate(found["samples"]):
+        context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
+
+
 def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
     """Sums over real rows and tokens of a rollout; `means` divides them."""
     rows = row_mask.float()

@@ -205,6 +205,8 @@ def run_steps(
                 context.settle()
             if interrupted:
                 raise KeyboardInterrupt
+        if _anywhere(arrived, context):  # while the last checkpoint was written
+            raise KeyboardInterrupt
 
 
 def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from rlhf.objectives import (
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
 from rlhf.rollout.switch import generating
-from rlhf.stages.evaluation import Judge, evaluate, means, rollout_statistics
+from rlhf.stages.evaluation import Judge, evaluate, means, record, rollout_statistics
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
 
 
@@ -300,7 +300,7 @@ def run(
 
     def measure(when: str) -> dict[str, Any]:
         found = evaluate(context, ppo, examples, when, judge)
-        _record(context, 0 if when == "before" else settings.steps, found)
+        record(context, 0 if when == "before" else settings.steps, found)
         return found
 
     before = measure_once(context, lambda: measure("before"))
@@ -341,12 +341,6 @@ def run(
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:
     """[B, T] -> [B, A]: the value of the state in which each completion token was drawn, one column before it."""
     return token_values[:, -completion_length - 1 : -1]
-
-
-def _record(context: StageContext, step: int, found: dict[str, Any]) -> None:
-    context.recorder.log(step, {f"heldout_{key}": value for key, value in found["numbers"].items()})
-    for position, sample in enumerate(found["samples"]):
-        context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
 
 
 def _record_sample(context: StageContext, ppo: PPO, step: int) -> None:

@@ -79,6 +79,25 @@ def test_the_only_checkpoint_is_not_said_to_have_one_before_it(engine, tmp_path)
     assert "remove" not in str(found.value) and "earlier" not in str(found.value)
 
 
+def test_a_checkpoint_without_the_states_of_its_ranks_is_not_said_to_be_of_other_ranks(engine, tmp_path):
+    checkpoint.save(place(tmp_path), 1, {"model": engine}, {})
+    (place(tmp_path).latest_checkpoint / "state-rank0.pt").unlink()
+    with pytest.raises(RunError, match="step-00000001: cannot be read"):
+        checkpoint.restore(place(tmp_path), {"model": engine})
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory."), PermissionError(13, "denied")])
+def test_what_is_no_fault_of_the_checkpoint_is_not_blamed_on_it(engine, tmp_path, monkeypatch, error):
+    checkpoint.save(place(tmp_path), 1, {"model": engine}, {})
+
+    def load(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(engine.engine, "load_checkpoint", load)
+    with pytest.raises(type(error)):
+        checkpoint.restore(place(tmp_path), {"model": engine})
+
+
 @pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_stage, tmp_path):
@@ -119,6 +138,7 @@ try:
     checkpoint.save(RunDirectory(Path("{folder}")).stage("sft"), 3, dict(model=Holder()), dict(rank=rank))
 except BaseException as error:
     Path("{folder}", f"error{{rank}}").write_text(str(error))
+dist.destroy_process_group()
 """
 
 

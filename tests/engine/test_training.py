@@ -121,7 +121,7 @@ def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accele
         return engine.grad_norm()
 
     whole, parts = gradients(rows), gradients(1)
-    assert parts == pytest.approx(whole, rel=1e-3 if zero_stage else 2e-2)
+    assert parts == pytest.approx(whole, rel=1e-3 if zero_stage > 1 else 1e-2)
 
 
 @pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")

@@ -17,7 +17,7 @@ def stage(tmp_path: Path) -> StageDirectory:
 
 
 def records(stage: StageDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stage.metrics.read_text().splitlines()]
+    return [json.loads(line) for line in stage.metrics.read_text(encoding="utf-8").split("\n") if line]
 
 
 def scalars(stage: StageDirectory, name: str) -> list[tuple[int, float]]:
@@ -77,6 +77,34 @@ def test_a_line_that_a_crash_cut_short_is_dropped(stage: StageDirectory) -> None
     with Recorder(stage, resume_step=5) as recorder:
         recorder.log(6, {"loss": 6.0})
     assert [record["step"] for record in records(stage)] == [1, 6]
+
+
+def test_a_crash_in_the_middle_of_a_character_loses_that_line_alone(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.text("completion", 1, "first\u2028second\u0085third")  # some call these the ends of lines
+        recorder.log(2, {"loss": 2.0})
+        recorder.text("completion", 3, "牛")
+    stage.metrics.write_bytes(stage.metrics.read_bytes()[:-5])
+    assert stage.begun
+    with Recorder(stage, resume_step=5) as recorder:
+        recorder.log(6, {"loss": 6.0})
+    assert [record["step"] for record in records(stage)] == [1, 2, 6]
+    assert records(stage)[0]["text"] == "first\u2028second\u0085third"
+
+
+def test_what_was_measured_after_the_last_checkpoint_is_recorded_once(stage: StageDirectory) -> None:
+    for resume_step in (None, 2):
+        with Recorder(stage, resume_step=resume_step) as recorder:
+            if resume_step is None:
+                recorder.log(0, {"heldout_loss": 9.0})
+                recorder.log(2, {"loss": 2.0})
+            recorder.log(2, {"heldout_loss": 1.0})
+            recorder.text("heldout_0", 2, "a sample")
+    found = [
+        (record["step"], *(key for key in record if key in ("loss", "heldout_loss", "tag")))
+        for record in records(stage)
+    ]
+    assert found == [(0, "heldout_loss"), (2, "loss"), (2, "heldout_loss"), (2, "tag")]
 
 
 def test_a_new_start_begins_new_records(stage: StageDirectory) -> None:

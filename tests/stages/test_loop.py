@@ -1,5 +1,7 @@
 """The loop of steps: what each rank draws, and what is saved when, so that nothing after the last step is lost."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from rlhf.config import build_config
 from rlhf.data.tokenization import load_stage
+from rlhf.engine import checkpoint
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
 from rlhf.stages import sft
@@ -67,3 +70,17 @@ def test_every_rank_draws_numbers_of_its_own_and_the_same_ones_again(accelerator
     first, second = draws(0, 1), draws(1, 1)
     assert first == draws(0, 2) and second == draws(1, 2)
     assert not set(first) & set(second)
+
+
+def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkeypatch):
+    save = checkpoint.save
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path)
+    assert (tmp_path / "sft" / "checkpoints" / "step-00000003").is_dir()
+    assert not (tmp_path / "sft" / "model").exists()
