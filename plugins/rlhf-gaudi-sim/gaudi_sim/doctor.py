@@ -161,9 +161,13 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
 def events_between(
     events: Sequence[dict[str, Any]], first: dict[str, Any], last: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Events of a report between two records of metrics.jsonl."""
+    """Events of a report between two records of metrics.jsonl, but for those of writing a checkpoint.
+
+    A checkpoint reads everything on the host, now and then, whatever the recipe; the last one follows the last step.
+    """
     rounding = 0.0005  # records have milliseconds
-    return [event for event in events if first["time"] + rounding < event["time"] <= last["time"] + rounding]
+    between = [event for event in events if first["time"] + rounding < event["time"] <= last["time"] + rounding]
+    return [event for event in between if "rlhf/engine/checkpoint.py:" not in event["line"]]
 
 
 def _print(reports: Sequence[StageReport]) -> None:

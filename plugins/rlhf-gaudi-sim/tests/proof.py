@@ -16,10 +16,8 @@ from gaudi_sim.doctor import events_between
 STAGES = ("sft", "reward", "ppo")
 STEPS = 5
 BATCH = 4
-ROWS, HELD_OUT = (
-    18,
-    6,
-)  # the fifth batch of an epoch has two rows, in PPO two of the next epoch too; an evaluation ends with two
+# The fifth batch of an epoch has two rows, in PPO two of the next epoch too; an evaluation ends with two.
+ROWS, HELD_OUT = 18, 6
 WORDS = 24
 LONGEST = 24
 EOS, PAD, WORD = 1, 0, 2  # ids: the first word is 2
@@ -57,7 +55,7 @@ def write_recipe(folder: Path) -> Path:
     lengths = [1 + 7 * row % LONGEST for row in range(ROWS + HELD_OUT)]
     rows = []
     for row, length in enumerate(lengths):
-        last = WORDS - 1 if row % 4 == 0 else length - 1
+        last = _last_word(row)
         rows.append(
             {
                 "prompt": _words(last - length + 1, length),
@@ -86,6 +84,16 @@ def write_recipe(folder: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))  # JSON is YAML
     return path
+
+
+def completion_lengths() -> list[int]:
+    """Tokens that the model answers each training prompt with, the one that ends the completion included."""
+    return [WORDS - _last_word(row) for row in range(ROWS)]
+
+
+def _last_word(row: int) -> int:
+    """The last word of a prompt; after the last of all, a completion is empty."""
+    return WORDS - 1 if row % 4 == 0 else 7 * row % LONGEST
 
 
 def _words(first: int, count: int) -> str:
