@@ -93,8 +93,9 @@ def load_stage(
 ) -> StageData:
     """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
 
-    The same config and seed give the same examples, and every stage has prompts of its own. Held-out examples
-    come in a seeded random order, each prompt once before any comes again: the first few are a fair sample.
+    The same config and seed give the same examples, and of each source every stage has prompts of its own; a prompt
+    that sources for different stages have in common may be in several. Held-out examples come in a seeded random
+    order, each prompt once before any comes again: the first few are a fair sample.
 
     Args:
         end_ids: tokens that end a reply; default: the tokenizer's end-of-sequence token.

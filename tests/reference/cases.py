@@ -111,7 +111,7 @@ def configuration(stage: str, **changes: Any) -> Config:
         "reward": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 2, "optimizer": OPTIMIZER},
         "ppo": PPO,
     }
-    for section in ("engine", "lora"):
+    for section in ("engine", "lora", "model"):
         if section in changes:
             sections[section] = sections.get(section, {}) | changes.pop(section)
     sections[stage] = sections[stage] | changes
@@ -163,6 +163,9 @@ class Tokenizer:
     # A fifth of the vocabulary ends a completion: some end at once, some never.
     all_special_ids = tuple(range(1, VOCABULARY, 5))
     added_tokens_decoder: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return VOCABULARY
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, list(ids)))
