@@ -6,14 +6,16 @@ completion ends with a token that ends generation too, and a beginning-of-sequen
 tokenizer wants one.
 
 Tokenizers read the text of a control token (<|im_end|>) as that token. With a chat template only the template may
-write control tokens: contents that hold one could end a reply or forge a turn, and are recognized by
-`has_control_tokens`. Without a template a prompt is used as it is written, control tokens included.
+write control tokens: contents that hold one could end a reply or forge a turn. In a prompt it is taken apart, as
+plain text; replies that hold one are recognized by `has_control_tokens`. Without a template a prompt is used as it is
+written, control tokens included.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rlhf.data.rows import Message, Row, plain_prompt, transcript
@@ -42,14 +44,9 @@ def encode_conversation(
 ) -> list[int]:
     """Prompt ids of a conversation up to where the assistant replies, as rows of that form are trained.
 
-    A control token that someone has written in a message is taken apart, where the form is a template.
-
     Raises:
         DataError: the tokenizer's chat template refuses these messages.
     """
-    if form == "template":
-        control = control_tokens(tokenizer)
-        messages = [Message(m.role, control.sub(_apart, m.content)) for m in messages]
     text = transcript(messages) if form == "transcript" else plain_prompt(messages)
     row = Row(tuple(messages), text, None, None, None, "")
     ids = encode_prompts(tokenizer, [row], chat_template=form == "template")[0]
@@ -62,8 +59,19 @@ def encode_conversation(
 
 
 def _apart(found: re.Match[str]) -> str:
-    """The text of a control token with a space in it, which makes it plain text."""
-    return f"{found[0][0]} {found[0][1:]}"
+    """The text of a control token with a space in it, which makes it plain text; of one character, the space alone."""
+    token = found[0]
+    return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
+
+
+def _disarmed(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chat_template: bool) -> Sequence[Row]:
+    """The rows, control tokens that someone has written in their prompts taken apart where a template writes these."""
+    if not has_template(tokenizer, chat_template):
+        return rows
+    control = control_tokens(tokenizer)
+    return [
+        replace(row, prompt=tuple(Message(m.role, control.sub(_apart, m.content)) for m in row.prompt)) for row in rows
+    ]
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
@@ -86,20 +94,21 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def has_control_tokens(row: Row, replies: Sequence[str], control: re.Pattern[str], *, templated: bool) -> bool:
-    """Whether a row's texts hold control tokens where they must not.
+def has_control_tokens(replies: Sequence[str], control: re.Pattern[str], *, templated: bool) -> bool:
+    """Whether replies hold control tokens where they must not.
 
-    Without a template, a reply may end with one of them: data that was formatted beforehand has its end there.
+    Without a template a reply may end with them: data that was formatted beforehand has its end there.
     """
     if templated:
-        return any(map(control.search, [*(message.content for message in row.prompt), *replies]))
-    return any(found.end() < len(reply) for reply in replies for found in control.finditer(reply))
+        return any(map(control.search, replies))
+    return any(part.strip() for reply in replies for part in control.split(reply)[1:])
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool
 ) -> list[list[int] | None]:
     """Prompt ids of each row; None where the chat template refuses its messages."""
+    rows = _disarmed(tokenizer, rows, chat_template)
     return _ids(tokenizer, [_prompt(tokenizer, row, chat_template) for row in rows])
 
 
@@ -122,6 +131,7 @@ def encode_replies(
     end-of-sequence token is added; what a template writes after the first (Gemma: <end_of_turn>, then nothing of the
     reply), generation would never come to.
     """
+    rows = _disarmed(tokenizer, rows, chat_template)
     wholes = [_whole(tokenizer, row, reply, chat_template) for row, reply in zip(rows, replies, strict=True)]
     completions: list[list[int] | None] = []
     for row, reply, prompt_ids, whole, ids in zip(rows, replies, prompts, wholes, _ids(tokenizer, wholes), strict=True):

@@ -1,6 +1,6 @@
 """Sharing rows: among the stages, between training and evaluation, and among blended sources.
 
-Rows of a source with the same prompt always stay together, so that no stage and no evaluation sees another's prompts.
+Rows with the same prompt always stay together: of one source, no stage and no evaluation sees another's prompts.
 Everything is decided by the seed and the rows alone.
 """
 

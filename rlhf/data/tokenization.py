@@ -93,8 +93,9 @@ def load_stage(
 ) -> StageData:
     """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
 
-    The same config and seed give the same examples, and every stage has prompts of its own. Held-out examples
-    come in a seeded random order, each prompt once before any comes again: the first few are a fair sample.
+    The same config and seed give the same examples, and of each source every stage has prompts of its own; a prompt
+    that sources for different stages have in common may be in several. Held-out examples come in a seeded random
+    order, each prompt once before any comes again: the first few are a fair sample.
 
     Args:
         end_ids: tokens that end a reply; default: the tokenizer's end-of-sequence token.
@@ -187,7 +188,7 @@ def _examples(
 
     def forged(row: Row) -> bool:
         replies = [getattr(row, name) for name in _REPLIES[report.stage]]
-        return has_control_tokens(row, replies, control, templated=templated)
+        return has_control_tokens(replies, control, templated=templated)
 
     rows = [row for row in rows if not _dropped(row, forged(row) and "contains control tokens", report)]
     prompts = encode_prompts(tokenizer, rows, chat_template=config.chat_template)
@@ -227,6 +228,8 @@ def _unfit(prompt: list[int] | None, completions: Sequence[list[int] | None], co
         return "prompt too long"
     if any(len(ids) > config.max_completion_length for ids in completions if ids):
         return "completion too long"
+    if len(completions) == 2 and completions[0] == completions[1]:  # they differed in white space, or after the end
+        return "chosen equals rejected"
     return None
 
 

@@ -56,10 +56,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTr
 
 
 def end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
-    """Ids that end a reply: the tokenizer's end-of-sequence token, and those of the model's generation settings."""
+    """Ids that end a reply: the tokenizer's end-of-sequence token, and those of the model's generation settings.
+
+    Of the settings only special and added tokens count. A configuration may never have met this tokenizer: Llama's
+    default end-of-sequence id, 2, is `#` in GPT-2's vocabulary, and every reply would be cut there.
+    """
     more = getattr(settings, "eos_token_id", None)
-    more = more if isinstance(more, list) else [] if more is None else [more]
-    return sorted({tokenizer.eos_token_id, *more})
+    more = more if isinstance(more, list) else [more]
+    control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return sorted({tokenizer.eos_token_id, *(token for token in more if token in control)})
 
 
 def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:

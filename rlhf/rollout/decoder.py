@@ -197,7 +197,10 @@ class _Session:
 
     def size(self) -> int:
         """Bytes of the cache, beside which the other buffers are small."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.is_initialized)
+        held = [value for layer in self.cache.layers for value in vars(layer).values()]
+        for states in [value for value in held if isinstance(value, dict)]:  # of layers with linear attention
+            held += states.values()
+        return sum(value.nbytes for value in held if isinstance(value, Tensor))
 
     def start(self, prompt_ids: Tensor, prompt_mask: Tensor) -> None:
         """Reset the buffers, read the prompts and draw the first token."""

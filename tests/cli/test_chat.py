@@ -158,7 +158,7 @@ def test_the_prompt_is_written_as_in_training(
 def test_an_answer_ends_at_every_token_that_ends_generation(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -171,6 +171,10 @@ def test_an_answer_ends_at_every_token_that_ends_generation(
     assert free.split()[0] == "moo" and len(free.split()) == 4
     model.generation_config.eos_token_id = [2, 4]  # <eos> and moo
     model.save_pretrained(folder)
+    assert chat_model(folder, monkeypatch).reply([("user", "hello")], lambda text: None) == free, "moo is a word"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["moo"])
+    tokenizer.save_pretrained(folder)
     assert chat_model(folder, monkeypatch).reply([("user", "hello")], lambda text: None) == "moo"
 
 

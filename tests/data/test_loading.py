@@ -152,7 +152,7 @@ def test_rows_left_out_are_counted_by_reason_with_the_first_of_each(tokenizer: A
     )
     limits = {"max_prompt_length": 40, "max_completion_length": 20}
     (report,) = load(tokenizer, {"path": path, "stages": ["reward"]}, stage="reward", **limits).reports
-    assert report.used == 3
+    assert report.used == 4, "the prompt with control tokens among them"
     assert report.dropped == {
         "empty prompt": (1, "rows.jsonl:4"),
         "malformed": (3, "rows.jsonl:5"),
@@ -160,9 +160,16 @@ def test_rows_left_out_are_counted_by_reason_with_the_first_of_each(tokenizer: A
         "chosen equals rejected": (1, "rows.jsonl:8"),
         "prompt too long": (1, "rows.jsonl:9"),
         "completion too long": (2, "rows.jsonl:10"),
-        "contains control tokens": (2, "rows.jsonl:13"),
+        "contains control tokens": (1, "rows.jsonl:14"),
     }
     assert "3 malformed (first: rows.jsonl:5)" in str(report)
+
+
+def test_replies_that_differ_in_nothing_but_their_written_end_are_no_preference(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [*PAIRS[:5], {"prompt": "cow", "chosen": "moo", "rejected": "moo<eos>"}])
+    data = load(tokenizer, {"path": path, "stages": ["reward"]}, stage="reward", chat_template=False)
+    (report,) = data.reports
+    assert report.used == 5 and report.dropped == {"chosen equals rejected": (1, "rows.jsonl:6")}
 
 
 def test_the_longest_completion_counts_its_end_token(tokenizer: Any, tmp_path: Path) -> None:

@@ -81,38 +81,36 @@ def test_micro_batches_add_up_to_the_whole_batch(accelerator, zero_stage):
 
 
 @pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_bf16_follows_the_same_path_at_every_zero_stage(accelerator, zero_stage):
-    found = [numbers["loss"] for numbers in train(build(accelerator, zero_stage, "bf16"), steps=8)]
-    expected = [numbers["loss"] for numbers in train(build(accelerator, 1, "bf16"), steps=8)]
-    assert found == pytest.approx(expected, abs=0.02)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_bf16_follows_the_path_of_float32_at_every_zero_stage(accelerator, zero_stage, accumulation):
+    """DeepSpeed has other optimizers where micro-batches are added up."""
+    engine = build(accelerator, zero_stage, "bf16", accumulation)
+    found = [numbers["loss"] for numbers in train(engine, steps=8, accumulation=accumulation)]
+    expected = [numbers["loss"] for numbers in train(build(accelerator, zero_stage), steps=8)]
+    assert found == pytest.approx(expected, abs=0.03)
     assert found[-1] < found[0] - 0.5
 
 
 @pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accelerator, zero_stage):
-    """Rows that are all alike: the gradient of 64 micro-batches is the one of a single row, whatever it is.
-
-    Adam's first step is lr * g / (|g| + eps), and an eps far above g leaves lr / eps * g.
-    """
-    rows, rate, eps = 64, 1.0, 1e3
+    """Rows that are all alike: the gradient of 64 micro-batches is the one of a single row, whatever it is."""
+    rows = 64
     ids = IDS[:1].expand(rows, -1)
 
     def part_of_the_mean(model, ids):
         log_probs = completion_log_probs(model, ids, torch.ones_like(ids), COMPLETION).log_probs
-        return -log_probs.sum() / (rows * COMPLETION) * 3e3, {}
+        return -3 * log_probs.sum() / (rows * COMPLETION), {}  # by no power of two: parts are rounded
 
-    def gradients(micro):
+    def norm(micro):
         engine = TrainingEngine(
             "test",
             llama(60),
             accelerator=accelerator,
             precision=accelerator.precision("bf16"),
             engine=EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0),
-            optimizer=OptimizerConfig(
-                learning_rate=rate, schedule="constant", warmup=0, betas=(0.0, 0.0), eps=eps, max_grad_norm=1e9
-            ),
+            optimizer=OptimizerConfig(),
             total_steps=1,
             micro_batch_size=micro,
             accumulation=rows // micro,
@@ -120,14 +118,24 @@ def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accele
         engine.step(ids.split(micro), part_of_the_mean)
         return engine.grad_norm()
 
-    whole, parts = gradients(rows), gradients(1)
-    assert parts == pytest.approx(whole, rel=1e-3 if zero_stage > 1 else 1e-2)
+    whole, parts = norm(rows), norm(1)
+    assert parts == pytest.approx(whole, rel=1.5e-3 if zero_stage > 1 else 1e-2)
 
 
 @pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.parametrize("kept", [[], ["input_layernorm", "q_proj"]], ids=["plain", "named for float32"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_first_step(accelerator, zero_stage):
-    """Bit for bit, at positions where a rotary frequency of 8 bits would be off by a whole turn."""
+def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_first_step(
+    accelerator, monkeypatch, zero_stage, kept
+):
+    """Bit for bit, at positions where a rotary frequency of 8 bits would be off by a whole turn.
+
+    Also where the architecture names modules that transformers would keep in float32: of those DeepSpeed and `freeze`
+    keep the buffers only.
+    """
+    from transformers import LlamaPreTrainedModel
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", kept)
     ids = torch.randint(2, 60, (2, 600), generator=torch.Generator().manual_seed(1))
     settings = EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0)
     precision = accelerator.precision("bf16")
@@ -152,6 +160,7 @@ def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_fi
     )
     trained.engine.eval()
     assert torch.equal(log_probs(trained.engine), log_probs(frozen))
+    assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
 
 
 def test_whole_weights_are_sharded_again_when_the_block_ends(accelerator):

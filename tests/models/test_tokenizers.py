@@ -88,9 +88,17 @@ def test_an_unknown_token_that_no_text_needs_pads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [(None, [1]), (GenerationConfig(eos_token_id=0), [0, 1]), (GenerationConfig(eos_token_id=[1, 7]), [1, 7])],
+    [
+        (None, [1]),
+        (GenerationConfig(eos_token_id=0), [0, 1]),
+        (GenerationConfig(eos_token_id=[1, 300]), [1, 300]),
+        (GenerationConfig(eos_token_id=7), [1]),
+        (GenerationConfig(eos_token_id=[7, 300, 9999]), [1, 300]),
+    ],
 )
 def test_end_tokens_are_the_tokenizers_and_the_models(settings: Any, expected: list[int]) -> None:
+    """An ordinary token, or none of the vocabulary, is what a configuration names that is not the tokenizer's."""
     tokenizer = build_tokenizer()
-    assert tokenizer.eos_token_id == 1
+    tokenizer.add_tokens(["<turn>"])
+    assert tokenizer.eos_token_id == 1 and tokenizer.convert_tokens_to_ids(["#", "<turn>"]) == [7, 300]
     assert end_tokens(tokenizer, settings) == expected

@@ -15,7 +15,7 @@ def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
     rising = round(config.warmup * total)
     if step < rising:
         return config.learning_rate * (step + 1) / (rising + 1)
-    # Where the schedule ends: at step `total`, one after the last.
+    # The last step, `total - 1`, has the schedule's end: `min_lr_ratio` of the peak.
     passed = (step - rising) / max(1, total - 1 - rising)
     shape = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + math.cos(math.pi * passed)) / 2}[config.schedule]
     if config.schedule == "constant":

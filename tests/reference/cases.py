@@ -111,7 +111,7 @@ def configuration(stage: str, **changes: Any) -> Config:
         "reward": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 2, "optimizer": OPTIMIZER},
         "ppo": PPO,
     }
-    for section in ("engine", "lora"):
+    for section in ("engine", "lora", "model"):
         if section in changes:
             sections[section] = sections.get(section, {}) | changes.pop(section)
     sections[stage] = sections[stage] | changes
@@ -127,8 +127,7 @@ def language_model(seed: int, kind: str = "llama") -> Any:
 
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(_gpt2(GPT2Config))
-    # A fifth of the vocabulary ends a completion: some end at once, some never.
-    model.generation_config.eos_token_id = list(range(1, VOCABULARY, 5))
+    model.generation_config.eos_token_id = list(Tokenizer.all_special_ids)
     return model
 
 
@@ -161,6 +160,12 @@ class Tokenizer:
     """The little of a tokenizer that the stages use."""
 
     pad_token_id, eos_token_id = 0, 1
+    # A fifth of the vocabulary ends a completion: some end at once, some never.
+    all_special_ids = tuple(range(1, VOCABULARY, 5))
+    added_tokens_decoder: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return VOCABULARY
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, list(ids)))

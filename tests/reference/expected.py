@@ -47,11 +47,24 @@ def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list
     """Epoch after epoch in the orders that the seed gives; the last batch of each has what is left."""
     found = []
     for epoch in range(settings.epochs):
-        order = list(range(len(rows)))
-        random.Random(f"epoch {config.seed} {epoch}").shuffle(order)
-        starts = range(0, len(rows), settings.batch_size)
-        found += [[rows[index] for index in order[start : start + settings.batch_size]] for start in starts]
+        order = _epoch(config, rows, epoch)
+        found += [order[start : start + settings.batch_size] for start in range(0, len(rows), settings.batch_size)]
     return found
+
+
+def ppo_batch(config: Config, rows: list[Any], index: int) -> list[Any]:
+    """The rows of one step of PPO: the epochs are one endless sequence, which is cut into batches."""
+    size, endless = config.ppo.batch_size, []
+    for epoch in range((index + 1) * size // len(rows) + 1):
+        endless += _epoch(config, rows, epoch)
+    return endless[index * size : (index + 1) * size]
+
+
+def _epoch(config: Config, rows: list[Any], epoch: int) -> list[Any]:
+    """The rows in the order that the seed gives."""
+    order = list(range(len(rows)))
+    random.Random(f"epoch {config.seed} {epoch}").shuffle(order)
+    return [rows[index] for index in order]
 
 
 def reinforced(

@@ -19,11 +19,13 @@ from rlhf.config import Config
 from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.metrics.recorder import Recorder
+from rlhf.models import loading
 from rlhf.run import RunDirectory, StageDirectory
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 from tests.helpers import weights
 from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
+from tests.reference.expected import ppo_batch
 
 
 class StopError(Exception):
@@ -37,7 +39,7 @@ def supervised(
     run = {"sft": sft.run, "reward": reward.run}[stage]
     around = _context(accelerator, config, stage, folder)
     with around.recorder:
-        summary = run(around, copy.deepcopy(model), Tokenizer(), data(stage, count))
+        summary = run(around, _loaded(model, config), Tokenizer(), data(stage, count))
     if not around.world.is_main:
         return None
     return Outcome(_records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})
@@ -77,11 +79,12 @@ def reinforced(
             if index == stop_before:
                 raise StopError
             numbers = super().step(index)
-            rollouts.append(_rollout(self, index))
+            rollouts.append(_rollout(self, index, ppo_batch(config, rows.train, index)))
             return numbers
 
     rows = data("ppo", count)
-    four = ppo.Models(*(copy.deepcopy(getattr(models, name)) for name in ("actor", "reference", "critic", "reward")))
+    names = ("actor", "reference", "critic", "reward")
+    four = ppo.Models(*(_loaded(getattr(models, name), config) for name in names))
     with mock.patch.object(ppo, "PPO", Watched), around.recorder:
         try:
             summary = ppo.run(around, four, Tokenizer(), rows)
@@ -98,6 +101,11 @@ def reinforced(
     )
 
 
+def _loaded(model: Any, config: Config) -> Any:
+    """A copy of a model as `rlhf.models.loading` hands it over."""
+    return model and loading._fit(copy.deepcopy(model), Tokenizer(), config.model)
+
+
 def _sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) -> list[Sequence]:
     """The real rows of what `generate` returned, of all ranks.
 
@@ -110,10 +118,9 @@ def _sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) ->
     return [(example.prompt_ids, _cut(row, ends)) for example, row in zip(examples, every)]
 
 
-def _rollout(stage: ppo.PPO, index: int) -> Rollout:
-    """What chance decided in a step, of all ranks; the order of the rows is that of `PPO._order`."""
+def _rollout(stage: ppo.PPO, index: int, examples: list[Any]) -> Rollout:
+    """What chance decided in a step on `examples`, of all ranks; the order of the rows is that of `PPO._order`."""
     settings, size = stage.settings, stage.context.world.size
-    experience, examples = vars(stage.experience), stage.batches.examples(index)
     passes = []
     for epoch in range(settings.ppo_epochs):
         generator = stage._order(index, epoch)
@@ -126,7 +133,7 @@ def _rollout(stage: ppo.PPO, index: int) -> Rollout:
             for start in range(0, share, rows)
         ]
         passes.append(minibatches)
-    return Rollout(_sequences(stage, experience, examples), passes)
+    return Rollout(_sequences(stage, vars(stage.experience), examples), passes)
 
 
 def _cut(tokens: list[int], ends: set[int]) -> list[int]:

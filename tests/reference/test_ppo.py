@@ -14,6 +14,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
     "ZeRO 0, GPT-2": ("gpt2", {"engine": {"zero_stage": 0}, "steps": 1}),
     "GPT-2, LoRA": ("gpt2", {"lora": cases.LORA}),
+    "gradient checkpointing": ("llama", {"model": {"gradient_checkpointing": True}, "steps": 1}),
     "one minibatch, no whitening, a fixed coefficient, dynamic shapes": (
         "llama",
         {

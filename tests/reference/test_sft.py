@@ -11,6 +11,7 @@ SCHEDULE = {"epochs": 2, "max_steps": 4, "optimizer": cases.OPTIMIZER | {"warmup
 CASES = {
     "ZeRO 1, the last batch filled up": ("llama", {}),
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
+    "LoRA, gradient checkpointing": ("llama", {"lora": cases.LORA, "model": {"gradient_checkpointing": True}}),
     "ZeRO 0, GPT-2, loss on all tokens": ("gpt2", {"engine": {"zero_stage": 0}, "loss_on": "all"}),
     "cosine": ("llama", SCHEDULE | {"optimizer": SCHEDULE["optimizer"] | {"schedule": "cosine"}}),
     "linear": ("llama", SCHEDULE | {"optimizer": SCHEDULE["optimizer"] | {"schedule": "linear"}}),
@@ -25,6 +26,24 @@ def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
     found = real.supervised("sft", accelerator, config, model, ROWS, tmp_path)
     assert len(found.steps) == config.sft.max_steps
     cases.assert_same(found, expected.supervised("sft", config, model, ROWS))
+
+
+def test_gradient_checkpointing_computes_each_layer_of_a_training_pass_twice(accelerator, tmp_path, monkeypatch):
+    """That it is on where the comparison above says so."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    counts, forward = {True: 0, False: 0}, LlamaMLP.forward
+    for on in counts:
+
+        def counted(*arguments, on=on):
+            counts[on] += 1
+            return forward(*arguments)
+
+        monkeypatch.setattr(LlamaMLP, "forward", counted)
+        config = cases.configuration("sft", lora=cases.LORA, model={"gradient_checkpointing": on}, max_steps=1)
+        real.supervised("sft", accelerator, config, cases.language_model(1), ROWS, tmp_path / str(on))
+    layers, micro_batches = 2, 2
+    assert counts[True] - counts[False] == layers * micro_batches
 
 
 def test_the_loss_is_the_one_that_transformers_computes_from_labels(accelerator, tmp_path):

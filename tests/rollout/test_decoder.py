@@ -136,6 +136,29 @@ def test_log_probs_of_training_are_those_the_tokens_were_drawn_from(accelerator)
         torch.testing.assert_close(completion_log_probs(model, *whole, 12).log_probs, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_cache_that_counts_tokens_in_python_is_not_captured_and_says_so(accelerator, captured, monkeypatch, caplog):
+    """A replay would repeat the place of the recorded step."""
+    from rlhf.rollout import decoder as module
+
+    model, (ids, mask) = build("llama"), prompts()
+    expected = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    captured.clear()
+    make = module.static_cache
+
+    def counting(*arguments):
+        cache = make(*arguments)
+        cache.layers[1].is_sliding = True
+        return cache
+
+    monkeypatch.setattr(module, "static_cache", counting)
+    drawing = decoder(accelerator)
+    for _ in range(2):
+        assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
+    (record,) = caplog.records
+    assert "StaticLayer of transformers counts tokens in Python" in record.getMessage()
+    assert not captured
+
+
 def reading_on_the_host(model):
     """The model with a layer that looks at a value in every step, as some mixtures of experts do."""
     forward = model.forward

@@ -7,6 +7,8 @@ from rlhf.data.tokenization import load_stage
 from rlhf.stages.ppo import PPO, Models
 from tests.helpers import llama
 from tests.in_process import stage_context
+from tests.models.test_architectures import build as architecture
+from tests.models.test_architectures import configuration
 
 NO_BF16 = pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 
@@ -19,6 +21,15 @@ def gpt2(vocabulary):
     rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, **rates, **special))
+
+
+def linear_attention(vocabulary):
+    """A model whose cache has layers of another kind: states of one size instead of keys and values."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = configuration("qwen3_5_text")
+    config.vocab_size = vocabulary
+    return architecture(config, MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
 def scalar(model):
@@ -54,6 +65,17 @@ def test_a_model_with_dropout_starts_at_a_ratio_of_one(build, lora):
     assert numbers["clip_fraction"] == 0.0
     assert abs(numbers["policy_loss"]) < 1e-6, "the mean of whitened advantages"
     assert numbers["grad_norm"] > 0
+
+
+def test_a_model_with_linear_attention_takes_a_step(build):
+    ppo = build(linear_attention)
+    numbers = ppo.step(0)
+    assert numbers["grad_norm"] > 0 and numbers["clip_fraction"] == 0.0
+    (session,) = ppo.decoder._sessions
+    linear, full = session.cache.layers
+    states = [linear.conv_states[0], linear.recurrent_states[0], full.keys, full.values]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in states)
+    assert held <= session.size() <= held + 64, "beside them a counter or two"
 
 
 @NO_BF16
