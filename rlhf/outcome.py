@@ -118,8 +118,8 @@ def shortage(error: BaseException) -> RLHFError | None:
     lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if lacking or (of_a_library and _NO_MEMORY.search(text)):
         return OutOfMemory(
-            f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size, data.max_prompt_length "
-            "or data.max_completion_length, or set model.gradient_checkpointing=true"
+            f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size or set "
+            "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
         )
     if of_a_library and _NO_ROOM.search(text):
         return RunError(f"the disk is full ({_shortened(text, 160)}); make room, then continue with --resume")

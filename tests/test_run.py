@@ -297,6 +297,23 @@ def test_a_stage_resumes_only_in_the_precision_that_it_was_trained_in(tmp_path: 
         RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
 
 
+@pytest.mark.parametrize("hardware", [accelerator("fp32"), None])
+def test_a_run_that_recorded_no_settings_of_its_stages_is_compared_with_what_auto_came_to(
+    tmp_path: Path, hardware: dict[str, Any] | None
+) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    described = json.loads(run.description.read_text()) | {"accelerator": hardware}
+    del described["stages"]
+    run.description.write_text(json.dumps(described))
+    wishes: Any = {"stages": ("sft",), "resume": True}
+    if hardware:
+        with pytest.raises(RunError, match="precision"), run.opened(config, **wishes, accelerator=accelerator("bf16")):
+            pass
+    with run.opened(config, **wishes, accelerator=accelerator("fp32")):
+        pass
+
+
 def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
     run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
@@ -356,8 +373,12 @@ def test_a_stage_resumes_only_with_its_own_settings(tmp_path: Path, override: st
         RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
 
 
-@pytest.mark.parametrize("override", ["ppo.steps=200", "ppo.log_every=5", "ppo.checkpoint_every=7", "accelerator=cpu"])
-def test_a_resumed_stage_may_run_longer_and_record_otherwise(tmp_path: Path, override: str) -> None:
+HARMLESS = ["ppo.steps=200", "ppo.log_every=5", "ppo.checkpoint_every=7", "accelerator=cpu"]
+LESS_MEMORY = ["ppo.micro_batch_size=1", "model.gradient_checkpointing=true"]
+
+
+@pytest.mark.parametrize("override", HARMLESS + LESS_MEMORY)
+def test_a_resumed_stage_may_run_longer_record_otherwise_and_take_less_memory(tmp_path: Path, override: str) -> None:
     run_stages(config_in(tmp_path / "run"), "ppo", finish=False)
     RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
 
