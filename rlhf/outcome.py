@@ -128,8 +128,8 @@ def shortage(error: BaseException) -> RLHFError | None:
 
 def cause(outcomes: list[Outcome]) -> Outcome:
     """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
-    order = (USER, INTERRUPTED, DEFECT)
-    return min(outcomes, key=lambda outcome: (order.index(outcome.code), outcome.time))
+    order = {USER: 0, INTERRUPTED: 1}  # then defects; a plugin's error may have any code
+    return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
 
 
 def _shortened(text: str, length: int = 300) -> str:

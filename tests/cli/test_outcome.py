@@ -171,3 +171,9 @@ def test_a_rank_that_follows_another_leaves_no_traceback_and_is_not_the_cause(
     assert not list(tmp_path.rglob("traceback*"))
     follower, defect = Outcome.of(caught.value), Outcome.of(Defect("KeyError"))
     assert cause([follower, defect]) == cause([defect, follower]) == defect
+
+
+def test_an_error_of_a_plugin_with_a_code_of_its_own_is_reported() -> None:
+    own = Outcome(3, "rlhf: error: licence", 1.0)
+    assert cause([own, Outcome(1, "defect", 2.0)]) == own
+    assert cause([own, Outcome(2, "user", 2.0)]).code == 2
