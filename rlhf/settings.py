@@ -16,6 +16,18 @@ _SHARED = ("seed", "model", "data")
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
 
+# What a stage starts from where its key names no other model.
+_STARTS_FROM: dict[Stage, dict[str, Stage]] = {
+    "reward": {"model": "sft"},
+    "ppo": {"actor": "sft", "reward_model": "reward"},
+}
+
+
+def started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
+    """The stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
+    own = recorded.get("config", {}).get(stage, {})
+    return [earlier for key, earlier in _STARTS_FROM.get(stage, {}).items() if not own.get(key)]
+
 
 def stage_settings(config: Config, precision: str | None) -> dict[str, Any]:
     """What `run.json` holds for one stage beside its own section; `precision` is what `auto` came to."""

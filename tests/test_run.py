@@ -119,6 +119,25 @@ def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Pa
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    config, before = config_in(tmp_path / "run"), contents(run.path)
+    for stage, later in (("sft", "reward"), ("reward", "ppo")):
+        with pytest.raises(RunError, match=rf"its {later} stage comes from the {stage} stage, .*`rlhf --overwrite`"):
+            RunDirectory.check(config, stages=(stage,), overwrite=True)
+    assert contents(run.path) == before
+    for stages in (STAGES, ("ppo",)):
+        RunDirectory.check(config, stages=stages, overwrite=True)
+
+
+def test_overwrite_keeps_a_stage_that_started_from_models_of_its_own(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    own = config_in(tmp_path / "run", "ppo.actor=x", "ppo.reward_model=y")
+    run = run_stages(own, "ppo")
+    run_stages(config_in(tmp_path / "run"), "sft", overwrite=True)
+    assert run.stage("ppo").done
+
+
 def fail_in(run: RunDirectory, config: Config, error: BaseException, *steps: int, **wishes: Any) -> None:
     with run.opened(config, **wishes):
         record(run.stage(wishes.get("stages", STAGES)[0]), *steps)
@@ -127,7 +146,7 @@ def fail_in(run: RunDirectory, config: Config, error: BaseException, *steps: int
 
 
 @pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), OSError("x"), KeyboardInterrupt()])
-@pytest.mark.parametrize("stages", [STAGES, ("reward",)])
+@pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
 def test_what_overwrite_replaces_is_back_where_the_new_run_fails_before_a_step(
     tmp_path: Path, error: BaseException, stages: tuple[Stage, ...]
 ) -> None:

@@ -136,9 +136,11 @@ def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tm
         (STAGES, "model.path=./absent", "./absent: no such model folder"),
         (STAGES, "data.datasets=[{path: absent.jsonl}]", "absent.jsonl: no such file"),
         (STAGES, "data.datasets=[{path: world, heldout: ./absent}]", "./absent: no such file or folder"),
-        (("reward",), "reward.model=./absent", "./absent: no such model folder"),
+        (STAGES, "reward.model=./absent", "./absent: no such model folder"),
         (("ppo",), "ppo.reward_model=./absent", "./absent: no such model folder"),
-        (("sft",), "sft.micro_batch_size=7", "sft.micro_batch_size 7"),
+        (STAGES, "sft.micro_batch_size=7", "sft.micro_batch_size 7"),
+        (STAGES, "model.path={run}/sft/model", "sft/model lies in the sft stage that --overwrite replaces"),
+        (STAGES, "model.tokenizer={run}/ppo/model", "ppo/model lies in the ppo stage that --overwrite replaces"),
     ],
 )
 def test_what_can_be_known_is_known_before_a_run_is_replaced(
@@ -150,7 +152,7 @@ def test_what_can_be_known_is_known_before_a_run_is_replaced(
         for stage in run.stages:
             stage.finish({})
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    other = load_config(None, [f"output='{run.path}'", override])
+    other = load_config(None, [f"output='{run.path}'", override.replace("{run}", str(run.path))])
     with pytest.raises(RLHFError, match=re.escape(message)):
         launch.run(other, stages=stages, overwrite=True)
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
