@@ -65,9 +65,9 @@ def run(
         except KeyboardInterrupt as error:
             raise Interrupted(directory.saved_state()) from error
         except Exception as error:
-            if lack := shortage(error):
+            if lack := shortage(error, directory.path):
                 raise lack from error
-            if isinstance(error, (*USER_ERRORS, OSError, FailedElsewhere)):
+            if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
             raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
     return directory

@@ -70,11 +70,6 @@ class Outcome:
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
-        if isinstance(error, OSError) and error.errno in _DISK:
-            where = f"{error.filename}: " if error.filename else ""
-            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-            remedy = "make room, then continue with --resume" if full else "choose another --output"
-            return cls(USER, f"rlhf: error: {where}{error.strerror}; {remedy}", time.time())
         if isinstance(error, KeyboardInterrupt):
             error = Interrupted("nothing was started")
         error = shortage(error) or error
@@ -111,8 +106,20 @@ class Outcome:
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def shortage(error: BaseException) -> RLHFError | None:
-    """What a user can do about an error that says that memory or disk is used up; None for any other error."""
+def shortage(error: BaseException, output: Path | None = None) -> RLHFError | None:
+    """What a user can do about an error that says that memory, disk or rights are lacking; None for any other error.
+
+    Args:
+        output: the folder of the run; files elsewhere are not helped by another one.
+    """
+    if isinstance(error, OSError) and error.errno in _DISK:
+        named = error.filename
+        ours = named is None or (output and Path(str(named)).absolute().is_relative_to(output.absolute()))
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            remedy = "make room, then continue with --resume" if ours else "make room there"
+        else:
+            remedy = "choose another --output" if ours else "check the permissions of this path"
+        return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
     text = " ".join(f"{type(error).__name__}: {error}".split())
     of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
     lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

@@ -1,5 +1,6 @@
 """The run directory: who may write to it, what a stage leaves, and that nothing is ever half-written."""
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from rlhf import lock
+from rlhf.aside import Aside
 from rlhf.config import STAGES, Config, Stage, load_config
 from rlhf.errors import RunError
 from rlhf.files import atomic_directory, atomic_write_json, publish
@@ -123,7 +126,7 @@ def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: 
     run = run_stages(config_in(tmp_path / "run"), *STAGES)
     config, before = config_in(tmp_path / "run"), contents(run.path)
     for stage, later in (("sft", "reward"), ("reward", "ppo")):
-        with pytest.raises(RunError, match=rf"its {later} stage comes from the {stage} stage, .*`rlhf --overwrite`"):
+        with pytest.raises(RunError, match=rf"its {later} stage comes from the {stage} one, .*`rlhf --overwrite`"):
             RunDirectory.check(config, stages=(stage,), overwrite=True)
     assert contents(run.path) == before
     for stages in (STAGES, ("ppo",)):
@@ -260,6 +263,41 @@ def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
     assert dead.returncode == -9 and (folder / LOCK).exists()
     assert run_stages(config_in(folder), "sft").stage("sft").done
     assert not (folder / LOCK).exists()
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_where_there_are_no_locks_the_owner_that_is_named_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], living: bool
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    Aside(run.path).fill(run.description, ["sft"])  # as --overwrite has it until its first step
+    other = subprocess.Popen(["sleep", "60"])
+    (run.path / LOCK).write_text(f"process {other.pid} on {socket.gethostname()}\n")
+    if not living:
+        other.kill()
+        other.wait()
+    before = contents(run.path)
+    try:
+        if living:
+            with pytest.raises(RunError, match=f"process {other.pid} on .* may be writing"):
+                RunDirectory.check(config, resume=True)
+            assert contents(run.path) == before
+        else:
+            RunDirectory.check(config, resume=True)
+            assert run.stage("sft").done and not (run.path / LOCK).exists()
+    finally:
+        other.kill()
+        other.wait()
+    assert capsys.readouterr().err.count("cannot be locked") == 1
+
+
+def test_an_owner_on_another_host_may_live() -> None:
+    assert lock._may_live("process 1 on elsewhere") and not lock._may_live("")
 
 
 def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:

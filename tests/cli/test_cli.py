@@ -114,6 +114,10 @@ def test_a_seed_of_zero_counts(tmp_path: Path) -> None:
     assert config_of(printed("--config", str(tmp_path / "recipe.yaml"), "--seed", "0")).seed == 0
 
 
+def test_a_folder_may_have_any_name() -> None:
+    assert config_of(printed("--output", "runs/😀 ä: #1")).output == Path("runs/😀 ä: #1")
+
+
 def config_of(text: str) -> Config:
     return build_config(yaml.safe_load(text))
 

@@ -179,3 +179,28 @@ def test_an_error_of_a_plugin_with_a_code_of_its_own_is_reported() -> None:
     own = Outcome(3, "rlhf: error: licence", 1.0)
     assert cause([own, Outcome(1, "defect", 2.0)]) == own
     assert cause([own, Outcome(2, "user", 2.0)]).code == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "remedy"),
+    [
+        (errno.EACCES, "run/sft", "choose another --output"),
+        (errno.ENOSPC, "run/sft", "make room, then continue with --resume"),
+        (errno.EACCES, "cache", "check the permissions of this path"),
+        (errno.ENOSPC, "cache", "make room there"),
+        (errno.EROFS, None, "choose another --output"),
+    ],
+)
+def test_another_output_is_advised_only_where_it_helps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, place: str | None, remedy: str
+) -> None:
+    error = OSError(number, os.strerror(number), *([str(tmp_path / place)] if place else []))
+    with pytest.raises(RLHFError) as caught:
+        run_that(monkeypatch, tmp_path, error)
+    assert str(caught.value).endswith(f"{os.strerror(number)}; {remedy}")
+
+
+def test_any_other_error_of_the_system_is_a_defect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(Defect):
+        run_that(monkeypatch, tmp_path, OSError(errno.EIO, "Input/output error"))
+    assert "OSError" in (tmp_path / "run" / "traceback.txt").read_text()
