@@ -21,6 +21,7 @@ from pathlib import Path
 from typer import TyperException
 
 from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
+from rlhf.files import PARTIAL
 
 FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank leaves its outcome."""
@@ -96,8 +97,8 @@ class Outcome:
     def leave(self, folder: Path, rank: int) -> None:
         """Leave the outcome of a rank for the process that started it."""
         path = folder / f"{rank}.json"
-        path.with_suffix(".partial").write_text(json.dumps([self.code, self.line, self.time]), encoding="utf-8")
-        path.with_suffix(".partial").rename(path)
+        path.with_suffix(PARTIAL).write_text(json.dumps([self.code, self.line, self.time]), encoding="utf-8")
+        path.with_suffix(PARTIAL).rename(path)
 
     @classmethod
     def left(cls, folder: Path, rank: int) -> Outcome | None:

@@ -233,7 +233,7 @@ class RunDirectory:
             for stage in present:
                 if gone := [name for name in started_from(read_json(self.description), stage.name) if name in stages]:
                     raise RunError(
-                        f"{self.path}: its {stage.name} stage comes from the {gone[0]} one, which --overwrite replaces; "
+                        f"{self.path}: {stage.name} comes from the {gone[0]} stage, which --overwrite replaces; "
                         f"replace all with `rlhf --overwrite`, delete {stage.path}, or choose another --output"
                     )
         taken = [stage for stage in present if stage.name in stages]

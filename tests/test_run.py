@@ -126,7 +126,7 @@ def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: 
     run = run_stages(config_in(tmp_path / "run"), *STAGES)
     config, before = config_in(tmp_path / "run"), contents(run.path)
     for stage, later in (("sft", "reward"), ("reward", "ppo")):
-        with pytest.raises(RunError, match=rf"its {later} stage comes from the {stage} one, .*`rlhf --overwrite`"):
+        with pytest.raises(RunError, match=rf"{later} comes from the {stage} stage, .*`rlhf --overwrite`"):
             RunDirectory.check(config, stages=(stage,), overwrite=True)
     assert contents(run.path) == before
     for stages in (STAGES, ("ppo",)):
