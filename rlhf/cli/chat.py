@@ -72,8 +72,9 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
     from rlhf.run import RunDirectory
 
     run = RunDirectory(path)
-    with suppress(RunError):  # a living process writes there; what is complete may be talked to
-        run.recover()
+    for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
+        with suppress(RunError):  # a living process writes there; what is complete may be talked to
+            RunDirectory(folder).recover()
     if run.description.is_file():
         wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
         for candidate in wanted:
