@@ -6,7 +6,6 @@ bad values raise `ConfigError` with the key's full path, and the nearest known k
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,8 @@ from pydantic import (
 )
 
 from rlhf.errors import ConfigError
-from rlhf.values import overridden, read_yaml
+from rlhf.problems import explained
+from rlhf.values import names_model_or_data, overridden, read_yaml
 
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -317,21 +317,10 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, exam
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
     start = path
-    if path is None and example and not _names_model_or_data(overridden({}, overrides)):
+    if path is None and example and not names_model_or_data(overridden({}, overrides)):
         start = EMBEDDED_RECIPE
     values = read_yaml(start) if start else {}
     return build_config(overridden(values, overrides), source=str(path) if path else "the configuration")
-
-
-def _names_model_or_data(values: Any) -> bool:
-    """Whether nested values name another model or other data than the embedded ones."""
-
-    def at(value: Any, key: str) -> Any:
-        return value.get(key) if isinstance(value, dict) else None
-
-    sources = at(at(values, "data"), "datasets")
-    names = [at(source, "path") for source in sources] if isinstance(sources, list) else []
-    return bool(at(at(values, "model"), "path")) or any(name not in (None, "world") for name in names)
 
 
 def build_config(values: dict[str, Any], *, source: str = "the configuration") -> Config:
@@ -339,16 +328,7 @@ def build_config(values: dict[str, Any], *, source: str = "the configuration") -
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            known = _known_keys(problem["loc"][:-1])
-            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
-            raise ConfigError(f"{source}: unknown key {key!r}; {hint}") from error
-        message = problem["msg"].removeprefix("Value error, ")
-        given = "" if problem["type"] in {"value_error", "missing"} else f", found {problem['input']!r}"
-        raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}{given}") from error
+        raise ConfigError(f"{source}: {explained(error, Config)}") from error
 
 
 def _divide(rows: int, micro: int | None, world_size: int, key: str, section: str) -> int:
@@ -361,15 +341,3 @@ def _divide(rows: int, micro: int | None, world_size: int, key: str, section: st
             "change one of them"
         )
     return micro
-
-
-def _known_keys(location: tuple[str | int, ...]) -> list[str]:
-    """Keys of the section at `location`."""
-    section: type[BaseModel] = Config
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = section.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return list(section.model_fields)

@@ -22,7 +22,7 @@ from rich.text import Text
 import rlhf
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
-from rlhf.errors import USER_ERRORS, FailedElsewhere
+from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
 from rlhf.metrics.progress import console
 from rlhf.models.folder import check_model_folder
 from rlhf.outcome import Defect, Interrupted, shortage
@@ -65,9 +65,9 @@ def run(
         except KeyboardInterrupt as error:
             raise Interrupted(directory.saved_state()) from error
         except Exception as error:
-            if lack := shortage(error):
+            if lack := shortage(error, directory.path):
                 raise lack from error
-            if isinstance(error, (*USER_ERRORS, OSError, FailedElsewhere)):
+            if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
             raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
     return directory
@@ -80,12 +80,14 @@ def check(
 
     Raises:
         RLHFError: the run's folder is not to be written to, a batch of one of `stages` cannot be divided over
-            `ranks`, or a model or data that they name is not there.
+            `ranks`, or a model or data that they name is not there, or is what `overwrite` replaces.
     """
     directory = RunDirectory(config.output)
     if current_rank() == 0:
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     _check_batches(config, stages, ranks)
+    if overwrite:
+        _check_nothing_needed_goes(config, directory, stages)
     for stage in stages:
         if directory.stage(stage).done and not overwrite:
             continue
@@ -98,6 +100,18 @@ def check(
             if stage in source.stages:
                 sources.check(source.path)
                 sources.check(source.heldout or source.path)
+
+
+def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+    named = {"model.tokenizer": config.model.tokenizer}
+    named |= {key: path for stage in stages for path, key, _ in _models(config, stage)}
+    for key, path in named.items():
+        for stage in stages:
+            if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):
+                raise RunError(
+                    f"{key}: {path} lies in the {stage} stage that --overwrite replaces; "
+                    "copy it elsewhere, or choose another --output"
+                )
 
 
 def _models(config: Config, stage: Stage) -> list[tuple[str | None, str, Stage | None]]:

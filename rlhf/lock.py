@@ -9,15 +9,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from rlhf.errors import RunError
 
 LOCK = ".rlhf.lock"
-# File systems without locks; there, nobody is refused.
+# File systems without locks; there, the owner that the file names is believed.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
@@ -51,7 +54,7 @@ def _acquire(path: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+            owner = _owner(descriptor) or "another process"
             os.close(descriptor)
             raise RunError(
                 f"{path.parent}: {owner} is writing to this folder; let it end, or choose another --output"
@@ -60,11 +63,43 @@ def _acquire(path: Path) -> int:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
+            _say_unlocked(path.parent)
+            if _may_live(owner := _owner(descriptor)):
+                os.close(descriptor)
+                raise RunError(
+                    f"{path.parent}: {owner} may be writing to this folder; let it end, choose another --output, "
+                    f"or delete {path} if it has ended"
+                ) from error
         if _is_still(path, descriptor):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             return descriptor
         os.close(descriptor)  # its owner ended between our two calls, and the file with it
+
+
+def _owner(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+
+
+def _may_live(owner: str) -> bool:
+    """Whether the process that a lock file names may be writing; on another host nobody can tell."""
+    named = re.fullmatch(r"process (\d+) on (.+)", owner)
+    if not named or int(named[1]) == os.getpid():
+        return False
+    if named[2] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(named[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
+@cache
+def _say_unlocked(folder: Path) -> None:
+    print(f"rlhf: note: {folder} cannot be locked on this file system; start one run at a time there", file=sys.stderr)
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typer import TyperException
 
 from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
+from rlhf.files import PARTIAL
 
 FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank leaves its outcome."""
@@ -70,11 +71,6 @@ class Outcome:
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
-        if isinstance(error, OSError) and error.errno in _DISK:
-            where = f"{error.filename}: " if error.filename else ""
-            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-            remedy = "make room, then continue with --resume" if full else "choose another --output"
-            return cls(USER, f"rlhf: error: {where}{error.strerror}; {remedy}", time.time())
         if isinstance(error, KeyboardInterrupt):
             error = Interrupted("nothing was started")
         error = shortage(error) or error
@@ -101,8 +97,8 @@ class Outcome:
     def leave(self, folder: Path, rank: int) -> None:
         """Leave the outcome of a rank for the process that started it."""
         path = folder / f"{rank}.json"
-        path.with_suffix(".partial").write_text(json.dumps([self.code, self.line, self.time]), encoding="utf-8")
-        path.with_suffix(".partial").rename(path)
+        path.with_suffix(PARTIAL).write_text(json.dumps([self.code, self.line, self.time]), encoding="utf-8")
+        path.with_suffix(PARTIAL).rename(path)
 
     @classmethod
     def left(cls, folder: Path, rank: int) -> Outcome | None:
@@ -111,15 +107,27 @@ class Outcome:
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def shortage(error: BaseException) -> RLHFError | None:
-    """What a user can do about an error that says that memory or disk is used up; None for any other error."""
+def shortage(error: BaseException, output: Path | None = None) -> RLHFError | None:
+    """What a user can do about an error that says that memory, disk or rights are lacking; None for any other error.
+
+    Args:
+        output: the folder of the run; files elsewhere are not helped by another one.
+    """
+    if isinstance(error, OSError) and error.errno in _DISK:
+        named = error.filename
+        ours = named is None or (output and Path(str(named)).absolute().is_relative_to(output.absolute()))
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            remedy = "make room, then continue with --resume" if ours else "make room there"
+        else:
+            remedy = "choose another --output" if ours else "check the permissions of this path"
+        return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
     text = " ".join(f"{type(error).__name__}: {error}".split())
     of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
     lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if lacking or (of_a_library and _NO_MEMORY.search(text)):
         return OutOfMemory(
-            f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size, data.max_prompt_length "
-            "or data.max_completion_length, or set model.gradient_checkpointing=true"
+            f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size or set "
+            "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
         )
     if of_a_library and _NO_ROOM.search(text):
         return RunError(f"the disk is full ({_shortened(text, 160)}); make room, then continue with --resume")
@@ -128,8 +136,8 @@ def shortage(error: BaseException) -> RLHFError | None:
 
 def cause(outcomes: list[Outcome]) -> Outcome:
     """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
-    order = (USER, INTERRUPTED, DEFECT)
-    return min(outcomes, key=lambda outcome: (order.index(outcome.code), outcome.time))
+    order = {USER: 0, INTERRUPTED: 1}  # then defects; a plugin's error may have any code
+    return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
 
 
 def _shortened(text: str, length: int = 300) -> str:

@@ -29,6 +29,8 @@ from rlhf.outcome import DEFECT, FOLDER_VARIABLE, INTERRUPTED, Outcome, cause
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
+_STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}
 
 
 def current_rank() -> int:
@@ -64,16 +66,18 @@ def start(ranks: int, command: Sequence[str], *, debug: bool = False) -> Outcome
         _start_rank(rank, ranks, port, command, folder, quiet=bool(rank) and not debug) for rank in range(ranks)
     ]
     with _passing_signals_to(processes) as signals:
-        ended = _wait(processes, signals)
+        ended = _wait(processes, signals, folder)
     for process in processes:
         assert process.stdin
         process.stdin.close()
-    if signals and not ended:
-        return Outcome(INTERRUPTED, "rlhf: interrupted at once; checkpoints that were there stay", time.time())
-    left = {rank: Outcome.left(folder, rank) for rank, code in ended.items() if code != 0}
-    if all(left.values()):
+    left = {rank: Outcome.left(folder, rank) for rank in range(ranks) if ended.get(rank) != 0}
+    outcomes = [outcome for outcome in left.values() if outcome]
+    silent = [rank for rank, outcome in left.items() if not outcome and rank in ended]
+    if not silent:
         shutil.rmtree(folder, ignore_errors=True)
-    outcomes = [outcome or _unexplained(rank, ended[rank], folder) for rank, outcome in left.items()]
+    outcomes += [_unexplained(rank, ended[rank], folder) for rank in silent]
+    if not outcomes and len(ended) < ranks:
+        return Outcome(INTERRUPTED, "rlhf: interrupted at once; checkpoints that were there stay", time.time())
     return cause(outcomes) if outcomes else None
 
 
@@ -128,17 +132,18 @@ def _start_rank(
             log.close()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], signals: list[int]) -> dict[int, int]:
+def _wait(processes: list[subprocess.Popen[bytes]], signals: list[int], folder: Path) -> dict[int, int]:
     """Exit codes by rank, of the processes that ended by themselves."""
     deadline, said = math.inf, False
     while any(process.poll() is None for process in processes) and len(signals) < 2 and time.monotonic() < deadline:
         if signals and not said:
             said = True
             print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
-        codes = {process.poll() for process in processes} - {None}
-        if codes - {0, INTERRUPTED, -signal.SIGINT}:
+        codes = {rank: process.returncode for rank, process in enumerate(processes) if process.poll() is not None}
+        failed = [rank for rank, code in codes.items() if code != 0 and code not in _STOPPED]
+        if not all(_follows(rank, folder) for rank in failed):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FAIL)
-        elif INTERRUPTED in codes or (codes and signals):
+        elif any(codes.values()) or (codes and signals):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
         time.sleep(0.05)
     ended = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode is not None}
@@ -149,18 +154,26 @@ def _wait(processes: list[subprocess.Popen[bytes]], signals: list[int]) -> dict[
     return ended
 
 
+def _follows(rank: int, folder: Path) -> bool:
+    """Whether a rank says that it only ended with another, which may still be tidying up."""
+    outcome = Outcome.left(folder, rank)
+    return outcome is not None and outcome.time == math.inf
+
+
 @contextmanager
 def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """The signals that have arrived; each process gets them too."""
+    """The signals that have arrived; each process is asked to end then. What this process ignores stays ignored."""
     arrived: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
         for process in processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                # Not SIGINT: in the background of a shell that is ignored, and what this process starts inherits it.
+                process.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in heard}
     try:
         yield arrived
     finally:
@@ -169,7 +182,7 @@ def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[li
 
 
 def _unexplained(rank: int, code: int, folder: Path) -> Outcome:
-    if code == -signal.SIGINT:
+    if code in _STOPPED:
         return Outcome(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
     how = f"exit code {code}"
     if code < 0:

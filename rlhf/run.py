@@ -24,7 +24,7 @@ from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import RunError
 from rlhf.files import PARTIAL, atomic_write_json, read_json
 from rlhf.lock import LOCK, locked
-from rlhf.settings import differences, stage_settings
+from rlhf.settings import differences, stage_settings, started_from
 
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 
@@ -134,8 +134,8 @@ class RunDirectory:
         does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
 
         Raises:
-            RunError: the folder is not a run's, another process writes to it, it holds one of `stages` already,
-                or it was made with other settings.
+            RunError: the folder is not a run's, another process writes to it, it holds one of `stages` already or
+                one that started from what would be replaced, or it was made with other settings.
         """
         run = cls(config.output)
         run.recover()
@@ -230,6 +230,12 @@ class RunDirectory:
         present = [stage for stage in self.stages if stage.begun]
         if overwrite:
             present = [stage for stage in present if stage.name not in stages]
+            for stage in present:
+                if gone := [name for name in started_from(read_json(self.description), stage.name) if name in stages]:
+                    raise RunError(
+                        f"{self.path}: {stage.name} comes from the {gone[0]} stage, which --overwrite replaces; "
+                        f"replace all with `rlhf --overwrite`, delete {stage.path}, or choose another --output"
+                    )
         taken = [stage for stage in present if stage.name in stages]
         if taken and not resume:
             held = ", ".join(f"{stage.name} ({'complete' if stage.done else 'not complete'})" for stage in taken)

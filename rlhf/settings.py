@@ -7,12 +7,26 @@ from typing import Any
 
 from rlhf.config import Config, Stage
 
-# Keys that may differ when a stage is resumed: they change where, how long and how often, not what is learned.
+# Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
+# what is learned.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
+_HARMLESS |= {"micro_batch_size", "gradient_checkpointing"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 _SHARED = ("seed", "model", "data")
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
+
+# What a stage starts from where its key names no other model.
+_STARTS_FROM: dict[Stage, dict[str, Stage]] = {
+    "reward": {"model": "sft"},
+    "ppo": {"actor": "sft", "reward_model": "reward"},
+}
+
+
+def started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
+    """The stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
+    own = recorded.get("config", {}).get(stage, {})
+    return [earlier for key, earlier in _STARTS_FROM.get(stage, {}).items() if not own.get(key)]
 
 
 def stage_settings(config: Config, precision: str | None) -> dict[str, Any]:
@@ -37,13 +51,16 @@ def differences(
         own = recorded.get("stages", {}).get(stage, there)
         for key in _OF_EVERY_STAGE:
             found += _leaves(own.get(key), now[key], key)
-        found += _precision(own.get("precision"), config.precision, precision)
+        there_was = own.get("precision")
+        if there_was == "auto":  # recorded as it was given; what it came to may stand with the hardware
+            there_was = ((recorded.get("accelerator") or {}).get("precision") or {}).get("name", "auto")
+        found += _precision(there_was, config.precision, precision)
         found += _leaves(there.get(stage), now[stage], stage)
     return list(dict.fromkeys(found))
 
 
 def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
-    if there == (resolved or given) or (given == "auto" and resolved is None):
+    if there in (given, resolved or given) or (given == "auto" and resolved is None):
         return []
     now = f"auto, which is {resolved} here," if given == "auto" else repr(given)
     return [f"precision ({there!r} there, {now} now)"]

@@ -53,6 +53,17 @@ def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
     return values
 
 
+def names_model_or_data(values: Any) -> bool:
+    """Whether nested values name another model or other data than the embedded ones."""
+
+    def at(value: Any, key: str) -> Any:
+        return value.get(key) if isinstance(value, dict) else None
+
+    sources = at(at(values, "data"), "datasets")
+    names = [at(source, "path") for source in sources] if isinstance(sources, list) else []
+    return bool(at(at(values, "model"), "path")) or any(name not in (None, "world") for name in names)
+
+
 def _first_line(error: yaml.YAMLError) -> str:
     return str(getattr(error, "problem", None) or error).splitlines()[0]
 

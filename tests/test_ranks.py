@@ -17,10 +17,13 @@ from rlhf.errors import ConfigError
 from rlhf.outcome import DEFECT, INTERRUPTED, USER, Outcome
 
 HEAD = """
-import os, sys, time
+import os, signal, sys, time
 from rlhf.outcome import Outcome
 from rlhf.errors import DataError
 rank = os.environ["RANK"]
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, interrupt)
 """
 
 
@@ -140,6 +143,53 @@ except KeyboardInterrupt:
     outcome = start(script)
     assert outcome is not None and "rank 1 ended without a word" in outcome.line
     assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_had_to_be_killed_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_SECONDS_TO_FOLLOW", 0.2)
+    script = f"""
+try:
+    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0 if rank == '0' else 60)
+"""
+    signals(tmp_path, signal.SIGINT)
+    outcome = start(script)
+    assert outcome is not None and outcome.code == INTERRUPTED
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+def test_a_rank_that_follows_another_leaves_it_the_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_SECONDS_TO_FAIL", 0.1)
+    script = """
+from rlhf.errors import FailedElsewhere
+if rank == '1':
+    sys.exit(Outcome.of(FailedElsewhere('saving failed on rank 0')).report())
+time.sleep(1)
+sys.exit(Outcome.of(DataError('no rows')).report())
+"""
+    outcome = start(script)
+    assert outcome is not None and outcome.line == "rlhf: error: no rows"
+
+
+def test_a_job_in_the_background_is_heard_and_what_it_ignores_stays_ignored(tmp_path: Path) -> None:
+    """A shell starts it with SIGINT ignored, nohup with SIGHUP; ranks inherit that."""
+    rank = f"{HEAD}\nopen('{tmp_path}/' + rank, 'w').close()\ntime.sleep(30)"
+    script = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+        f"\nfrom rlhf import ranks\noutcome = ranks.start(2, [sys.executable, '-c', {rank!r}])"
+        "\nsys.exit(outcome.code if outcome else 0)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    while len(list(tmp_path.iterdir())) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT):
+        launcher.send_signal(number)
+        time.sleep(0.2)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == INTERRUPTED
 
 
 def alive(process: int) -> bool:

@@ -1,5 +1,6 @@
 """The run directory: who may write to it, what a stage leaves, and that nothing is ever half-written."""
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from rlhf import lock
+from rlhf.aside import Aside
 from rlhf.config import STAGES, Config, Stage, load_config
 from rlhf.errors import RunError
 from rlhf.files import atomic_directory, atomic_write_json, publish
@@ -119,6 +122,25 @@ def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Pa
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    config, before = config_in(tmp_path / "run"), contents(run.path)
+    for stage, later in (("sft", "reward"), ("reward", "ppo")):
+        with pytest.raises(RunError, match=rf"{later} comes from the {stage} stage, .*`rlhf --overwrite`"):
+            RunDirectory.check(config, stages=(stage,), overwrite=True)
+    assert contents(run.path) == before
+    for stages in (STAGES, ("ppo",)):
+        RunDirectory.check(config, stages=stages, overwrite=True)
+
+
+def test_overwrite_keeps_a_stage_that_started_from_models_of_its_own(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    own = config_in(tmp_path / "run", "ppo.actor=x", "ppo.reward_model=y")
+    run = run_stages(own, "ppo")
+    run_stages(config_in(tmp_path / "run"), "sft", overwrite=True)
+    assert run.stage("ppo").done
+
+
 def fail_in(run: RunDirectory, config: Config, error: BaseException, *steps: int, **wishes: Any) -> None:
     with run.opened(config, **wishes):
         record(run.stage(wishes.get("stages", STAGES)[0]), *steps)
@@ -127,7 +149,7 @@ def fail_in(run: RunDirectory, config: Config, error: BaseException, *steps: int
 
 
 @pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), OSError("x"), KeyboardInterrupt()])
-@pytest.mark.parametrize("stages", [STAGES, ("reward",)])
+@pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
 def test_what_overwrite_replaces_is_back_where_the_new_run_fails_before_a_step(
     tmp_path: Path, error: BaseException, stages: tuple[Stage, ...]
 ) -> None:
@@ -243,6 +265,41 @@ def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
     assert not (folder / LOCK).exists()
 
 
+@pytest.mark.parametrize("living", [True, False])
+def test_where_there_are_no_locks_the_owner_that_is_named_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], living: bool
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    Aside(run.path).fill(run.description, ["sft"])  # as --overwrite has it until its first step
+    other = subprocess.Popen(["sleep", "60"])
+    (run.path / LOCK).write_text(f"process {other.pid} on {socket.gethostname()}\n")
+    if not living:
+        other.kill()
+        other.wait()
+    before = contents(run.path)
+    try:
+        if living:
+            with pytest.raises(RunError, match=f"process {other.pid} on .* may be writing"):
+                RunDirectory.check(config, resume=True)
+            assert contents(run.path) == before
+        else:
+            RunDirectory.check(config, resume=True)
+            assert run.stage("sft").done and not (run.path / LOCK).exists()
+    finally:
+        other.kill()
+        other.wait()
+    assert capsys.readouterr().err.count("cannot be locked") == 1
+
+
+def test_an_owner_on_another_host_may_live() -> None:
+    assert lock._may_live("process 1 on elsewhere") and not lock._may_live("")
+
+
 def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         child = os.fork()
@@ -295,6 +352,23 @@ def test_a_stage_resumes_only_in_the_precision_that_it_was_trained_in(tmp_path: 
         pass
     with pytest.raises(RunError, match="'bf16' there, 'fp32' now"):
         RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
+
+
+@pytest.mark.parametrize("hardware", [accelerator("fp32"), None])
+def test_a_run_that_recorded_no_settings_of_its_stages_is_compared_with_what_auto_came_to(
+    tmp_path: Path, hardware: dict[str, Any] | None
+) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    described = json.loads(run.description.read_text()) | {"accelerator": hardware}
+    del described["stages"]
+    run.description.write_text(json.dumps(described))
+    wishes: Any = {"stages": ("sft",), "resume": True}
+    if hardware:
+        with pytest.raises(RunError, match="precision"), run.opened(config, **wishes, accelerator=accelerator("bf16")):
+            pass
+    with run.opened(config, **wishes, accelerator=accelerator("fp32")):
+        pass
 
 
 def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
@@ -356,8 +430,12 @@ def test_a_stage_resumes_only_with_its_own_settings(tmp_path: Path, override: st
         RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
 
 
-@pytest.mark.parametrize("override", ["ppo.steps=200", "ppo.log_every=5", "ppo.checkpoint_every=7", "accelerator=cpu"])
-def test_a_resumed_stage_may_run_longer_and_record_otherwise(tmp_path: Path, override: str) -> None:
+HARMLESS = ["ppo.steps=200", "ppo.log_every=5", "ppo.checkpoint_every=7", "accelerator=cpu"]
+LESS_MEMORY = ["ppo.micro_batch_size=1", "model.gradient_checkpointing=true"]
+
+
+@pytest.mark.parametrize("override", HARMLESS + LESS_MEMORY)
+def test_a_resumed_stage_may_run_longer_record_otherwise_and_take_less_memory(tmp_path: Path, override: str) -> None:
     run_stages(config_in(tmp_path / "run"), "ppo", finish=False)
     RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
 

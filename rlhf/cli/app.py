@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ import rlhf
 from rlhf.cli import accelerators, chat, schema
 from rlhf.cli.options import RUN, Options, shared
 from rlhf.config import STAGES, Stage
+from rlhf.errors import RunError
 
 app = typer.Typer(
     name="rlhf",
@@ -104,8 +106,10 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         launch.select(config, options.accelerator)
         outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
         if outcome:
-            RunDirectory(config.output).recover()  # a rank that had to be killed could not
-            raise typer.Exit(outcome.report())
+            code = outcome.report()
+            with suppress(RunError):  # the next start tries again
+                RunDirectory(config.output).recover()  # a rank that had to be killed could not
+            raise typer.Exit(code)
     else:
         launch.run(
             config,

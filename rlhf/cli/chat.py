@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -72,6 +72,9 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
     from rlhf.run import RunDirectory
 
     run = RunDirectory(path)
+    for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
+        with suppress(RunError):  # a living process writes there; what is complete may be talked to
+            RunDirectory(folder).recover()
     if run.description.is_file():
         wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
         for candidate in wanted:
@@ -104,7 +107,7 @@ class ChatModel:
 
     def __init__(self, folder: Path, options: Options, *, temperature: float, max_tokens: int) -> None:
         from rlhf import launch
-        from rlhf.models.loading import check_model_folder
+        from rlhf.models.folder import check_model_folder
 
         config: Config = options.load()
         check_model_folder(str(folder))

@@ -54,7 +54,10 @@ class Options:
             ConfigError: the file or a value is wrong.
         """
         keys = {"precision": self.precision, "output": self.output, "seed": self.seed}
-        given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items() if value is not None]
+        # As it stands: JSON writes what lies beyond 16 bits as two halves, which YAML does not join.
+        given = [
+            f"{key}={json.dumps(str(value), ensure_ascii=False)}" for key, value in keys.items() if value is not None
+        ]
         return load_config(self.config, [*(self.overrides or ()), *given], example=example)
 
 

@@ -114,7 +114,12 @@ def together(what: str) -> Iterator[None]:
         yield
     except BaseException as caught:
         error = caught
-    failures = all_gather_objects(repr(error) if error else None)
+    try:
+        failures = all_gather_objects(repr(error) if error else None)
+    except Exception as lost:  # another rank died; what failed here is not a consequence of that
+        if error:
+            raise error from lost
+        raise
     if error:
         raise error
     for rank, failure in enumerate(failures):

@@ -1,15 +1,19 @@
 """`rlhf chat` finds the model of a run and answers, line by line through a pipe."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf.aside import Aside
 from rlhf.cli.chat import ChatModel, _converse, model_folder
 from rlhf.cli.options import Options
 from rlhf.config import Config
 from rlhf.errors import ModelError, RunError
+from rlhf.lock import locked
 from rlhf.run import RunDirectory
 
 
@@ -60,6 +64,35 @@ def model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> ChatModel:
 def test_the_last_finished_stage_of_a_run_answers(finished_run: RunDirectory) -> None:
     assert model_folder(finished_run.path) == finished_run.stage("ppo").model
     assert model_folder(finished_run.path, "sft") == finished_run.stage("sft").model
+
+
+@pytest.mark.parametrize("named", [".", "ppo", "ppo/model"])
+def test_what_a_killed_run_was_to_replace_answers(finished_run: RunDirectory, named: str) -> None:
+    Aside(finished_run.path).fill(finished_run.description, ["sft", "reward", "ppo"])  # and then the process died
+    assert model_folder(finished_run.path / named) == finished_run.stage("ppo").model
+    assert finished_run.stage("ppo").model.is_dir()
+
+
+def test_a_complete_stage_answers_while_the_run_goes_on(finished_run: RunDirectory) -> None:
+    with locked(finished_run.path):
+        assert model_folder(finished_run.path, "sft") == finished_run.stage("sft").model
+
+
+def test_the_backend_is_chosen_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    script = f"""
+import sys
+from rlhf import launch
+from rlhf.cli.app import app
+def select(*arguments):
+    print(sorted({{"torch", "transformers", "deepspeed"}} & set(sys.modules)))
+    sys.exit()
+launch.select = select
+app(["chat", {str(tmp_path)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_folder_of_a_stage_answers(finished_run: RunDirectory) -> None:

@@ -13,10 +13,14 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from rlhf import launch, ranks
 from rlhf.cli.app import app
 from rlhf.cli.options import Options
 from rlhf.cli.tables import print_table
 from rlhf.config import Config, build_config, load_config
+from rlhf.errors import RunError
+from rlhf.outcome import Outcome
+from rlhf.run import RunDirectory
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -110,6 +114,10 @@ def test_a_seed_of_zero_counts(tmp_path: Path) -> None:
     assert config_of(printed("--config", str(tmp_path / "recipe.yaml"), "--seed", "0")).seed == 0
 
 
+def test_a_folder_may_have_any_name() -> None:
+    assert config_of(printed("--output", "runs/😀 ä: #1")).output == Path("runs/😀 ä: #1")
+
+
 def config_of(text: str) -> Config:
     return build_config(yaml.safe_load(text))
 
@@ -187,6 +195,23 @@ def test_an_output_folder_of_other_files_is_left_alone(rlhf: Command, tmp_path: 
 def test_a_model_folder_that_is_not_there_leaves_no_run(rlhf: Command, tmp_path: Path) -> None:
     assert "./absent: no such model folder" in error_of(rlhf("sft", "--set", "model.path=./absent", "--output", "run"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_the_ranks_is_told_even_where_the_folder_cannot_be_tidied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: RunDirectory) -> None:
+        if begun:
+            raise RunError("another process is writing")
+
+    begun: list[bool] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(RunDirectory, "recover", refuse)
+    monkeypatch.setattr(launch, "select", lambda *arguments: None)
+    monkeypatch.setattr(ranks, "start", lambda *arguments, **options: begun.append(True) or Outcome(1, "the cause", 0))
+    command = ["sft", "--ranks", "2", "--output", str(tmp_path / "run")]
+    assert get_command(app).main(command, standalone_mode=False) == 1
+    assert capsys.readouterr().err == "the cause\n"
 
 
 def test_brackets_in_a_table_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

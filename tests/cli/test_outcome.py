@@ -94,7 +94,7 @@ def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.Mo
         for outcome in (Outcome.of(error), Outcome.of(caught.value)):
             assert outcome.code == 2
             assert outcome.line.startswith("rlhf: error: not enough memory (")
-            for key in ("micro_batch_size", "max_prompt_length", "max_completion_length"):
+            for key in ("micro_batch_size", "model.gradient_checkpointing=true", "--resume"):
                 assert key in outcome.line
         shutil.rmtree(tmp_path / "run")
 
@@ -136,9 +136,11 @@ def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tm
         (STAGES, "model.path=./absent", "./absent: no such model folder"),
         (STAGES, "data.datasets=[{path: absent.jsonl}]", "absent.jsonl: no such file"),
         (STAGES, "data.datasets=[{path: world, heldout: ./absent}]", "./absent: no such file or folder"),
-        (("reward",), "reward.model=./absent", "./absent: no such model folder"),
+        (STAGES, "reward.model=./absent", "./absent: no such model folder"),
         (("ppo",), "ppo.reward_model=./absent", "./absent: no such model folder"),
-        (("sft",), "sft.micro_batch_size=7", "sft.micro_batch_size 7"),
+        (STAGES, "sft.micro_batch_size=7", "sft.micro_batch_size 7"),
+        (STAGES, "model.path={run}/sft/model", "sft/model lies in the sft stage that --overwrite replaces"),
+        (STAGES, "model.tokenizer={run}/ppo/model", "ppo/model lies in the ppo stage that --overwrite replaces"),
     ],
 )
 def test_what_can_be_known_is_known_before_a_run_is_replaced(
@@ -150,7 +152,7 @@ def test_what_can_be_known_is_known_before_a_run_is_replaced(
         for stage in run.stages:
             stage.finish({})
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    other = load_config(None, [f"output='{run.path}'", override])
+    other = load_config(None, [f"output='{run.path}'", override.replace("{run}", str(run.path))])
     with pytest.raises(RLHFError, match=re.escape(message)):
         launch.run(other, stages=stages, overwrite=True)
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
@@ -171,3 +173,34 @@ def test_a_rank_that_follows_another_leaves_no_traceback_and_is_not_the_cause(
     assert not list(tmp_path.rglob("traceback*"))
     follower, defect = Outcome.of(caught.value), Outcome.of(Defect("KeyError"))
     assert cause([follower, defect]) == cause([defect, follower]) == defect
+
+
+def test_an_error_of_a_plugin_with_a_code_of_its_own_is_reported() -> None:
+    own = Outcome(3, "rlhf: error: licence", 1.0)
+    assert cause([own, Outcome(1, "defect", 2.0)]) == own
+    assert cause([own, Outcome(2, "user", 2.0)]).code == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "remedy"),
+    [
+        (errno.EACCES, "run/sft", "choose another --output"),
+        (errno.ENOSPC, "run/sft", "make room, then continue with --resume"),
+        (errno.EACCES, "cache", "check the permissions of this path"),
+        (errno.ENOSPC, "cache", "make room there"),
+        (errno.EROFS, None, "choose another --output"),
+    ],
+)
+def test_another_output_is_advised_only_where_it_helps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, place: str | None, remedy: str
+) -> None:
+    error = OSError(number, os.strerror(number), *([str(tmp_path / place)] if place else []))
+    with pytest.raises(RLHFError) as caught:
+        run_that(monkeypatch, tmp_path, error)
+    assert str(caught.value).endswith(f"{os.strerror(number)}; {remedy}")
+
+
+def test_any_other_error_of_the_system_is_a_defect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(Defect):
+        run_that(monkeypatch, tmp_path, OSError(errno.EIO, "Input/output error"))
+    assert "OSError" in (tmp_path / "run" / "traceback.txt").read_text()

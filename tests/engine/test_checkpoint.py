@@ -8,7 +8,7 @@ import torch
 
 from rlhf import ranks
 from rlhf.config import EngineConfig, OptimizerConfig
-from rlhf.engine import checkpoint
+from rlhf.engine import checkpoint, distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.errors import RunError
 from rlhf.models.forward import completion_log_probs
@@ -112,6 +112,32 @@ def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_st
     with whole.whole_weights() as one, resumed.whole_weights() as other:
         for name, tensor in one.state_dict().items():
             assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_checkpoint_goes_on_in_smaller_micro_batches(accelerator, zero_stage, tmp_path):
+    whole = build(accelerator, zero_stage)
+    train(whole)
+    checkpoint.save(place(tmp_path), 1, {"model": whole}, {})
+    train(whole)
+    resumed = build(accelerator, zero_stage, accumulation=2)
+    checkpoint.restore(place(tmp_path), {"model": resumed})
+    train(resumed, 2)
+    assert resumed.steps == whole.steps == 2
+    with whole.whole_weights() as one, resumed.whole_weights() as other:
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_rank_names_its_own_error_where_the_others_are_gone(monkeypatch):
+    def gone(value):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(distributed, "all_gather_objects", gone)
+    with pytest.raises(OSError, match="No space left"), distributed.together("writing"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(RuntimeError, match="connection closed"), distributed.together("writing"):
+        pass
 
 
 SLOW_RANK = """
