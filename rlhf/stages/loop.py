@@ -261,7 +261,8 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
         yield arrived
         return
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in heard}  # a job in the background ignores some
     try:
         yield arrived
     finally:
