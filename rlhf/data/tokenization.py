@@ -118,12 +118,13 @@ def load_stage(
         mine = split(rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)[stage]
         return _Source(_examples(mine, config, tokenizer, report, end_ids), report, dataset.weight)
 
-    def held_out(dataset: DatasetConfig, trained: set[str]) -> _Source:
-        """The held-out source of a data set, without prompts that this or another stage may train on."""
+    def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Source:
+        """The held-out source of a data set, without what this or another stage may train on."""
         report = DataReport(stage, str(dataset.heldout))
         records = read(report.source, split=dataset.heldout_split, subset=dataset.heldout_subset, seed=seed)
         found = _rows(records, dataset.columns, report)
-        new = [row for row in found if not _dropped(row, prompt_key(row) in trained and "prompt trained on", report)]
+        known = "trained on" if _REPLIES[stage] else "prompt trained on"
+        new = [row for row in found if not _dropped(row, _lesson(row, stage) in trained and known, report)]
         return _Source(_examples(new, config, tokenizer, report, end_ids), report, dataset.weight)
 
     sources = [share(*parts) for parts in zip(rows, datasets, reports, strict=True)]
@@ -131,7 +132,7 @@ def load_stage(
     if any(dataset.heldout is not None for dataset in datasets):
         others = [dataset for dataset in config.datasets if stage not in dataset.stages]
         rows += [_train_rows(dataset, DataReport(stage, dataset.path), seed) for dataset in others]
-        trained = {prompt_key(row) for part in rows for row in part}
+        trained = {_lesson(row, stage) for part in rows for row in part}
         named = [held_out(dataset, trained) for dataset in datasets if dataset.heldout is not None]
     for source in named:
         source.report.heldout = len(source.examples)
@@ -206,6 +207,14 @@ def _examples(
         why = report.reasons() or "it has no rows, or too few distinct prompts for data.stage_split"
         raise DataError(f"{report.stage}: {report.source}: no usable row: {why}; see data.datasets.*.stages, .columns")
     return examples
+
+
+def _lesson(row: Row, stage: Stage) -> tuple[str, ...]:
+    """What a stage learns from, in a row: its prompt and the replies that it is shown; in PPO the prompt alone.
+
+    Many rows of a held-out source may share a few prompts with those that are trained on (one instruction for all).
+    """
+    return (prompt_key(row), *sorted(str(getattr(row, name)) for name in _REPLIES[stage]))
 
 
 def _unusable(row: Row, stage: Stage) -> str | None:

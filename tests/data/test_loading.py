@@ -76,20 +76,36 @@ def test_a_held_out_source_is_used_whole_and_for_evaluation_alone(tokenizer: Any
     ]
 
 
-def test_held_out_rows_whose_prompt_a_stage_trains_on_are_left_out(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
+def test_held_out_prompts_that_a_stage_trains_on_are_left_out_of_ppo(
+    tokenizer: Any, tmp_path: Path, pairs: str
+) -> None:
     """Whichever stage trains on it, and from whichever source."""
     elsewhere = write(tmp_path / "sft.jsonl", [{"prompt": f"Only sft {n}?", "response": "a"} for n in range(5)])
-    held = [{"prompt": text, "chosen": "a", "rejected": "b"} for text in ("QUESTION  7?", "Only sft 3?", "New?")]
-    other = write(tmp_path / "held.jsonl", held)
-    sources = {"path": elsewhere, "stages": ["sft"]}, {"path": pairs, "heldout": other}
-    for stage in ("reward", "ppo"):
-        data = load(tokenizer, *sources, stage=stage)
-        assert keys(data.heldout) == {"new?"}
-        assert data.reports[-1].dropped == {"prompt trained on": (2, "held.jsonl:1")}
+    held = write(tmp_path / "held.jsonl", [{"prompt": text} for text in ("QUESTION  7?", "Only sft 3?", "New?")])
+    sources = {"path": elsewhere, "stages": ["sft"]}, {"path": pairs, "heldout": held, "stages": ["ppo"]}
+    data = load(tokenizer, *sources, stage="ppo")
+    assert keys(data.heldout) == {"new?"}
+    assert data.reports[-1].dropped == {"prompt trained on": (2, "held.jsonl:1")}
+
+
+def test_held_out_rows_that_a_stage_trains_on_are_left_out_and_their_prompts_with_other_replies_are_not(
+    tokenizer: Any, tmp_path: Path, pairs: str
+) -> None:
+    known, other = PAIRS[7], {"chosen": "another", "rejected": "and another"}
+    mirrored = known | {"chosen": known["rejected"], "rejected": known["chosen"]}
+    held = write(tmp_path / "held.jsonl", [known, mirrored, known | other])
+    elsewhere = write(tmp_path / "sft.jsonl", [{"prompt": known["prompt"], "response": "another"}])
+    sources = {"path": elsewhere, "stages": ["sft"]}, {"path": pairs, "heldout": held, "stages": ["reward"]}
+    reward = load(tokenizer, *sources, stage="reward")
+    assert [example.row.chosen for example in reward.heldout] == ["another"]
+    assert reward.reports[-1].dropped == {"trained on": (2, "held.jsonl:1")}
+    both = {"path": elsewhere, "stages": ["reward"]}, {"path": pairs, "heldout": held, "stages": ["sft"]}
+    sft = load(tokenizer, *both, stage="sft")
+    assert [example.row.response for example in sft.heldout] == [mirrored["chosen"]]
 
 
 def test_a_held_out_source_that_is_all_trained_on_is_an_error(tokenizer: Any, pairs: str) -> None:
-    with pytest.raises(DataError, match="no usable row: 100 prompt trained on"):
+    with pytest.raises(DataError, match="no usable row: 100 trained on"):
         load(tokenizer, {"path": pairs, "heldout": pairs})
 
 
