@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.helpers import WORDS, build_tokenizer, llama, user_environment
 if TYPE_CHECKING:
     from accelerators import Accelerator
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's job in the background; what it starts inherits that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
 
