@@ -28,6 +28,7 @@ from rlhf.models.folder import check_model_folder
 from rlhf.outcome import Defect, Interrupted, shortage
 from rlhf.ranks import current_rank
 from rlhf.run import RunDirectory
+from rlhf.settings import STARTS
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -88,14 +89,15 @@ def check(
     _check_batches(config, stages, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
+    values = config.model_dump(mode="json")
     for stage in stages:
         if directory.stage(stage).done and not overwrite:
             continue
-        for path, key, earlier in _models(config, stage):
-            if path:
+        for start in STARTS[stage]:
+            if path := start.named(values):
                 check_model_folder(path)
-            elif earlier and earlier not in stages:
-                directory.model_of(earlier, key)
+            elif start.earlier and start.earlier not in stages:
+                directory.model_of(start.earlier, start.key)
         for source in config.data.datasets:
             if stage in source.stages:
                 sources.check(source.path)
@@ -104,7 +106,8 @@ def check(
 
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
     named = {"model.tokenizer": config.model.tokenizer}
-    named |= {key: path for stage in stages for path, key, _ in _models(config, stage)}
+    values = config.model_dump(mode="json")
+    named |= {start.key: start.named(values) for stage in stages for start in STARTS[stage]}
     for key, path in named.items():
         for stage in stages:
             if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):
@@ -112,15 +115,6 @@ def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: 
                     f"{key}: {path} lies in the {stage} stage that --overwrite replaces; "
                     "copy it elsewhere, or choose another --output"
                 )
-
-
-def _models(config: Config, stage: Stage) -> list[tuple[str | None, str, Stage | None]]:
-    """The models a stage starts from: (name, its key, the stage whose model is taken where the name is empty)."""
-    if stage == "sft":
-        return [(config.model.path, "model.path", None)]
-    if stage == "reward":
-        return [(config.reward.model, "reward.model", "sft")]
-    return [(config.ppo.actor, "ppo.actor", "sft"), (config.ppo.reward_model, "ppo.reward_model", "reward")]
 
 
 def select(config: Config, accelerator: str | None = None) -> Selection:

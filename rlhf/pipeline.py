@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import accelerators
 from rlhf.config import STAGES, Config, Stage
@@ -31,6 +31,7 @@ from rlhf.models.loading import (
 )
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
+from rlhf.settings import STARTS
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 
@@ -91,7 +92,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
     if config.model.path is None:
         tokenizer = world_tokenizer()
-        model = build_llama(tokenizer, attention=context.attention, seed=config.seed, max_length=context.max_length)
+        model = build_llama(tokenizer, attention=context.attention, seed=config.seed, max_length=config.data.max_length)
     else:
         tokenizer = _tokenizer(context)
         model = load_causal_lm(config.model, tokenizer, attention=context.attention)
@@ -101,7 +102,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
 
 def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
-    path = config.reward.model or _earlier(context, "sft", "reward.model")
+    (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     model = load_scalar_head(config.model, tokenizer, attention=context.attention, path=path, seed=config.seed)
     data = _data(context, tokenizer, generation_settings(path, config.model))
@@ -110,8 +111,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
 
 def _ppo(context: StageContext) -> dict[str, Any]:
     config = context.config
-    actor_path = config.ppo.actor or _earlier(context, "sft", "ppo.actor")
-    reward_path = config.ppo.reward_model or _earlier(context, "reward", "ppo.reward_model")
+    actor_path, reward_path = _starts(context, "ppo")
     tokenizer = _tokenizer(context, actor_path)
     check_same_vocabulary(tokenizer, load_model_tokenizer(config.model, reward_path)[0], reward_path)
     policy = partial(load_causal_lm, config.model, tokenizer, attention=context.attention, path=actor_path)
@@ -124,9 +124,14 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     return ppo.run(context, models, tokenizer, data, judge) | {"prompt_format": data.prompt_format}
 
 
-def _earlier(context: StageContext, stage: Stage, key: str) -> str:
-    """The model that an earlier stage of this run left."""
-    return context.run.model_of(stage, key)
+def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:
+    """The models that a stage starts from: those that are named, else what earlier stages of this run left."""
+    values = context.config.model_dump(mode="json")
+    return [
+        start.named(values) or context.run.model_of(start.earlier, start.key)
+        for start in STARTS[stage]
+        if start.earlier is not None
+    ]
 
 
 def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:

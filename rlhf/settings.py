@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rlhf.config import Config, Stage
 
@@ -16,17 +16,32 @@ _SHARED = ("seed", "model", "data")
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
 
-# What a stage starts from where its key names no other model.
-_STARTS_FROM: dict[Stage, dict[str, Stage]] = {
-    "reward": {"model": "sft"},
-    "ppo": {"actor": "sft", "reward_model": "reward"},
+
+class Start(NamedTuple):
+    """A model that a stage starts from: the one that `key` names, else what the `earlier` stage of the run left."""
+
+    key: str
+    earlier: Stage | None = None
+    scalar_head: bool = False
+
+    def named(self, config: Mapping[str, Any]) -> str | None:
+        """The folder or hub name in a dumped configuration; None where it names none."""
+        section, name = self.key.split(".")
+        named: str | None = config.get(section, {}).get(name)
+        return named
+
+
+STARTS: dict[Stage, tuple[Start, ...]] = {
+    "sft": (Start("model.path"),),
+    "reward": (Start("reward.model", "sft", scalar_head=True),),
+    "ppo": (Start("ppo.actor", "sft"), Start("ppo.reward_model", "reward", scalar_head=True)),
 }
 
 
 def started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
     """The stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
-    own = recorded.get("config", {}).get(stage, {})
-    return [earlier for key, earlier in _STARTS_FROM.get(stage, {}).items() if not own.get(key)]
+    config = recorded.get("config", {})
+    return [start.earlier for start in STARTS[stage] if start.earlier and not start.named(config)]
 
 
 def stage_settings(config: Config, precision: str | None) -> dict[str, Any]:

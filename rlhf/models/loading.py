@@ -17,6 +17,7 @@ from rlhf.errors import ModelError
 from rlhf.models.folder import check_model_folder
 from rlhf.models.support import check_support
 from rlhf.models.tokenizers import load_tokenizer, reason, unreachable
+from rlhf.settings import STARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,19 +35,21 @@ def check_models(config: Config, stages: Sequence[Stage], run: RunDirectory, *, 
     Raises:
         ModelError: a folder is incomplete, an architecture not supported, or has too few positions for the data.
     """
-    starts: list[tuple[str | None, bool]] = []  # (model, whether it needs a scalar head)
-    sft, reward = (str(stage.model) if stage.done else None for stage in (run.stage("sft"), run.stage("reward")))
-    if "sft" in stages:
-        starts.append((config.model.path, "reward" in stages and config.reward.model is None))
-    if "reward" in stages:
-        starts.append((config.reward.model or sft, True))
-    if "ppo" in stages:
-        starts += [(config.ppo.actor or sft, False), (config.ppo.reward_model or reward, True)]
-    for path, scalar_head in starts:
-        if path is not None:
+    values = config.model_dump(mode="json")
+    for stage in stages:
+        for start in STARTS[stage]:
+            left = run.stage(start.earlier) if start.earlier else None
+            path = start.named(values) or (str(left.model) if left and left.done else None)
+            if path is None:
+                continue
             check_model_folder(path)
-            length = config.data.max_length
-            check_support(path, config.model, attention=attention, scalar_head=scalar_head, max_length=length)
+            check_support(
+                path,
+                config.model,
+                attention=attention,
+                scalar_head=start.scalar_head or (stage == "sft" and "reward" in stages and not config.reward.model),
+                max_length=config.data.max_length,
+            )
 
 
 def load_causal_lm(

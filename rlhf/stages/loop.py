@@ -78,11 +78,6 @@ class StageContext:
         """transformers' name of the attention implementation."""
         return self.accelerator.kernel("attention", required=True)
 
-    @property
-    def max_length(self) -> int:
-        """Longest sequence, prompt and completion."""
-        return self.config.data.max_prompt_length + self.config.data.max_completion_length
-
     def engine(
         self,
         name: str,

@@ -26,7 +26,10 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     settings = context.config.reward
     micro = settings.micro_batch(context.world.size, section="reward")
     collate = partial(
-        collate_reward, pad_token_id=tokenizer.pad_token_id, policy=context.shapes, maximum=context.max_length
+        collate_reward,
+        pad_token_id=tokenizer.pad_token_id,
+        policy=context.shapes,
+        maximum=context.config.data.max_length,
     )
     batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
     held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)

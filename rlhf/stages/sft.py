@@ -36,7 +36,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         collate_sft,
         pad_token_id=tokenizer.pad_token_id,
         policy=context.shapes,
-        maximum=context.max_length,
+        maximum=context.config.data.max_length,
         loss_on=settings.loss_on,
     )
     batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
