@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,13 @@ class Aside:
     def exists(self) -> bool:
         return self.path.exists()
 
-    def fill(self, file: Path, folders: Sequence[str]) -> None:
-        """Set aside a copy of `file`, then the `folders` of the run themselves."""
+    def fill(self, files: Iterable[Path], folders: Sequence[str]) -> None:
+        """Set aside copies of `files`, then the `folders` of the run themselves."""
         self.path.mkdir()
-        copy = self.path / (file.name + PARTIAL)
-        shutil.copy2(file, copy)
-        os.rename(copy, self.path / file.name)
+        for file in files:
+            copy = self.path / (file.name + PARTIAL)
+            shutil.copy2(file, copy)
+            os.rename(copy, self.path / file.name)
         for folder in folders:
             os.rename(self.run / folder, self.path / folder)
         sync(self.run)

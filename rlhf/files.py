@@ -35,10 +35,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
     """Write `value` so that `path` holds all of it or what it held before."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
+    atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds all of it or what it held before."""
     temporary = path.with_name(path.name + PARTIAL)
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -7,28 +7,25 @@ be called again, and from any thread.
 from __future__ import annotations
 
 import os
-import signal
+import shlex
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 import rlhf
+from rlhf import preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.data import sources
-from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
+from rlhf.errors import USER_ERRORS, FailedElsewhere
 from rlhf.metrics.progress import console
-from rlhf.models.folder import check_model_folder
+from rlhf.metrics.summary import print_summary
 from rlhf.outcome import Defect, Interrupted, shortage
-from rlhf.ranks import current_rank
+from rlhf.ranks import current_rank, started_by_us, world_size
 from rlhf.run import RunDirectory
-from rlhf.settings import STARTS
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -41,30 +38,41 @@ def run(
     accelerator: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
+    recipe: Path | None = None,
 ) -> RunDirectory:
     """Run `stages` in this process, which may be one rank of several.
+
+    Everything that can be known beforehand is checked before the first of them; see `rlhf.preflight`.
 
     Args:
         accelerator: the command line's choice of backend, above that of `config`.
         resume: continue stages that the run directory holds already.
         overwrite: replace them.
+        dry_run: check, show what each stage would do, and write nothing.
+        recipe: the file that `config` comes from, to be shown.
 
     Raises:
         RLHFError, AcceleratorError: something that the user can fix; the message says how.
-        Interrupted: SIGINT or SIGTERM arrived.
+        Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
         Defect: anything else; its traceback is in the run directory.
     """
     directory = RunDirectory(config.output)
-    check(config, stages, int(os.environ.get("WORLD_SIZE", "1")), resume=resume, overwrite=overwrite)
+    request = Request(stages, resume, overwrite, dry_run)
+    pending = preflight.check(config, stages, world_size(), resume=resume, overwrite=overwrite)
+    if not pending:
+        if current_rank() == 0:
+            console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
+            print_summary([stage.summary() for stage in directory.stages if stage.done], console)
+        return directory
     with _left_as_found():
         selection = select(config, accelerator)
         if current_rank() == 0:
-            complete = [stage.name for stage in directory.stages if stage.done and not overwrite]
-            _announce(config, selection, stages, complete)
+            _announce(config, selection, stages, pending, recipe)
         try:
-            _run(config, selection, directory, stages, resume=resume, overwrite=overwrite)
+            _run(config, selection, directory, request, pending)
         except KeyboardInterrupt as error:
-            raise Interrupted(directory.saved_state()) from error
+            raise Interrupted(_how_to_go_on(directory, stages, accelerator, dry_run=dry_run)) from error
         except Exception as error:
             if lack := shortage(error, directory.path):
                 raise lack from error
@@ -74,47 +82,14 @@ def run(
     return directory
 
 
-def check(
-    config: Config, stages: Sequence[Stage], ranks: int, *, resume: bool = False, overwrite: bool = False
-) -> None:
-    """Find out now, and not when its stage begins, what can be known without loading anything.
+@dataclass(frozen=True)
+class Request:
+    """What is to be done with a run's folder."""
 
-    Raises:
-        RLHFError: the run's folder is not to be written to, a batch of one of `stages` cannot be divided over
-            `ranks`, or a model or data that they name is not there, or is what `overwrite` replaces.
-    """
-    directory = RunDirectory(config.output)
-    if current_rank() == 0:
-        RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
-    _check_batches(config, stages, ranks)
-    if overwrite:
-        _check_nothing_needed_goes(config, directory, stages)
-    values = config.model_dump(mode="json")
-    for stage in stages:
-        if directory.stage(stage).done and not overwrite:
-            continue
-        for start in STARTS[stage]:
-            if path := start.named(values):
-                check_model_folder(path)
-            elif start.earlier and start.earlier not in stages:
-                directory.model_of(start.earlier, start.key)
-        for source in config.data.datasets:
-            if stage in source.stages:
-                sources.check(source.path)
-                sources.check(source.heldout or source.path)
-
-
-def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
-    named = {"model.tokenizer": config.model.tokenizer}
-    values = config.model_dump(mode="json")
-    named |= {start.key: start.named(values) for stage in stages for start in STARTS[stage]}
-    for key, path in named.items():
-        for stage in stages:
-            if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):
-                raise RunError(
-                    f"{key}: {path} lies in the {stage} stage that --overwrite replaces; "
-                    "copy it elsewhere, or choose another --output"
-                )
+    stages: Sequence[Stage]
+    resume: bool
+    overwrite: bool
+    dry_run: bool
 
 
 def select(config: Config, accelerator: str | None = None) -> Selection:
@@ -135,23 +110,8 @@ def select(config: Config, accelerator: str | None = None) -> Selection:
     return selection
 
 
-def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
-    if "sft" in stages:
-        config.sft.micro_batch(ranks, section="sft")
-    if "reward" in stages:
-        config.reward.micro_batch(ranks, section="reward")
-    if "ppo" in stages:
-        config.ppo.minibatch(ranks)
-
-
 def _run(
-    config: Config,
-    selection: Selection,
-    directory: RunDirectory,
-    stages: Sequence[Stage],
-    *,
-    resume: bool,
-    overwrite: bool,
+    config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
 ) -> None:
     from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
 
@@ -159,25 +119,62 @@ def _run(
         from rlhf import pipeline  # imports DeepSpeed, which the session has told about the device
 
         selection.check_run(accelerator, config.model_dump(mode="json"))
-        with distributed.on_main("opening the run directory") as main:
+        with distributed.on_main("checking the run") as main:
             if main:
-                report = _report(accelerator, selection, config)
-                held.enter_context(
-                    directory.opened(config, stages=stages, resume=resume, overwrite=overwrite, accelerator=report)
-                )
-        pipeline.run(config, accelerator, directory, stages)
+                findings = preflight.examine(config, pending, directory, accelerator, whole=request.dry_run)
+                if request.dry_run:
+                    _show(config, findings)
+                else:
+                    held.enter_context(
+                        directory.opened(
+                            config,
+                            stages=request.stages,
+                            resume=request.resume,
+                            overwrite=request.overwrite,
+                            accelerator=_report(accelerator, selection, config),
+                            data=findings.data,
+                        )
+                    )
+        if not request.dry_run:
+            pipeline.run(config, accelerator, directory, request.stages)
 
 
-def _announce(config: Config, selection: Selection, stages: Sequence[Stage], complete: Sequence[Stage]) -> None:
+def _show(config: Config, findings: preflight.Findings) -> None:
+    from rlhf.metrics.plan import print_plan
+
+    for plan in findings.plans:
+        print_plan(plan, config, console)
+    console.print("\nnothing found that would stop this run; nothing was written", markup=False)
+
+
+def _how_to_go_on(directory: RunDirectory, stages: Sequence[Stage], accelerator: str | None, *, dry_run: bool) -> str:
+    """What is saved, and the command that continues from there."""
+    saved = None if dry_run else directory.saved_state()
+    if not saved:
+        command = shlex.join(["rlhf", *sys.argv[1:]])
+        return f"nothing is saved yet in {directory.path}; to start again: {command}"
+    if all(directory.stage(stage).done for stage in stages):
+        return saved
+    words = ["rlhf", *(stages if len(stages) == 1 else ()), "--output", str(directory.path), "--resume"]
+    words += ["--accelerator", accelerator] if accelerator else []
+    words += ["--ranks", str(world_size())] if started_by_us() else []
+    elsewhere = "" if world_size() == 1 or started_by_us() else " (with the launcher that you used)"
+    return f"{saved}; to continue{elsewhere}: {shlex.join(words)}"
+
+
+def _announce(
+    config: Config, selection: Selection, stages: Sequence[Stage], pending: Sequence[Stage], recipe: Path | None
+) -> None:
     """Say what is about to happen, before the first slow import."""
     sources = ", ".join(
         "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
     )
     facts = {
-        "stages": ", ".join(stage + (" (complete)" if stage in complete else "") for stage in stages),
+        "stages": ", ".join(stage if stage in pending else f"{stage} (complete)" for stage in stages),
+        **({"recipe": str(recipe)} if recipe else {}),
         "model": config.model.path or "embedded tiny Llama, from scratch",
         "data": sources,
-        "accelerator": f"{selection.name} ({selection.reason})",
+        "accelerator": f"{selection.name} ({selection.summary})",
         "output": str(config.output),
     }
     console.print(f"[bold]rlhf {rlhf.__version__}[/]")
@@ -200,19 +197,16 @@ def _report(accelerator: Accelerator, selection: Selection, config: Config) -> d
 
 @contextmanager
 def _left_as_found() -> Iterator[None]:
-    """Environment and signal handler are what they were when the block is left: the caller's program may go on."""
+    """Environment and signal handlers are what they were when the block is left: the caller's program may go on."""
     environment = dict(os.environ)
-    is_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
-    handler = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
     try:
-        yield
+        with signals.heard(_interrupt):
+            yield
     finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int) -> None:
     raise KeyboardInterrupt

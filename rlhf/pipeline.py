@@ -23,8 +23,6 @@ from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
 from rlhf.models.embedded import build_llama
 from rlhf.models.loading import (
-    check_models,
-    check_same_vocabulary,
     load_causal_lm,
     load_model_tokenizer,
     load_scalar_head,
@@ -55,7 +53,6 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     if config.engine.shapes != "auto":
         shapes = accelerators.ShapePolicy(config.engine.shapes)
     pending = [stage for stage in stages if not directory.stage(stage).done]
-    check_models(config, pending, directory, attention=accelerator.kernel("attention", required=True))
     for stage in pending:
         place = directory.stage(stage)
         checkpoint = place.latest_checkpoint
@@ -113,7 +110,6 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     config = context.config
     actor_path, reward_path = _starts(context, "ppo")
     tokenizer = _tokenizer(context, actor_path)
-    check_same_vocabulary(tokenizer, load_model_tokenizer(config.model, reward_path)[0], reward_path)
     policy = partial(load_causal_lm, config.model, tokenizer, attention=context.attention, path=actor_path)
     scalar = partial(load_scalar_head, config.model, tokenizer, attention=context.attention, path=reward_path)
     reference = None if config.lora.rank else policy()  # with LoRA the actor is its own

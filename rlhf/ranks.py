@@ -21,21 +21,30 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
+from rlhf import signals
 from rlhf.errors import ConfigError
 from rlhf.outcome import DEFECT, FOLDER_VARIABLE, INTERRUPTED, Outcome, cause
 
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
-_STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}
+_STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
 
 def current_rank() -> int:
     """This process's rank, as its launcher set it; 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes of this run, as their launcher set it; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def started_by_us() -> bool:
+    """Whether this process is a rank that `start` started."""
+    return FOLDER_VARIABLE in os.environ
 
 
 def must_start(ranks: int | None) -> bool:
@@ -46,7 +55,7 @@ def must_start(ranks: int | None) -> bool:
     """
     if "RANK" not in os.environ:
         return ranks is not None and ranks > 1
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = world_size()
     if ranks is not None and ranks != started:
         raise ConfigError(f"--ranks {ranks}: a launcher has started {started} already; leave --ranks out")
     return False
@@ -65,8 +74,8 @@ def start(ranks: int, command: Sequence[str], *, debug: bool = False) -> Outcome
     processes = [
         _start_rank(rank, ranks, port, command, folder, quiet=bool(rank) and not debug) for rank in range(ranks)
     ]
-    with _passing_signals_to(processes) as signals:
-        ended = _wait(processes, signals, folder)
+    with _passing_signals_to(processes) as arrived:
+        ended = _wait(processes, arrived, folder)
     for process in processes:
         assert process.stdin
         process.stdin.close()
@@ -132,18 +141,18 @@ def _start_rank(
             log.close()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], signals: list[int], folder: Path) -> dict[int, int]:
+def _wait(processes: list[subprocess.Popen[bytes]], arrived: list[int], folder: Path) -> dict[int, int]:
     """Exit codes by rank, of the processes that ended by themselves."""
     deadline, said = math.inf, False
-    while any(process.poll() is None for process in processes) and len(signals) < 2 and time.monotonic() < deadline:
-        if signals and not said:
+    while any(process.poll() is None for process in processes) and len(arrived) < 2 and time.monotonic() < deadline:
+        if arrived and not said:
             said = True
             print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
         codes = {rank: process.returncode for rank, process in enumerate(processes) if process.poll() is not None}
         failed = [rank for rank, code in codes.items() if code != 0 and code not in _STOPPED]
         if not all(_follows(rank, folder) for rank in failed):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FAIL)
-        elif any(codes.values()) or (codes and signals):
+        elif any(codes.values()) or (codes and arrived):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
         time.sleep(0.05)
     ended = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode is not None}
@@ -162,23 +171,19 @@ def _follows(rank: int, folder: Path) -> bool:
 
 @contextmanager
 def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """The signals that have arrived; each process is asked to end then. What this process ignores stays ignored."""
+    """The signals that have arrived, repeated hang-ups left out; each process is asked to end then."""
     arrived: list[int] = []
 
-    def receive(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
+    def receive(number: int) -> None:
+        if not arrived or signals.is_impatient(arrived, number):
+            arrived.append(number)
         for process in processes:
             if process.poll() is None:
                 # Not SIGINT: in the background of a shell that is ignored, and what this process starts inherits it.
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number if number == signal.SIGHUP else signal.SIGTERM)
 
-    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, receive) for number in heard}
-    try:
+    with signals.heard(receive):
         yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _unexplained(rank: int, code: int, folder: Path) -> Outcome:

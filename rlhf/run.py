@@ -6,7 +6,6 @@ their own folder.
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import shutil
@@ -20,91 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.aside import Aside
-from rlhf.config import STAGES, Config, Stage
+from rlhf.config import STAGES, Config, Stage, build_config
 from rlhf.errors import RunError
-from rlhf.files import PARTIAL, atomic_write_json, read_json
+from rlhf.files import PARTIAL, atomic_write, atomic_write_json, read_json
 from rlhf.lock import LOCK, locked
-from rlhf.settings import differences, stage_settings, started_from
+from rlhf.recipe import recipe_text
+from rlhf.settings import (
+    Fingerprints,
+    changed_data,
+    differences,
+    differences_of_complete,
+    stage_settings,
+    started_from,
+)
+from rlhf.stage_directory import StageDirectory
 
+_ABOUT_RECIPE = (
+    "The settings of the run in this folder. `rlhf --resume` and later stages go on with them where --config names no "
+    "other recipe."
+)
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
-
-
-@dataclass(frozen=True)
-class StageDirectory:
-    """One stage's folder in a run."""
-
-    path: Path
-    name: Stage
-
-    @property
-    def model(self) -> Path:
-        """The trained model, in Hugging Face format."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
-        return self.done or self.latest_checkpoint is not None or self._has_trained
-
-    @property
-    def done(self) -> bool:
-        """Whether the stage ran to its end: `finish` was called."""
-        return self._summary.is_file()
-
-    @property
-    def all_checkpoints(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
-        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
-
-    @property
-    def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return max(self.all_checkpoints, default=None)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
-
-        The checkpoints go: a complete stage is not trained further, not by `--resume` with more steps either,
-        and its model is in `model`.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(self._summary, summary)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
-
-    def summary(self) -> dict[str, Any]:
-        """What `finish` was given.
-
-        Raises:
-            RunError: the stage is not complete.
-        """
-        if not self.done:
-            raise RunError(f"{self.path}: the {self.name} stage is not complete; run `rlhf {self.name}` first")
-        return read_json(self._summary)
-
-    @property
-    def _summary(self) -> Path:
-        return self.path / "stage.json"
-
-    @property
-    def _has_trained(self) -> bool:
-        """Whether a step is recorded; evaluation before the first one is step 0."""
-        try:
-            with self.metrics.open("rb") as lines:
-                return any(_step(line) > 0 for line in lines)
-        except FileNotFoundError:
-            return False
 
 
 @dataclass(frozen=True)
@@ -116,6 +50,11 @@ class RunDirectory:
     @property
     def description(self) -> Path:
         return self.path / "run.json"
+
+    @property
+    def recipe(self) -> Path:
+        """The run's settings, as `--config` reads them."""
+        return self.path / "recipe.yaml"
 
     def stage(self, name: Stage) -> StageDirectory:
         return StageDirectory(self.path / name, name)
@@ -142,6 +81,14 @@ class RunDirectory:
         run._check(config, stages, resume=resume, overwrite=overwrite)
         return run
 
+    def settings(self, stages: Sequence[Stage], *, overwrite: bool = False) -> Path | None:
+        """The run's own recipe, if something of the run stays when `stages` are run; else None.
+
+        It is what a command that names no recipe goes on with.
+        """
+        stays = any(stage.begun and not (overwrite and stage.name in stages) for stage in self.stages)
+        return self.recipe if stays and self.recipe.is_file() else None
+
     @contextmanager
     def opened(
         self,
@@ -151,6 +98,7 @@ class RunDirectory:
         resume: bool = False,
         overwrite: bool = False,
         accelerator: dict[str, Any] | None = None,
+        data: Fingerprints | None = None,
     ) -> Iterator[None]:
         """The folder, locked and described by `run.json`, while `stages` are written to it. Rank 0 calls it.
 
@@ -161,6 +109,7 @@ class RunDirectory:
         Args:
             accelerator: what `run.json` says of the hardware; `precision.name` is compared with that of a stage
                 to be resumed.
+            data: the fingerprint of each source; compared with those of the run, and recorded.
 
         Raises:
             RunError: as `check`, or the folder cannot be written. Nothing is changed then.
@@ -168,9 +117,9 @@ class RunDirectory:
         with locked(self.path):
             self._aside.restore()
             resolved = accelerator["precision"]["name"] if accelerator else None
-            self._check(config, stages, resume=resume, overwrite=overwrite, precision=resolved)
+            self._check(config, stages, resume=resume, overwrite=overwrite, precision=resolved, data=data)
             try:
-                self._begin(config, stages, overwrite, accelerator, resolved)
+                self._begin(config, stages, overwrite, accelerator, data or {})
                 yield
             except BaseException:
                 self._aside.restore()
@@ -205,27 +154,39 @@ class RunDirectory:
             )
         return str(self.stage(stage).model)
 
-    def saved_state(self) -> str:
-        """One line on what is on disk, for a run that was stopped."""
+    def saved_state(self) -> str | None:
+        """One line on what is on disk, for a run that was stopped; None where nothing is saved."""
         kept = [f"{stage.name} is complete" for stage in self.stages if stage.done]
         for stage in self.stages:
             if not stage.done and stage.latest_checkpoint:
                 kept.append(f"{stage.name} is saved up to {stage.latest_checkpoint.name}")
-        if not kept:
-            return f"nothing is saved yet in {self.path}; <stage>.checkpoint_every sets the steps between checkpoints"
-        remedy = "" if all(stage.done for stage in self.stages) else "; continue with --resume"
-        return f"in {self.path}, {', '.join(kept)}{remedy}"
+        return f"in {self.path}, {', '.join(kept)}" if kept else None
 
     @property
     def _aside(self) -> Aside:
         return Aside(self.path)
 
+    @property
+    def _described_by(self) -> tuple[Path, Path]:
+        return self.recipe, self.description
+
     def _check(
-        self, config: Config, stages: Sequence[Stage], *, resume: bool, overwrite: bool, precision: str | None = None
+        self,
+        config: Config,
+        stages: Sequence[Stage],
+        *,
+        resume: bool,
+        overwrite: bool,
+        precision: str | None = None,
+        data: Fingerprints | None = None,
     ) -> None:
         if resume and overwrite:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
         if not self._holds_a_run():
+            if resume:
+                raise RunError(
+                    f"{self.path}: holds no run to resume; check --output, or leave --resume out to start one there"
+                )
             return
         present = [stage for stage in self.stages if stage.begun]
         if overwrite:
@@ -245,11 +206,36 @@ class RunDirectory:
             )
         if present:
             resumed = [stage.name for stage in taken if not stage.done]
-            if differing := differences(read_json(self.description), config, resumed, precision):
-                raise RunError(
-                    f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
-                    "give the same settings or choose another --output"
-                )
+            complete = [stage.name for stage in taken if stage.done]
+            self._check_same(config, resumed, complete, precision, data or {}, only_complete=len(complete) == len(stages))
+
+    def _check_same(
+        self,
+        config: Config,
+        resumed: Sequence[Stage],
+        complete: Sequence[Stage],
+        precision: str | None,
+        data: Fingerprints,
+        *,
+        only_complete: bool,
+    ) -> None:
+        """Raise `RunError` where the run was made with other settings or other rows than there are now."""
+        recorded = read_json(self.description)
+        if differing := differences(recorded, config, resumed, precision):
+            raise RunError(
+                f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
+                "give the same settings or choose another --output"
+            )
+        if changed := changed_data(recorded, data):
+            raise RunError(
+                f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
+                "bring back the data of then or choose another --output"
+            )
+        if differing := differences_of_complete(recorded, config, complete, all_of_it=only_complete):
+            raise RunError(
+                f"{self.path}: what is complete was trained with other settings: {', '.join(differing)}; "
+                "ask for these, train anew with --overwrite, or choose another --output"
+            )
 
     def _begin(
         self,
@@ -257,9 +243,9 @@ class RunDirectory:
         stages: Sequence[Stage],
         overwrite: bool,
         accelerator: dict[str, Any] | None,
-        precision: str | None,
+        data: Fingerprints,
     ) -> None:
-        """Set aside what may come back, remove what is worth nothing, and write `run.json`.
+        """Set aside what may come back, remove what is worth nothing, and write `run.json` and `recipe.yaml`.
 
         Stages that are not run now keep what the run recorded for them.
         """
@@ -268,28 +254,31 @@ class RunDirectory:
             if self._holds_a_run():
                 recorded = read_json(self.description)
                 replaced = [stage.path.name for stage in self.stages if stage.name in stages and stage.begun]
-                self._aside.fill(self.description, replaced if overwrite else [])
+                self._aside.fill(filter(Path.is_file, self._described_by), replaced if overwrite else [])
             self._tidy(stages)
             described = config.model_dump(mode="json")
             kept = [stage.name for stage in self.stages if stage.begun and (stage.done or stage.name not in stages)]
             described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
             settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
+            precision = accelerator["precision"]["name"] if accelerator else None
             settings |= {name: stage_settings(config, precision) for name in stages if name not in kept}
             invocation = {
                 "command": shlex.join(["rlhf", *sys.argv[1:]]),
                 "stages": list(stages),
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             }
-            earlier = recorded.get("invocations", []) if any(stage.begun for stage in self.stages) else []
+            goes_on = any(stage.begun for stage in self.stages)
             description = {
                 "config": described,
                 "seed": config.seed,
                 "accelerator": accelerator,
                 "stages": settings,
+                "data": {**(recorded.get("data", {}) if goes_on else {}), **data},
                 "versions": versions(),
-                "invocations": [*earlier, invocation],
+                "invocations": [*(recorded.get("invocations", []) if goes_on else []), invocation],
             }
             atomic_write_json(self.description, description)
+            atomic_write(self.recipe, recipe_text(build_config(described), _ABOUT_RECIPE))
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
 
@@ -309,7 +298,8 @@ class RunDirectory:
             if stage.name in stages and not stage.begun:
                 shutil.rmtree(stage.path, ignore_errors=True)
         if not any(stage.begun for stage in self.stages):
-            self.description.unlink(missing_ok=True)
+            for file in self._described_by:
+                file.unlink(missing_ok=True)
 
     def _holds_a_run(self) -> bool:
         """Whether the folder is a run's; False where it is absent or empty.
@@ -340,11 +330,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed as a distribution"
     return found
-
-
-def _step(line: bytes) -> int:
-    """The step of a record; 0 where a crash cut it short."""
-    try:
-        return int(json.loads(line)["step"])
-    except ValueError:
-        return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from rlhf.config import Config, Stage
@@ -11,10 +11,16 @@ from rlhf.config import Config, Stage
 # what is learned.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
 _HARMLESS |= {"micro_batch_size", "gradient_checkpointing"}
+# Of those, what says how long a stage is trained: a complete one is not trained further.
+_LENGTHS = {"steps", "epochs", "max_steps"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 _SHARED = ("seed", "model", "data")
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
+
+
+Fingerprints = Mapping[str, Mapping[str, Any]]
+"""For each source: its `rows`, and a `digest` of them as training sees them."""
 
 
 class Start(NamedTuple):
@@ -74,6 +80,35 @@ def differences(
     return list(dict.fromkeys(found))
 
 
+def differences_of_complete(
+    recorded: dict[str, Any], config: Config, complete: Sequence[Stage], *, all_of_it: bool
+) -> list[str]:
+    """Keys in which `complete` stages differ from what is asked for now, as `differences` gives them.
+
+    Args:
+        all_of_it: no other stage is asked for, so that no key can be meant for one.
+    """
+    there, now = recorded.get("config", {}), config.model_dump(mode="json")
+    found = [text for stage in complete for text in _leaves(there.get(stage), now[stage], stage, _HARMLESS - _LENGTHS)]
+    if not all_of_it:
+        return found
+    for stage in complete:
+        own = recorded.get("stages", {}).get(stage, there)
+        found += [text for key in _OF_EVERY_STAGE for text in _leaves(own.get(key), now[key], key)]
+        found += _precision(own.get("precision"), config.precision, None)
+    return list(dict.fromkeys(found))
+
+
+def changed_data(recorded: dict[str, Any], found: Fingerprints) -> list[str]:
+    """Sources whose rows are not those that `run.json` recorded, each as `source (76 rows there, 57 now)`."""
+    there = recorded.get("data", {})
+    return [
+        f"{source} ({there[source]['rows']:,} rows there, {now['rows']:,} now)"
+        for source, now in found.items()
+        if source in there and dict(there[source]) != dict(now)
+    ]
+
+
 def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
     if there in (given, resolved or given) or (given == "auto" and resolved is None):
         return []
@@ -81,13 +116,13 @@ def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
     return [f"precision ({there!r} there, {now} now)"]
 
 
-def _leaves(there: Any, now: Any, key: str) -> list[str]:
+def _leaves(there: Any, now: Any, key: str, harmless: Set[str] = frozenset(_HARMLESS)) -> list[str]:
     """Leaves that differ between two dumped configurations."""
-    if key.rpartition(".")[2] in _HARMLESS:
+    if key.rpartition(".")[2] in harmless:
         return []
     if isinstance(there, dict) and isinstance(now, dict):
         names = sorted(there.keys() | now.keys())
-        return [text for name in names for text in _leaves(there.get(name), now.get(name), f"{key}.{name}")]
+        return [text for name in names for text in _leaves(there.get(name), now.get(name), f"{key}.{name}", harmless)]
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
-        return [text for i, pair in enumerate(zip(there, now, strict=True)) for text in _leaves(*pair, f"{key}.{i}")]
+        return [text for i, pair in enumerate(zip(there, now, strict=True)) for text in _leaves(*pair, f"{key}.{i}", harmless)]
     return [] if there == now else [f"{key} ({there!r} there, {now!r} now)"]

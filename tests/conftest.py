@@ -112,19 +112,22 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def rlhf(recipe: dict[str, Any], forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Rlhf:
-    """Run the command line as a user would: rlhf("sft", "--output", path) with the tiny recipe."""
+    """Run the command line as a user would: rlhf("sft", "--output", path) with the tiny recipe, or another, or none."""
     import yaml
 
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    tiny = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    tiny.write_text(yaml.safe_dump(recipe), encoding="utf-8")
 
-    def run(*arguments: object, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        found = forks.run(*map(str, arguments), "--config", str(path), timeout=timeout)
+    def run(
+        *arguments: object, check: bool = True, timeout: float = 300, recipe: Path | None = tiny
+    ) -> subprocess.CompletedProcess[str]:
+        named = ["--config", str(recipe)] if recipe else []
+        found = forks.run(*map(str, arguments), *named, timeout=timeout)
         if check:
             assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
         return found
 
-    run.recipe = path  # type: ignore[attr-defined]
+    run.recipe = tiny  # type: ignore[attr-defined]
     return run
 
 

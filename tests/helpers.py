@@ -69,16 +69,18 @@ def assert_close_weights(found: dict[str, Any], expected: dict[str, Any], *, ato
         assert torch.isfinite(tensor).all()
 
 
-def start(rlhf: Any, *arguments: object) -> subprocess.Popen[str]:
-    """Start the command line with the tiny recipe of the fixture `rlhf`, in a session of its own, and do not wait."""
+def start(rlhf: Any, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """Start the command line with the tiny recipe of the fixture `rlhf`, in a session of its own, and do not wait.
+
+    `options` are those of `subprocess.Popen`; output is in pipes where they do not say otherwise.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | options
     command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe)]
     return subprocess.Popen(
         command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         env=user_environment(),
-        start_new_session=True,
+        **options,
     )
 
 

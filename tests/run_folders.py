@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import STAGES, Config, Stage, load_config
-from rlhf.run import RunDirectory, StageDirectory
+from rlhf.run import RunDirectory
+from rlhf.stage_directory import StageDirectory
 
 
 def config_in(folder: Path, *overrides: str) -> Config:

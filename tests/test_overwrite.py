@@ -70,7 +70,7 @@ def test_what_overwrite_replaces_goes_with_the_first_step_of_the_new_run(tmp_pat
     run = run_stages(config, *STAGES)
     with pytest.raises(KeyError):
         fail_in(run, config, KeyError("x"), 0, 1, overwrite=True)
-    assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "sft"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["recipe.yaml", "run.json", "sft"]
     assert not run.stage("sft").done
 
 
@@ -129,7 +129,7 @@ with run.opened(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite
         RunDirectory.check(config_in(tmp_path / "run", "seed=5"), resume=True)
         with run.opened(config_in(tmp_path / "run", "seed=5"), resume=True):
             pass
-        assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "sft"]
+        assert sorted(path.name for path in run.path.iterdir()) == ["recipe.yaml", "run.json", "sft"]
         assert json.loads(run.description.read_text())["seed"] == 5
     else:
         with pytest.raises(RunError, match=r"sft \(complete\), reward \(complete\), ppo \(complete\)"):
@@ -155,7 +155,7 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -
         with pytest.raises(RunError, match=named), run.opened(config, overwrite=True):
             pass
         record(run.stage("sft"), 1)
-    assert [path.name for path in run.path.iterdir() if path.name not in ("run.json", "sft")] == []
+    assert {path.name for path in run.path.iterdir()} == {"run.json", "recipe.yaml", "sft"}
 
 
 def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_where_there_are_no_locks_the_owner_that_is_named_is_believed(
     monkeypatch.setattr(lock.fcntl, "flock", no_locks)
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
-    Aside(run.path).fill(run.description, ["sft"])  # as --overwrite has it until its first step
+    Aside(run.path).fill([run.description], ["sft"])  # as --overwrite has it until its first step
     other = subprocess.Popen(["sleep", "60"])
     (run.path / LOCK).write_text(f"process {other.pid} on {socket.gethostname()}\n")
     if not living:

@@ -132,10 +132,9 @@ def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) ->
 def test_a_complete_stage_keeps_what_is_recorded_of_it_when_the_run_goes_on(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run", "sft.batch_size=8"), "sft")
     config = config_in(tmp_path / "run", "sft.batch_size=16")
-    run = RunDirectory.check(config, resume=True)
-    with run.opened(config, resume=True):
-        record(run.stage("reward"), 1)
+    run = run_stages(config, "reward")
     assert json.loads(run.description.read_text())["config"]["sft"]["batch_size"] == 8
+    assert load_config(run.recipe).sft.batch_size == 8
 
 
 def test_a_stage_that_was_only_evaluated_has_nothing_to_lose(tmp_path: Path) -> None:
@@ -248,10 +247,10 @@ def test_the_latest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
 
 def test_saved_state_names_complete_stages_and_the_last_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    assert "nothing is saved yet" in run.saved_state()
+    assert run.saved_state() is None
     run.stage("sft").finish({})
     (run.stage("ppo").checkpoints / "step-00000010").mkdir(parents=True)
-    assert "sft is complete, ppo is saved up to step-00000010; continue with --resume" in run.saved_state()
+    assert run.saved_state() == f"in {tmp_path}, sft is complete, ppo is saved up to step-00000010"
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -95,26 +95,30 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
-    from rlhf import launch, ranks
+    from rlhf import launch, preflight, ranks
     from rlhf.run import RunDirectory
 
+    options = options.of_run(stages)
     config = options.load()
-    if ranks.must_start(options.ranks):
+    if ranks.must_start(options.ranks) and not options.dry_run:
         assert options.ranks is not None
         # What is wrong with the command line shows here, once, and not on every rank.
-        launch.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
-        launch.select(config, options.accelerator)
-        outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
-        if outcome:
-            code = outcome.report()
-            with suppress(RunError):  # the next start tries again
-                RunDirectory(config.output).recover()  # a rank that had to be killed could not
-            raise typer.Exit(code)
-    else:
-        launch.run(
-            config,
-            stages=stages,
-            accelerator=options.accelerator,
-            resume=options.resume,
-            overwrite=options.overwrite,
-        )
+        pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
+        if pending:
+            launch.select(config, options.accelerator)
+            outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
+            if outcome:
+                code = outcome.report()
+                with suppress(RunError):  # the next start tries again
+                    RunDirectory(config.output).recover()  # a rank that had to be killed could not
+                raise typer.Exit(code)
+            return
+    launch.run(
+        config,
+        stages=stages,
+        accelerator=options.accelerator,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+        recipe=options.config,
+    )

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from rlhf.config import Config, load_config
+from rlhf.config import Config, Stage, load_config
+from rlhf.run import RunDirectory
+from rlhf.values import Keys, overridden
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,23 @@ class Options:
     overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the stages in the folder.")] = (
         False
     )
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", metavar="", help="Check everything, show what each stage would do, and stop."),
+    ] = False
     ranks: Annotated[int | None, typer.Option(help="Processes to run on this machine.", min=1, metavar="N")] = None
     debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show tracebacks, and what all ranks print.")] = (
         False
     )
+
+    def of_run(self, stages: Sequence[Stage]) -> Options:
+        """These options, with the run's own recipe where none is given and something of the run stays."""
+        if self.config is not None:
+            return self
+        given = overridden(Keys(), [text for text in self.overrides or () if text.startswith("output=")])
+        folder = self.output or Path(given.get("output") or Config().output)
+        recipe = RunDirectory(folder.expanduser()).settings(stages, overwrite=self.overwrite)
+        return replace(self, config=recipe, output=folder) if recipe else self
 
     def load(self, *, example: bool = True) -> Config:
         """The configuration: defaults, then the file, then `--set`, then the options that are keys.

@@ -18,12 +18,12 @@ from rlhf.engine import distributed
 from rlhf.errors import RunError
 from rlhf.files import PARTIAL, publish
 from rlhf.outcome import shortage
+from rlhf.stage_directory import STATE
 
 if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
-    from rlhf.run import StageDirectory
+    from rlhf.stage_directory import StageDirectory
 
-_STATE = "state-rank{rank}.pt"
 _KEPT = 2
 
 
@@ -44,7 +44,7 @@ def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine
             engine.engine.save_checkpoint(
                 str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
             )
-        torch.save(state, _partial(final) / _STATE.format(rank=distributed.world().rank))
+        torch.save(state, _partial(final) / STATE.format(rank=distributed.world().rank))
     with distributed.on_main("publishing the checkpoint") as main:
         if main:
             publish(_partial(final), final)
@@ -64,16 +64,12 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
     path = directory.latest_checkpoint
     if path is None:
         return None
-    ranks = len(list(path.glob(_STATE.format(rank="*"))))
-    if ranks not in (0, distributed.world().size):
-        raise RunError(
-            f"{path}: written by {ranks} ranks, resumed by {distributed.world().size}; resume with --ranks {ranks}"
-        )
+    directory.check_ranks(distributed.world().size)
     try:
         for name, engine in engines.items():
             whole = engine.parameter_counts["trainable"] == engine.parameter_counts["all"]
             engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
-        state = torch.load(path / _STATE.format(rank=distributed.world().rank), weights_only=True)
+        state = torch.load(path / STATE.format(rank=distributed.world().rank), weights_only=True)
     except Exception as error:  # whatever the reader met in the files, the remedy is the same
         if shortage(error) or isinstance(error, PermissionError):  # they may be in order
             raise

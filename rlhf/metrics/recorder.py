@@ -17,7 +17,7 @@ from rlhf.files import PARTIAL
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from rlhf.run import StageDirectory
+    from rlhf.stage_directory import StageDirectory
 
 
 class Recorder:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rlhf.metrics.progress import format_number, format_seconds
 
-_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "PPO"}
+STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "PPO"}
 _SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
 
 
@@ -43,7 +43,7 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         table.add_column(side, justify="right", no_wrap=True)
     for position, summary in enumerate(summaries):
         before, after = summary.get("before", {}), summary.get("after", {})
-        table.add_row(Text(_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
+        table.add_row(Text(STAGE_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
         for name in dict.fromkeys([*before, *after]):
             values = (_value(name, before.get(name)), _value(name, after.get(name)))
             table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
@@ -77,7 +77,7 @@ def _value(name: str, value: float | None) -> str:
 def _samples(stage: str, samples: Sequence[dict[str, str]]) -> RenderableType:
     parts: list[RenderableType] = [
         Text(),
-        Rule(Text(f"the same prompts, before and after {_NAMES.get(stage, stage)}", style="dim"), align="left"),
+        Rule(Text(f"the same prompts, before and after {STAGE_NAMES.get(stage, stage)}", style="dim"), align="left"),
     ]
     for sample in samples:
         grid = Table.grid(padding=(0, 2, 0, 0))

@@ -6,50 +6,40 @@ loaded in float32; the engine casts them to the compute precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.config import Config, ModelConfig, Stage
+from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.folder import check_model_folder
 from rlhf.models.support import check_support
 from rlhf.models.tokenizers import load_tokenizer, reason, unreachable
-from rlhf.settings import STARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf.run import RunDirectory
 
-
-def check_models(config: Config, stages: Sequence[Stage], run: RunDirectory, *, attention: str) -> None:
-    """Find out now, and not when its stage begins, that a model which `stages` start from cannot serve them.
+def outline(
+    path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False, trained: bool = True
+) -> PreTrainedModel:
+    """The model at `path` without its weights, on torch's meta device; what its loading would raise is raised now.
 
     Args:
-        stages: those that are to be run; a model that one of them leaves for the next is what its base is.
-        attention: transformers' name of the attention implementation.
+        scalar_head: as a sequence-classification model with one output.
+        trained: the head too must be in the weights.
 
     Raises:
-        ModelError: a folder is incomplete, an architecture not supported, or has too few positions for the data.
+        ModelError: as `load_causal_lm` and `load_scalar_head`.
     """
-    values = config.model_dump(mode="json")
-    for stage in stages:
-        for start in STARTS[stage]:
-            left = run.stage(start.earlier) if start.earlier else None
-            path = start.named(values) or (str(left.model) if left and left.done else None)
-            if path is None:
-                continue
-            check_model_folder(path)
-            check_support(
-                path,
-                config.model,
-                attention=attention,
-                scalar_head=start.scalar_head or (stage == "sft" and "reward" in stages and not config.reward.model),
-                max_length=config.data.max_length,
-            )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if scalar_head:
+        cls, options = AutoModelForSequenceClassification, {"scalar_head": True, "num_labels": 1}
+    else:
+        cls, options = AutoModelForCausalLM, {}
+    return _load(cls, path, config, attention, trained=trained, weights=False, **options)
 
 
 def load_causal_lm(
@@ -99,10 +89,6 @@ def load_scalar_head(
         scalar_head=True,
         num_labels=1,
     )
-    if not hasattr(model, "score"):  # an architecture of its own code
-        raise ModelError(
-            f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
-        )
     return _fit(model, tokenizer, config)
 
 
@@ -127,6 +113,20 @@ def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedToke
     )
 
 
+def check_fits(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
+    """Raise `ModelError` where the tokenizer is of another model than the one at `path`.
+
+    A model may gain a few rows for tokens that were added to its tokenizer, but not for others.
+    """
+    rows, added = model.get_input_embeddings().num_embeddings, tokenizer.get_added_vocab()
+    beyond = [token for token, number in tokenizer.get_vocab().items() if number >= rows and token not in added]
+    if beyond:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: this tokenizer has {len(tokenizer)} tokens, and the model {path} knows {rows}; "
+            "name the model's own tokenizer in model.tokenizer"
+        )
+
+
 def _required(config: ModelConfig) -> str:
     if config.path is None:
         raise ModelError("model.path: no model is named; set it to a folder or a hub name")
@@ -141,32 +141,60 @@ def _load(
     *,
     trained: bool = True,
     scalar_head: bool = False,
+    weights: bool = True,
     **options: Any,
 ) -> Any:
     check_model_folder(path)
-    check_support(path, config, attention=attention, scalar_head=scalar_head)
-    if config.gguf_file and path == config.path:
+    found = check_support(path, config, attention=attention, scalar_head=scalar_head)
+    gguf = bool(config.gguf_file) and path == config.path
+    if gguf and not weights:  # reading the names of its tensors would read them all
+        with torch.device("meta"):
+            return auto_class.from_config(found, attn_implementation=attention)
+    if gguf:
         from transformers import GgufConfig
 
         # Left quantized, the weights could be neither trained nor saved.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    if not weights:
+        options["device_map"] = "meta"
     try:
-        model, found = auto_class.from_pretrained(
+        model, report = auto_class.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
             **options,
         )
     except Exception as error:
         if not Path(path).exists():
             raise unreachable(path, error) from error
         raise ModelError(f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)})") from error
-    if trained and found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise ModelError(f"{path}: its weights lack {missing}; name a model that was saved as {auto_class.__name__}")
+    _check_whole(path, report, auto_class.__name__, trained=trained)
+    if scalar_head and not hasattr(model, "score"):  # an architecture of its own code
+        raise ModelError(
+            f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
+        )
     return model
+
+
+def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool) -> None:
+    """Raise `ModelError` where weights are missing, or not of the shapes that the configuration says."""
+    for name, there, expected in sorted(report["mismatched_keys"]):
+        if name == "score.weight":
+            if not trained:
+                continue  # drawn anew
+            raise ModelError(
+                f"{path}: its head has {there[0]} outputs, a reward model has one; name one that `rlhf reward` trained"
+            )
+        shapes = " against ".join(" x ".join(map(str, shape)) for shape in (there, expected))
+        raise ModelError(f"{path}: its weights do not fit its config.json: {name} is {shapes}; take both from one model")
+    missing = sorted(name for name in report["missing_keys"] if trained or not name.startswith("score."))
+    if missing:
+        raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")
+    if "CausalLM" in kind and "score.weight" in report["unexpected_keys"]:
+        raise ModelError(f"{path}: is a reward model (its weights have a scalar head); name a language model")
 
 
 def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Any:

@@ -100,6 +100,11 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
                 layer.get_base_layer().weight.copy_(weight)
 
 
+def check_targets(model: Any, config: LoraConfig) -> None:
+    """Raise as `add_adapters` where the model has no layers that `config` could adapt; changes nothing."""
+    _targets(model.base_model, config.target_modules)
+
+
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state under the names that it had before `add_adapters`, the adapters' own left out."""
     return {

@@ -22,14 +22,16 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequ
 
 
 def check_support(
-    path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False, max_length: int = 0
-) -> None:
-    """Raise `ModelError` where the model at `path` cannot be trained.
+    path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False
+) -> PretrainedConfig:
+    """The configuration of the model at `path`, if that can be trained.
 
     Args:
         attention: transformers' name of the attention implementation that it will run with.
         scalar_head: whether the model is, or will become, one with a scalar head (reward model, critic).
-        max_length: longest sequence, prompt and completion, in tokens; 0: not known.
+
+    Raises:
+        ModelError: its configuration cannot be read, or its architecture lacks something.
     """
     found = read_config(path, config)
     why = _missing(found, config, attention, scalar_head)
@@ -38,6 +40,11 @@ def check_support(
             f"{path}: the architecture {found.model_type} is not supported yet: {why}; "
             "choose another decoder-only architecture"
         )
+    return found
+
+
+def check_positions(path: str, found: PretrainedConfig, max_length: int) -> None:
+    """Raise `ModelError` where sequences of `max_length` tokens, prompt and completion, have no room in the model."""
     positions = max_positions(found)
     if positions is not None and max_length > positions:
         raise ModelError(

@@ -7,18 +7,16 @@ them, stops at a number that is not finite, writes checkpoints and resumes from 
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhf import signals
 from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import checkpoint, distributed
@@ -33,7 +31,8 @@ from rlhf.models.lora import add_adapters
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
-    from rlhf.run import RunDirectory, StageDirectory
+    from rlhf.run import RunDirectory
+    from rlhf.stage_directory import StageDirectory
 
 Numbers = dict[str, float]
 
@@ -245,24 +244,16 @@ def sum_over(
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals to stop that have arrived; a second one stops at once."""
+    """The signals to end that have arrived; an impatient one ends at once."""
     arrived: list[int] = []
 
-    def receive(number: int, frame: FrameType | None) -> None:
-        if arrived:
+    def receive(number: int) -> None:
+        if signals.is_impatient(arrived, number):
             raise KeyboardInterrupt
         arrived.append(number)
 
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+    with signals.heard(receive):
         yield arrived
-        return
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, receive) for number in heard}  # a job in the background ignores some
-    try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _anywhere(arrived: list[int], context: StageContext) -> bool:

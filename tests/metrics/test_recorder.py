@@ -8,7 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf.metrics.recorder import Recorder
-from rlhf.run import RunDirectory, StageDirectory
+from rlhf.run import RunDirectory
+from rlhf.stage_directory import StageDirectory
 
 
 @pytest.fixture

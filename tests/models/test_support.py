@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import Config, ModelConfig
+from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.loading import check_models
-from rlhf.models.support import check_support, generation_settings, max_positions
-from rlhf.run import RunDirectory
+from rlhf.models.support import check_positions, check_support, generation_settings, max_positions
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -84,40 +82,12 @@ def test_the_most_positions_of_a_model(name: str, values: dict[str, Any], positi
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
 def test_rows_longer_than_the_models_positions_are_refused(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, name, max_position_embeddings=40)
-    check_support(path, ModelConfig(), attention="sdpa", max_length=40)
-    message = refusal(path, max_length=41)
-    assert "has 40 positions" in message and "data.max_prompt_length + data.max_completion_length = 41" in message
-
-
-def run(folder: Path, **sections: Any) -> tuple[Config, RunDirectory]:
-    return Config.model_validate(sections | {"output": folder / "run"}), RunDirectory(folder / "run")
-
-
-def test_a_model_is_checked_for_the_stages_that_will_start_from_it(tmp_path: Path) -> None:
-    path = saved(tmp_path / "model", "granite", **SIZES, max_position_embeddings=512)
-    config, directory = run(tmp_path, model={"path": path})
-    check_models(config, ["sft"], directory, attention="sdpa")
-    with pytest.raises(ModelError, match="no sequence classifier"):
-        check_models(config, ["sft", "reward"], directory, attention="sdpa")
-    other = saved(tmp_path / "other", "llama", **SIZES, max_position_embeddings=511)
-    config, directory = run(tmp_path, model={"path": path}, reward={"model": other})
-    with pytest.raises(ModelError, match="other: has 511 positions"):
-        check_models(config, ["sft", "reward"], directory, attention="sdpa")
-
-
-@pytest.mark.parametrize("key", ["actor", "reward_model"])
-def test_the_models_that_ppo_names_are_checked(tmp_path: Path, key: str) -> None:
-    config, directory = run(tmp_path, ppo={key: saved(tmp_path / "model", "gpt2", n_positions=64)})
-    with pytest.raises(ModelError, match="model: has 64 positions"):
-        check_models(config, ["sft", "reward", "ppo"], directory, attention="sdpa")
-
-
-def test_the_models_of_finished_stages_are_checked(tmp_path: Path) -> None:
-    config, directory = run(tmp_path)
-    saved(directory.stage("sft").model, "llama", max_position_embeddings=64)
-    directory.stage("sft").finish({})
-    with pytest.raises(ModelError, match="sft/model: has 64 positions"):
-        check_models(config, ["reward"], directory, attention="sdpa")
+    found = check_support(path, ModelConfig(), attention="sdpa")
+    check_positions(path, found, 40)
+    with pytest.raises(ModelError) as caught:
+        check_positions(path, found, 41)
+    assert str(caught.value).startswith(f"{path}: has 40 positions, fewer than data.max_prompt_length")
+    assert "data.max_completion_length = 41" in str(caught.value)
 
 
 def test_generation_settings_are_the_models_own_or_those_of_its_configuration(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.metrics.recorder import Recorder
 from rlhf.models import loading
-from rlhf.run import RunDirectory, StageDirectory
+from rlhf.run import RunDirectory
+from rlhf.stage_directory import StageDirectory
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 from tests.helpers import weights

@@ -1,17 +1,20 @@
 """A run that is killed, interrupted or diverges leaves its last good checkpoint, and continues from it exactly."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rlhf.config import Config
 from rlhf.engine import distributed
-from rlhf.run import StageDirectory
+from rlhf.stage_directory import StageDirectory
 from rlhf.stages.loop import StageContext, _restore_generators
 from tests.helpers import assert_same_weights, start, user_environment, wait_for
 
@@ -50,10 +53,42 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "--resume" in errors.splitlines()[-1]
+    command = f"to continue: rlhf ppo --output {output} --resume --ranks 2"
+    assert errors.splitlines()[-1].endswith(command)
     (kept,) = (output / "ppo" / "checkpoints").iterdir()
     assert len(list(kept.glob("state-rank*.pt"))) == 2
-    assert sorted(path.name for path in output.iterdir()) == ["ppo", "run.json"]
+    assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]
+
+
+def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_printed_command(
+    rlhf, finished_run, tmp_path
+):
+    """The kernel sends SIGHUP, and what is written to the terminal from then on is an error."""
+    output = tmp_path / "run"
+    terminal, other = os.openpty()
+    arguments = [*ppo_arguments(finished_run, output, steps=500), "--set", "ppo.checkpoint_every=0"]
+    process = start(rlhf, *arguments, stdin=other, stdout=other, stderr=other, preexec_fn=lambda: os.login_tty(0))
+    os.close(other)
+    closing = threading.Event()
+    reader = threading.Thread(target=drain, args=(terminal, closing))  # or the process would wait for a reader
+    reader.start()
+    wait_for(output / "ppo" / "before.json", process)
+    time.sleep(1)
+    closing.set()
+    reader.join()
+    os.close(terminal)
+    assert process.wait(timeout=120) == 130
+    (kept,) = (output / "ppo" / "checkpoints").iterdir()
+    steps = int(kept.name.removeprefix("step-"))
+    found = rlhf("ppo", "--output", output, "--resume", "--set", f"ppo.steps={steps + 1}", recipe=None)
+    assert f"ppo: resumed after step {steps}" in found.stdout
+
+
+def drain(terminal, closing):
+    while not closing.is_set():
+        if select.select([terminal], [], [], 0.05)[0]:
+            with suppress(OSError):  # nobody is there yet
+                os.read(terminal, 10_000)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(rlhf, tmp_path):

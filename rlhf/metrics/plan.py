@@ -1,0 +1,54 @@
+"""What `--dry-run` shows: for each stage its models, its rows, their lengths, and one row as the model sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.config import Config
+from rlhf.data.preview import example, learned, lengths
+from rlhf.data.report import lines
+from rlhf.metrics.summary import STAGE_NAMES
+
+if TYPE_CHECKING:
+    from rlhf.preflight import Origin, StagePlan
+
+
+def print_plan(plan: StagePlan, config: Config, console: Console) -> None:
+    """Print what a stage will do; `plan.data` holds all of its rows."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for found in plan.origins:
+        table.add_row(found.start.key, Text(_origin(found)))
+    if plan.parameters is not None:
+        table.add_row("parameters", f"{plan.parameters:,} in {plan.origins[0].start.key}")
+    for line in lines(plan.data.reports):
+        table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
+    table.add_row("steps", _steps(plan, config))
+    limits = {"prompt": config.data.max_prompt_length}
+    for part, (median, high, longest) in lengths(plan.data).items():
+        allowed = limits.get(part, config.data.max_completion_length)
+        table.add_row(f"{part} tokens", f"median {median}, 95 % up to {high}, longest {longest} (at most {allowed})")
+    learns = learned(plan.data, loss_on=config.sft.loss_on)
+    for part, text in example(plan.data, plan.tokenizer):
+        table.add_row(f"example {part}", Text.assemble(text, ("  (in the loss)" if part in learns else "", "dim")))
+    console.print()
+    console.print(Text(STAGE_NAMES[plan.stage], style="bold"))
+    console.print(table)
+
+
+def _origin(found: Origin) -> str:
+    path = found.path or "embedded tiny Llama, from scratch"
+    return f"{path}, after {' and '.join(found.through)} of this run" if found.through else path
+
+
+def _steps(plan: StagePlan, config: Config) -> str:
+    if plan.stage == "ppo":
+        return f"{config.ppo.steps:,} rollouts of {config.ppo.batch_size} prompts"
+    section = config.sft if plan.stage == "sft" else config.reward
+    steps = section.total_steps(-(-len(plan.data.train) // section.batch_size))
+    return f"{steps:,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

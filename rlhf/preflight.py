@@ -1,0 +1,241 @@
+"""What can be known before the first step, asked of the part that knows it: folder, batches, models, data, disk.
+
+`check` loads nothing and runs in the launcher too; `examine` runs beside the accelerator, on rank 0. Each question is
+answered by the part that would meet the problem later, with the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf.config import Config, Stage
+from rlhf.data import sources
+from rlhf.errors import RunError
+from rlhf.models.folder import check_model_folder
+from rlhf.ranks import current_rank
+from rlhf.run import RunDirectory
+from rlhf.settings import STARTS, Fingerprints, Start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from accelerators import Accelerator
+    from rlhf.data.tokenization import StageData
+
+
+class Origin(NamedTuple):
+    """Where the weights come from that a stage starts from: `path`, or the embedded model where that is None.
+
+    `through` are stages of this run that train them first, the earliest one first.
+    """
+
+    start: Start
+    path: str | None
+    through: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage will do: the models that it starts from, and its rows.
+
+    `data` holds a sample of the rows, unless all were asked for. `parameters` counts those of the model that the
+    stage trains; None for the embedded one.
+    """
+
+    stage: Stage
+    origins: tuple[Origin, ...]
+    parameters: int | None
+    tokenizer: PreTrainedTokenizerBase
+    data: StageData
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `examine` found: a plan for each stage, and what the rows of each source are."""
+
+    plans: tuple[StagePlan, ...]
+    data: Fingerprints
+
+
+def check(
+    config: Config, stages: Sequence[Stage], ranks: int, *, resume: bool = False, overwrite: bool = False
+) -> list[Stage]:
+    """Find out what can be known without loading anything.
+
+    Returns:
+        Those of `stages` that are still to be run.
+
+    Raises:
+        RLHFError: the run's folder is not to be written to, a batch cannot be divided over `ranks`, or a model or
+            data that the stages name is not there, or is what `overwrite` replaces.
+    """
+    directory = RunDirectory(config.output)
+    if current_rank() == 0:
+        RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
+    pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
+    _check_batches(config, pending, ranks)
+    if overwrite:
+        _check_nothing_needed_goes(config, directory, stages)
+    values = config.model_dump()
+    for stage in pending:
+        for start in STARTS[stage]:
+            if path := start.named(values):
+                check_model_folder(path)
+            elif start.earlier and start.earlier not in stages:
+                directory.model_of(start.earlier, start.key)
+        for source in config.data.datasets:
+            if stage in source.stages:
+                sources.check(source.path)
+                sources.check(source.heldout or source.path)
+        if not overwrite:
+            directory.stage(stage).check_ranks(ranks)
+    return pending
+
+
+def examine(
+    config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator, *, whole: bool = False
+) -> Findings:
+    """Find out whether the stages still to be run can do with their models and rows. Writes nothing.
+
+    Args:
+        whole: all rows are tokenized, so that their numbers and lengths can be shown; else a sample is.
+
+    Raises:
+        RLHFError, AcceleratorError: a stage would fail on a model, its tokenizer, LoRA layers, rows or the disk.
+    """
+    from rlhf.data.reading import read_sources
+    from rlhf.data.tokenization import check_stage, load_stage
+    from rlhf.engine.room import check_room
+
+    precision = accelerator.precision(config.precision)
+    models = _Models(config, accelerator.kernel("attention", required=True))
+    values = config.model_dump()
+    origins = {
+        stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending
+    }
+    for stage in pending:
+        models.check(stage, origins[stage])
+    read = read_sources(config.data, pending, seed=config.seed, show=True)
+    load = load_stage if whole else check_stage
+    plans = []
+    for stage in pending:
+        tokenizer = models.tokenizer(origins[stage][0])
+        ends = models.end_tokens(origins[stage][0])
+        data = load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
+        plans.append(StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data))
+    check_room(config, directory.path, {plan.stage: models.outlines(plan.origins) for plan in plans}, precision)
+    return Findings(tuple(plans), read.fingerprints())
+
+
+def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
+    """Where the weights come from that `start` names, in a run whose `pending` stages are still to come."""
+    named = start.named(values)
+    if named or start.earlier is None:
+        return Origin(start, named)
+    if start.earlier not in pending:
+        return Origin(start, directory.model_of(start.earlier, start.key))
+    before = origin(directory, STARTS[start.earlier][0], values, pending)
+    return Origin(start, before.path, (*before.through, start.earlier))
+
+
+class _Models:
+    """The models and tokenizers that the stages start from, each looked at once and without its weights."""
+
+    def __init__(self, config: Config, attention: str) -> None:
+        self._config, self._attention = config, attention
+        self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
+        self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
+
+    def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
+        """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
+        from rlhf.models.loading import check_fits, check_same_vocabulary
+        from rlhf.models.lora import check_targets
+        from rlhf.models.support import check_positions
+
+        for found in origins:
+            outline = self.outline(found)
+            if outline is None or found.path is None:
+                continue
+            check_positions(found.path, outline.config, self._config.data.max_length)
+            check_fits(self.tokenizer(found), outline, found.path)
+            if self._config.lora.rank:
+                check_targets(outline, self._config.lora)
+        if stage == "ppo":
+            actor, reward = origins
+            where = reward.path or "the embedded model"
+            check_same_vocabulary(self.tokenizer(actor), self.tokenizer(reward), where)
+
+    def outline(self, found: Origin) -> PreTrainedModel | None:
+        """The model without its weights; None for the embedded one."""
+        from rlhf.models.loading import outline
+
+        if found.path is None:
+            return None
+        # A head is drawn anew but for PPO's reward model, which some stage has left.
+        trained = not found.start.scalar_head or (found.start.key == "ppo.reward_model" and not found.through)
+        key = found.path, found.start.scalar_head, trained
+        if key not in self._outlines:
+            self._outlines[key] = outline(
+                found.path,
+                self._config.model,
+                attention=self._attention,
+                scalar_head=found.start.scalar_head,
+                trained=trained,
+            )
+        return self._outlines[key]
+
+    def outlines(self, origins: Sequence[Origin]) -> list[PreTrainedModel]:
+        """Those of `origins` that are read from somewhere."""
+        return [outline for outline in map(self.outline, origins) if outline is not None]
+
+    def parameters(self, found: Origin) -> int | None:
+        outline = self.outline(found)
+        return None if outline is None else outline.num_parameters()
+
+    def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
+        """The tokenizer that the stage will load with the model."""
+        from rlhf.data.tokenizer import world_tokenizer
+        from rlhf.models.loading import load_model_tokenizer
+
+        # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
+        first = found.start.key == "model.path" or "sft" in found.through
+        key = None if first else found.path
+        if key not in self._tokenizers:
+            if found.path is None:
+                self._tokenizers[key] = world_tokenizer()
+            else:
+                self._tokenizers[key] = load_model_tokenizer(self._config.model, key)[0]
+        return self._tokenizers[key]
+
+    def end_tokens(self, found: Origin) -> list[int]:
+        """Ids that end a reply of the model."""
+        from rlhf.models.support import generation_settings
+        from rlhf.models.tokenizers import end_tokens
+
+        settings = generation_settings(found.path, self._config.model) if found.path else None
+        return end_tokens(self.tokenizer(found), settings)
+
+
+def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
+    if "sft" in stages:
+        config.sft.micro_batch(ranks, section="sft")
+    if "reward" in stages:
+        config.reward.micro_batch(ranks, section="reward")
+    if "ppo" in stages:
+        config.ppo.minibatch(ranks)
+
+
+def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+    values = config.model_dump()
+    named = {"model.tokenizer": config.model.tokenizer}
+    named |= {start.key: start.named(values) for stage in stages for start in STARTS[stage]}
+    for key, path in named.items():
+        for stage in stages:
+            if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):
+                raise RunError(
+                    f"{key}: {path} lies in the {stage} stage that --overwrite replaces; "
+                    "copy it elsewhere, or choose another --output"
+                )

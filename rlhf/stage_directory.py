@@ -1,0 +1,110 @@
+"""One stage's folder in a run: what it holds, and whether the stage is complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import Stage
+from rlhf.errors import RunError
+from rlhf.files import PARTIAL, atomic_write_json, read_json
+
+
+STATE = "state-rank{rank}.pt"
+"""In a checkpoint, what a rank has saved beside its engines."""
+
+
+@dataclass(frozen=True)
+class StageDirectory:
+    """One stage's folder in a run."""
+
+    path: Path
+    name: Stage
+
+    @property
+    def model(self) -> Path:
+        """The trained model, in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
+        return self.done or self.latest_checkpoint is not None or self._has_trained
+
+    @property
+    def done(self) -> bool:
+        """Whether the stage ran to its end: `finish` was called."""
+        return self._summary.is_file()
+
+    @property
+    def all_checkpoints(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return max(self.all_checkpoints, default=None)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise `RunError` where the newest checkpoint was written by another number of ranks than `ranks`."""
+        path = self.latest_checkpoint
+        wrote = len(list(path.glob(STATE.format(rank="*")))) if path else 0
+        if wrote not in (0, ranks):
+            raise RunError(f"{path}: written by {wrote} ranks, resumed by {ranks}; resume with --ranks {wrote}")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
+
+        The checkpoints go: a complete stage is not trained further, not by `--resume` with more steps either,
+        and its model is in `model`.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(self._summary, summary)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def summary(self) -> dict[str, Any]:
+        """What `finish` was given.
+
+        Raises:
+            RunError: the stage is not complete.
+        """
+        if not self.done:
+            raise RunError(f"{self.path}: the {self.name} stage is not complete; run `rlhf {self.name}` first")
+        return read_json(self._summary)
+
+    @property
+    def _summary(self) -> Path:
+        return self.path / "stage.json"
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether a step is recorded; evaluation before the first one is step 0."""
+        try:
+            with self.metrics.open("rb") as lines:
+                return any(_step(line) > 0 for line in lines)
+        except FileNotFoundError:
+            return False
+
+
+def _step(line: bytes) -> int:
+    """The step of a record; 0 where a crash cut it short."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return 0
