@@ -6,14 +6,13 @@ bad values raise `ConfigError` with the key's full path, and the nearest known k
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,9 +20,11 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf import names
 from rlhf.errors import ConfigError
-from rlhf.problems import explained
-from rlhf.values import names_model_or_data, overridden, read_yaml
+from rlhf.kinds import Folder, Fraction, Name, OptionalName, Shares
+from rlhf.problems import at, explained, shown
+from rlhf.values import Keys, as_sources, names_model_or_data, overridden, read_yaml
 
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -31,16 +32,16 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
 """What `rlhf` runs where it is given no file."""
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-# A folder, a file or a hub name. A shell expands `~` in few of the places where one can be written.
-Name = Annotated[str, AfterValidator(os.path.expanduser)]
-OptionalName = Annotated[str | None, AfterValidator(lambda name: os.path.expanduser(name) if name else None)]
-
 
 class Section(BaseModel):
     """Base of every section: immutable, and strict about its keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_given(cls, values: Any) -> Any:
+        return {} if values is None else values  # a section whose keys are all commented out
 
 
 class ModelConfig(Section):
@@ -76,7 +77,7 @@ class LoraConfig(Section):
     def _names(cls, value: Any) -> Any:
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {value!r}")
+            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {shown(value)}")
         return value if value == "auto" else tuple(names)
 
 
@@ -113,11 +114,13 @@ class DatasetConfig(Section):
 class DataConfig(Section):
     """Where the rows come from and how they are shared among the stages."""
 
-    datasets: tuple[DatasetConfig, ...] = Field(
-        (DatasetConfig(path="world"),), min_length=1, description="the sources; several are blended by weight"
+    datasets: Annotated[tuple[DatasetConfig, ...], BeforeValidator(as_sources)] = Field(
+        (DatasetConfig(path=names.WORLD),),
+        min_length=1,
+        description="the sources, each a path or a mapping; several are blended by weight",
     )
-    stage_split: tuple[float, float, float] = Field(
-        (2, 4, 4), description="proportions of a source's rows that go to sft, reward and ppo"
+    stage_split: Shares = Field(
+        (2, 4, 4), description="proportions of a source's rows that go to sft, reward and ppo, also written 2:4:4"
     )
     heldout_fraction: float = Field(
         0.05, gt=0, lt=1, description="part of each stage's rows kept for evaluation, where no held-out source is named"
@@ -262,7 +265,7 @@ class PPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _samples(self) -> PPOConfig:
         if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature: 0 draws one answer only, and PPO compares several; use e.g. 1")
+            raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
         return self
 
     def minibatch(self, world_size: int) -> tuple[int, int]:
@@ -283,9 +286,7 @@ class PPOConfig(TrainingConfig):
 class Config(Section):
     """A run of one or more stages."""
 
-    output: Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))] = Field(
-        Path("runs/default"), description="folder that the run writes to"
-    )
+    output: Folder = Field(Path("runs/default"), description="folder that the run writes to")
     seed: int = Field(0, ge=0, description="decides initial weights, data order and sampling")
     accelerator: str = Field("auto", description="backend as `rlhf accelerators list` names it; auto: the best")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
@@ -299,17 +300,20 @@ class Config(Section):
     reward: RewardConfig = Field(RewardConfig(), description=RewardConfig.__doc__)
     ppo: PPOConfig = Field(PPOConfig(), description=PPOConfig.__doc__)
 
-    @model_validator(mode="after")
-    def _known_shares(self) -> Config:
-        if min(self.data.stage_split) < 0 or sum(self.data.stage_split) == 0:
-            raise ValueError(f"data.stage_split: {list(self.data.stage_split)} needs shares >= 0, one of them positive")
-        return self
 
+def load_config(
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    options: Mapping[str, Any] | None = None,
+    example: bool = True,
+) -> Config:
+    """Build a `Config` from a YAML file, `key.path=value` overrides (values are YAML too) and options.
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, example: bool = True) -> Config:
-    """Build a `Config` from a YAML file and `key.path=value` overrides (values are YAML too).
+    Paths in the file start from its folder, others from the working directory.
 
     Args:
+        options: values of command-line options that are keys (`--seed`), above all others; None: not given.
         example: without a file the embedded recipe is the start, unless the overrides name a model or data of
             their own: its settings suit the embedded model and no other. False: the schema's defaults are.
 
@@ -317,18 +321,21 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, exam
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
     start = path
-    if path is None and example and not names_model_or_data(overridden({}, overrides)):
+    if path is None and example and not names_model_or_data(overridden(Keys(), overrides)):
         start = EMBEDDED_RECIPE
-    values = read_yaml(start) if start else {}
-    return build_config(overridden(values, overrides), source=str(path) if path else "the configuration")
+    values = read_yaml(start) if start else Keys()
+    return build_config(overridden(values, overrides, options), source=str(path) if path else "the configuration")
 
 
-def build_config(values: dict[str, Any], *, source: str = "the configuration") -> Config:
-    """Validate nested values; the first problem becomes a one-line `ConfigError`."""
+def build_config(values: Mapping[str, Any], *, source: str = "the configuration") -> Config:
+    """Validate nested values; the first problem becomes a one-line `ConfigError`.
+
+    It names the line or option that gave the value; else `source`.
+    """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explained(error, Config)}") from error
+        raise ConfigError(explained(error, Config, values, source)) from error
 
 
 def _divide(rows: int, micro: int | None, world_size: int, key: str, section: str) -> int:

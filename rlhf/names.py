@@ -24,14 +24,25 @@ def is_path(name: str) -> bool:
 
 def absolute(name: str) -> str:
     """A path as it is from any working directory; another name as it stands."""
-    return _tidy(os.path.join(os.getcwd(), os.path.expanduser(name))) if is_path(name) else name
+    return joined(os.getcwd(), name) if is_path(name) else name
 
 
-def beside(name: str, folder: str) -> str:
-    """A name that stands in a file of `folder`: joined to that where it is a path by its form, or exists there."""
-    name = os.path.expanduser(name)
-    joined = os.path.join(folder, name)
-    return _tidy(joined) if name != WORLD and (_only_a_path(name) or os.path.exists(joined)) else name
+def beside(folder: str, name: str) -> str:
+    """A name that stands in a file of `folder`: joined to that where it is a path by its form, or exists there.
+
+    What is joined is a path by its form, there or not: `recipes/model` comes back as `./recipes/model`.
+    """
+    path = joined(folder, name)
+    if name == WORLD or not (_only_a_path(name) or os.path.exists(path)):
+        return name
+    return path if _only_a_path(path) else os.path.join(os.curdir, path)
+
+
+def joined(folder: str, path: str) -> str:
+    """A path that starts from `folder`, without `.` and `a/..` where that leads to the same place."""
+    whole = os.path.join(folder, os.path.expanduser(path))
+    short = os.path.normpath(whole)
+    return short if os.path.realpath(short) == os.path.realpath(whole) else whole  # behind a link, `..` is elsewhere
 
 
 def hint(path: str) -> str:
@@ -49,9 +60,3 @@ def hint(path: str) -> str:
 
 def _only_a_path(name: str) -> bool:
     return name.startswith((".", "~")) or name.lower().endswith(_FILES) or not _HUB.fullmatch(name)
-
-
-def _tidy(path: str) -> str:
-    """`path` without `.` and `a/..`, where that leads to the same place; behind a link it may not."""
-    short = os.path.normpath(path)
-    return short if os.path.realpath(short) == os.path.realpath(path) else path

@@ -1,21 +1,15 @@
 """The configuration: one schema for files, `--set` and Python, and errors that name the key."""
 
-import random
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf.cli.schema import to_yaml
 from rlhf.config import (
     EMBEDDED_RECIPE,
     Config,
     DatasetConfig,
-    LoraConfig,
     ModelConfig,
-    OptimizerConfig,
     PPOConfig,
     SFTConfig,
     build_config,
@@ -128,14 +122,12 @@ def test_overrides_reach_into_lists() -> None:
         ("ppo.optimizer.lr_rate=1", "unknown key 'ppo.optimizer.lr_rate'"),
         ("data.datasets=[{path: a, wait: 2}]", r"did you mean 'weight'\?"),
         ("engine.zzz=1", "unknown key 'engine.zzz'; known here: zero_stage"),
-        ("ppo.steps=0", r"ppo\.steps: .*greater than or equal to 1, found 0"),
-        ("precision=bf8", r"precision: .*'bf16', 'fp16' or 'fp32', found 'bf8'"),
-        ("data.datasets=[{weight: 2}]", r"data\.datasets\.0\.path: Field required"),
         ("data.datasets=[]", "at least 1 item"),
-        ("data.stage_split=[0, 0, 0]", "stage_split.*one of them positive"),
         ("ppo.steps", "expected key=value"),
         ("ppo.steps=[", "the value is not YAML"),
-        ("seed.x=1", "not a key here|valid integer"),
+        ("ppo.steps=!!int x", "the value is not YAML"),
+        ("seed.x=1", "seed: expected a whole number, found {'x': 1}"),
+        ("data.datasets.7.path=x", "'7' is not a key here"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message: str) -> None:
@@ -149,7 +141,10 @@ def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message:
     [
         ("seed: 1\nppo: [1, 2\nmodel:\n", r"recipe\.yaml:\d: not readable as YAML"),
         ("- 1\n- 2\n", "expected keys and values, found a list"),
-        ("seed: 1\nsead: 2\n", r"recipe\.yaml: unknown key 'sead'"),
+        ("3\n", "expected keys and values, found a single value"),
+        ("seed: 1\nsead: 2\n", r"recipe\.yaml:2: unknown key 'sead'"),
+        ("[" * 5000, "not readable as YAML"),
+        ("seed: " + "1" * 5000, "not readable as YAML"),
     ],
 )
 def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
@@ -191,32 +186,8 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 def test_a_recorded_config_builds_the_same_config() -> None:
-    config = load_config(None, ["data.datasets=[{path: a, columns: {prompt: q}}]", "ppo.kl_target=2.5"])
+    config = load_config(None, ["data.datasets=[{path: a, columns: {prompt: q}}]", "ppo.kl_target=2.5", "output=/a"])
     assert build_config(config.model_dump(mode="json")) == config
-
-
-def test_the_printed_recipe_is_a_recipe() -> None:
-    config = load_config(
-        None, ["model.path='a: b'", "ppo.optimizer.learning_rate=3e-7", "data.datasets=[{path: a}, {path: b}]"]
-    )
-    assert build_config(yaml.safe_load(to_yaml(config))) == config
-
-
-def test_every_digit_of_a_number_is_printed() -> None:
-    rng = random.Random(0)
-    numbers = [1.25e-5, 3.75e-5, 1e-5, 5e-324, 1e22, 1e16, 0.1 + 0.2, 123456789.123456789, sys.float_info.max]
-    numbers += [rng.uniform(0.1, 1) * 10.0 ** rng.randint(-30, 30) for _ in range(1000)]
-    for number in numbers:
-        printed = to_yaml(OptimizerConfig(learning_rate=number, betas=(number, number / 3)))
-        assert OptimizerConfig.model_validate(yaml.safe_load(printed)) == OptimizerConfig(
-            learning_rate=number, betas=(number, number / 3)
-        )
-
-
-@pytest.mark.parametrize("names", [["a, b", "c"], ["x]", "#y"], ["1.0", "null"]])
-def test_names_in_a_list_are_printed_as_they_are(names: list[str]) -> None:
-    section = LoraConfig(target_modules=tuple(names))
-    assert LoraConfig.model_validate(yaml.safe_load(to_yaml(section))) == section
 
 
 @pytest.mark.parametrize("section", sorted(sections(Config), key=lambda section: section.__name__))

@@ -47,7 +47,7 @@ def test_a_path_is_known_by_its_form(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "org/name", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "world"])
 def test_other_names_are_a_hubs_and_stay_as_they_are(name: str) -> None:
     assert not names.is_path(name)
-    assert names.absolute(name) == names.beside(name, "/some/folder") == name
+    assert names.absolute(name) == names.beside("/some/folder", name) == name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/name"])
@@ -60,7 +60,7 @@ def test_what_exists_here_is_a_path(here: Path, name: str) -> None:
 def test_the_embedded_world_is_no_folder_that_has_its_name(here: Path) -> None:
     (here / "world").mkdir()
     assert not names.is_path("world")
-    assert names.absolute("world") == names.beside("world", str(here)) == "world"
+    assert names.absolute("world") == names.beside(str(here), "world") == "world"
     assert names.absolute("./world") == str(here / "world")
 
 
@@ -74,18 +74,19 @@ def test_an_absolute_path_is_short_but_leads_to_the_same_place(here: Path, tmp_p
 
 def test_a_name_in_a_file_is_joined_to_its_folder_where_it_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert names.beside("data/x.jsonl", "recipes") == "recipes/data/x.jsonl"
-    assert names.beside("../x.jsonl", "recipes/mine") == "recipes/x.jsonl"
-    assert names.beside("./m", "") == "m"
-    assert names.beside("/m", "recipes") == "/m"
-    assert names.beside("~/m", "recipes") == "/home/me/m"
+    assert names.beside("recipes", "data/x.jsonl") == "recipes/data/x.jsonl"
+    assert names.beside("recipes/mine", "../x.jsonl") == "recipes/x.jsonl"
+    assert names.beside("", "./m") == "./m"
+    assert names.beside("recipes", "./m") == "./recipes/m"
+    assert names.beside("recipes", "/m") == "/m"
+    assert names.beside("recipes", "~/m") == "/home/me/m"
 
 
 def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: Path) -> None:
     (here / "recipes" / "gpt2").mkdir(parents=True)
     (here / "org").mkdir()
-    assert names.beside("gpt2", "recipes") == "recipes/gpt2"
-    assert names.beside("org", "recipes") == "org", "what exists in the working directory alone is not beside the file"
+    assert names.beside("recipes", "gpt2") == "./recipes/gpt2"
+    assert names.beside("recipes", "org") == "org", "what exists in the working directory alone is not beside the file"
 
 
 def test_who_meant_the_working_directory_is_told(here: Path) -> None:

@@ -7,7 +7,6 @@ A command takes them as one `Options`; see `shared`.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -68,12 +67,8 @@ class Options:
         Raises:
             ConfigError: the file or a value is wrong.
         """
-        keys = {"precision": self.precision, "output": self.output, "seed": self.seed}
-        # As it stands: JSON writes what lies beyond 16 bits as two halves, which YAML does not join.
-        given = [
-            f"{key}={json.dumps(str(value), ensure_ascii=False)}" for key, value in keys.items() if value is not None
-        ]
-        return load_config(self.config, [*(self.overrides or ()), *given], example=example)
+        options = {"precision": self.precision, "output": self.output, "seed": self.seed}
+        return load_config(self.config, self.overrides or (), options=options, example=example)
 
 
 RUN = tuple(field.name for field in fields(Options))

@@ -1,0 +1,62 @@
+"""Kinds of values that keys of the schema take: names, folders, shares; in each form that they may be written in."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from rlhf import names
+from rlhf.problems import shown
+from rlhf.values import Text
+
+
+def _name(name: Any) -> Any:
+    """A name in the settings, its path from the working directory: `~` and the folder of a recipe are put before."""
+    if isinstance(name, Text) and name:
+        return names.beside(name.folder, name)
+    return os.path.expanduser(name) if isinstance(name, str) else name
+
+
+def _folder(path: Any) -> Any:
+    """`_name` of what can only be a path."""
+    if isinstance(path, Text):
+        return names.joined(path.folder, path)
+    return os.path.expanduser(path) if isinstance(path, str | Path) else path
+
+
+def _shares(value: Any) -> tuple[float, ...]:
+    """What `data.stage_split` is given: 2:4:4 or [2, 4, 4].
+
+    Raises:
+        ValueError: it is something else.
+    """
+    parts = value.split(":") if isinstance(value, str) else value
+    try:
+        shares = tuple(float(part) for part in parts) if isinstance(parts, list | tuple) else ()
+    except (TypeError, ValueError, OverflowError):
+        shares = ()
+    if len(shares) != 3:
+        raise ValueError(f"expected shares of sft, reward and ppo, for example 2:4:4, found {shown(value)}")
+    if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
+        raise ValueError(f"{shown(value)} needs shares >= 0, one of them positive; for example 2:4:4")
+    return shares
+
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# JSON is read from other working directories: there, paths are absolute.
+Name = Annotated[str, Field(min_length=1), BeforeValidator(_name), PlainSerializer(names.absolute, when_used="json")]
+OptionalName = Annotated[
+    str | None,
+    BeforeValidator(lambda name: _name(name) or None),
+    PlainSerializer(lambda name: name and names.absolute(name), when_used="json"),
+]
+Folder = Annotated[
+    Path,
+    BeforeValidator(_folder),
+    PlainSerializer(lambda path: names.joined(os.getcwd(), str(path)), when_used="json"),
+]
+Shares = Annotated[tuple[float, float, float], BeforeValidator(_shares)]

@@ -1,0 +1,72 @@
+"""A configuration as a recipe: YAML with every key, its meaning above it, that can be edited and given back."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+
+_WIDTH = 100
+
+
+def recipe_text(config: BaseModel, about: str) -> str:
+    """A configuration as a recipe; `about` stands in a comment at its top."""
+    return "\n".join([*_comment(about), "", to_yaml(config)])
+
+
+def to_yaml(section: BaseModel) -> str:
+    """A section and those below it as YAML, each key's description above it."""
+    return "\n".join(_lines(section)).lstrip("\n") + "\n"
+
+
+def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
+    indent = "  " * depth
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        below = isinstance(value, BaseModel)
+        if below and depth == 0:
+            yield ""
+        described = (field.description or "").strip() + _choices(field.annotation)
+        yield from _comment(described, indent)
+        if below:
+            yield f"{indent}{name}:"
+            yield from _lines(value, depth + 1)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            yield f"{indent}{name}:"
+            for item in value:
+                yield from _item(list(_lines(item, depth + 2)), indent + "  ")
+        else:
+            yield f"{indent}{name}: {_scalar(value)}".rstrip()
+
+
+def _item(lines: list[str], indent: str) -> Iterator[str]:
+    """A section's lines as an item of a list: the dash stands before its first key, below that key's comment."""
+    first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
+    yield from (comment.removeprefix("  ") for comment in lines[:first])
+    yield f"{indent}- {lines[first].lstrip()}"
+    yield from lines[first + 1 :]
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def _scalar(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, tuple):
+        value = list(value)
+    # Digits included: what is read back is what was printed.
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _choices(annotation: Any) -> str:
+    """The words that a key admits, where they are few."""
+    words = [word for word in get_args(annotation) if isinstance(word, str)]
+    return f" ({' | '.join(words)})" if words else ""
