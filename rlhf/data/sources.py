@@ -78,7 +78,8 @@ def check(source: str) -> None:
 
 def has_parts(source: str) -> bool:
     """Whether a source may have splits, of which one is read: a file and the embedded world have none."""
-    return source != WORLD and not Path(source).expanduser().is_file()
+    path = Path(source).expanduser()
+    return source != WORLD and (path.suffix not in _READERS or path.is_dir())
 
 
 def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]:
