@@ -73,7 +73,7 @@ def test_a_check_says_what_loading_says_whatever_the_rows(
             sampled = outcome(load_stage, config, stage, tokenizer, seed=seed, sample=2)
             outcomes.append((sampled == "success", whole == "success"))
     counts = {pair: outcomes.count(pair) for pair in ((True, True), (False, True), (False, False))}
-    assert min(counts.values()) > 20, "the rows are such that all of these happen"
+    assert min(counts.values()) > 10, "the rows are such that all of these happen"
     assert (True, False) not in outcomes
 
 

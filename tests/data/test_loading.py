@@ -254,8 +254,8 @@ SHORT = {"prompt": "cow", "response": "moo", "chosen": "moo", "rejected": "baa"}
         ),
         (
             "sft",
-            [SHORT | {"prompt": "a" * 40}] * 2 + [{"prompt": ""}] * 3 + [SHORT | {"response": ""}],
-            "row: 3 empty prompt .*, 2 prompt too long .*; name[^;]*columns.prompt; raise data.max_prompt_length$",
+            [SHORT | {"prompt": "a" * 40}] * 4 + [{"prompt": ""}] * 5 + [SHORT | {"response": ""}] * 3,
+            "row: 5 empty prompt .*, 4 prompt too long .*; name[^;]*columns.prompt; raise data.max_prompt_length$",
         ),
     ],
 )
