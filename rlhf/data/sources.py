@@ -9,24 +9,41 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf.data import world
+from rlhf.data.reasons import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
 from rlhf.errors import DataError
+from rlhf.names import WORLD, hint, is_path
 
-WORLD = "world"
 _LONGEST_FIELD = 2**31 - 1  # of a CSV file, in characters; the module's own limit is 131,072
+_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs"}
+
+# What datasets says of a hub data set that is there and whose part is not: in words alone.
+_PARTS = {
+    "split": re.compile(r"(?:Unknown|Bad) split.*?(\[.*\])", re.DOTALL),
+    "subset": re.compile(
+        r"(?:Config name is missing|BuilderConfig .* not found|Available configs).*?(\[.*?\])", re.DOTALL
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a source; `values` is None where it cannot be read (a broken line of JSONL, say)."""
+    """One record of a source; `values` is None where it cannot be read (a broken line of JSONL, say): `fault`."""
 
     values: dict[str, Any] | None
     source: str
+    fault: str = ""
+
+    @classmethod
+    def of(cls, value: Any, source: str) -> Record:
+        """The record of a value that may be no object."""
+        return cls(value, source) if isinstance(value, dict) else cls(None, source, NOT_AN_OBJECT)
 
 
 def read(source: str, *, split: str = "train", subset: str | None = None, seed: int = 0) -> list[Record]:
@@ -55,16 +72,18 @@ def read(source: str, *, split: str = "train", subset: str | None = None, seed: 
 
 def check(source: str) -> None:
     """Raise `DataError` where a file or folder is not there; hub names pass. Opens nothing."""
+    if is_path(source) and not Path(source).expanduser().exists():
+        raise DataError(f"{source}: no such file or folder; check data.datasets{hint(source)}")
+
+
+def has_parts(source: str) -> bool:
+    """Whether a source may have splits, of which one is read: a file and the embedded world have none."""
     path = Path(source).expanduser()
-    local = path.suffix in _READERS or source.startswith((".", "/", "~")) or source.count("/") > 1
-    if local and not path.exists():
-        raise DataError(f"{source}: no such file or folder; check data.datasets")
+    return source != WORLD and (path.suffix not in _READERS or path.is_dir())
 
 
 def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]:
-    return [
-        Record(value if isinstance(value, dict) else None, name(number)) for number, value in enumerate(values, start=1)
-    ]
+    return [Record.of(value, name(number)) for number, value in enumerate(values, start=1)]
 
 
 def _file(path: Path) -> list[Record]:
@@ -83,10 +102,9 @@ def _jsonl(path: Path) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    values = json.loads(line)
+                    yield Record.of(json.loads(line), f"{path.name}:{number}")
                 except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, lists without end
-                    values = None
-                yield Record(values if isinstance(values, dict) else None, f"{path.name}:{number}")
+                    yield Record(None, f"{path.name}:{number}", NOT_JSON)
 
 
 def _json(path: Path) -> list[Record]:
@@ -104,13 +122,17 @@ def _json(path: Path) -> list[Record]:
 
 def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(_LONGEST_FIELD)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
+    with path.open(encoding="utf-8-sig") as lines:  # a line break in a field is the same one on every system
         reader = csv.DictReader(lines)
         try:
-            end = 1 if reader.fieldnames else 0
+            header = reader.fieldnames or ()
+            for delimiter, name in _OTHER_DELIMITERS.items():
+                if len(header) == 1 and delimiter in header[0]:
+                    raise DataError(f"{path}: its fields are separated by {name}, not by commas; save it with commas")
+            end = 1 if header else 0
             for values in reader:
                 whole = None not in values and None not in values.values()
-                yield Record(dict(values) if whole else None, f"{path.name}:{end + 1}")
+                yield Record(dict(values) if whole else None, f"{path.name}:{end + 1}", "" if whole else OTHER_FIELDS)
                 end = reader.line_num  # a quoted field may span lines, and a row is named by its first
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: not readable as CSV ({error})") from error
@@ -157,11 +179,23 @@ def _hub(name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
     try:
         return load_dataset(name, subset, split=split)
     except Exception as error:  # network, hub and reader errors have no common base
+        if known := _known(error):
+            key, listed = known
+            wrong = f"no split {split!r}" if key == "split" else f"no subset {subset!r}" if subset else "has subsets"
+            raise DataError(f"{name}: {wrong}; found: {listed}; set `{key}`") from error
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"} else ""
         raise DataError(
             f"{name}: neither a local file nor a data set that the hub gave{offline}: {_first_line(error)}; "
             "check the name and the network, or name a local copy"
         ) from error
+
+
+def _known(error: Exception) -> tuple[str, str] | None:
+    """("split" or "subset", those that there are) where a hub data set is there and its part is not."""
+    for key, words in _PARTS.items():
+        if isinstance(error, ValueError) and (found := words.search(str(error))):
+            return key, ", ".join(re.findall(r"'([^']+)'", found[1]))
+    return None
 
 
 def _first_line(error: BaseException) -> str:

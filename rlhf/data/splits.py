@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -61,6 +62,17 @@ def blend(counts: Sequence[int], weights: Sequence[float], *, seed: int) -> list
         sorted(random.Random(f"blend {seed} {number}").sample(range(count), min(count, max(1, round(scale * weight)))))
         for number, (count, weight) in enumerate(zip(counts, weights, strict=True))
     ]
+
+
+def varied(items: Sequence[T], *, seed: int, key: Callable[[T], str]) -> list[T]:
+    """The items in random order, one of each key before any comes again."""
+    shuffled = random.Random(f"heldout {seed}").sample(items, len(items))
+    seen: Counter[str] = Counter()
+    rounds = []
+    for item in shuffled:
+        rounds.append(seen[key(item)])
+        seen[key(item)] += 1
+    return [item for _, item in sorted(zip(rounds, shuffled, strict=True), key=lambda pair: pair[0])]
 
 
 def _hash(seed: int, key: str) -> bytes:

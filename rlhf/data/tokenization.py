@@ -1,17 +1,17 @@
-"""What one stage trains on: `load_stage` reads the sources, shares and tokenizes their rows, and blends them.
+"""What one stage trains on: `load_stage` shares and tokenizes the rows of the sources, and blends them.
 
-A `DataConfig` and a tokenizer go in; examples of token ids and a report per source come out.
+A `DataConfig`, a tokenizer and the sources' rows go in; examples of token ids and a report per source come out.
+`check_stage` tells beforehand, and cheaply, whether it will succeed.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
+from rlhf.config import STAGES, DataConfig, DatasetConfig, Stage
 from rlhf.data.encoding import (
     PromptFormat,
     control_tokens,
@@ -21,11 +21,25 @@ from rlhf.data.encoding import (
     has_template,
     prompt_format,
 )
+from rlhf.data.reading import LONG, Source, SourceRows, datasets_of, read_sources
+from rlhf.data.reasons import (
+    CONTROL_TOKENS,
+    EMPTY_RESPONSE,
+    LEFT_OUT_BY_WEIGHT,
+    LONG_COMPLETION,
+    LONG_PROMPT,
+    NO_DEMONSTRATION,
+    NO_DIFFERENCE,
+    NO_PREFERENCE,
+    PROMPT_TRAINED_ON,
+    REFUSED,
+    TRAINED_ON,
+)
 from rlhf.data.report import DataReport
-from rlhf.data.rows import MALFORMED, Rejected, Row, parse, recognize
-from rlhf.data.sources import Record, read
-from rlhf.data.splits import blend, prompt_key, split
+from rlhf.data.rows import Row
+from rlhf.data.splits import blend, prompt_key, split, varied
 from rlhf.errors import DataError
+from rlhf.metrics.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,12 +89,17 @@ class StageData:
 
 
 @dataclass
-class _Source:
-    """One source on its way to a `StageData`."""
+class _Part:
+    """One source's examples on their way to a `StageData`."""
 
     examples: list[Example]
     report: DataReport
     weight: float
+
+
+SAMPLE = 256
+"""Rows of each source that `check_stage` tokenizes at first."""
+_AT_ONCE = 1000  # rows tokenized in one call
 
 
 def load_stage(
@@ -90,6 +109,8 @@ def load_stage(
     *,
     seed: int,
     end_ids: Sequence[int] | None = None,
+    sources: SourceRows | None = None,
+    sample: int | None = None,
 ) -> StageData:
     """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
 
@@ -99,81 +120,88 @@ def load_stage(
 
     Args:
         end_ids: tokens that end a reply; default: the tokenizer's end-of-sequence token.
+        sources: their rows, read before with the same `seed`; default: they are read, without a word.
+        sample: tokenize no more than so many rows of each source, drawn by the seed; default: all of the stage's.
 
     Raises:
         DataError: a source cannot be read or has no usable row, or the training or held-out part would be empty.
     """
+    datasets = datasets_of(config, stage)
+    read = sources or read_sources(config, [stage], seed=seed)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
-    datasets = [dataset for dataset in config.datasets if stage in dataset.stages]
-    if not datasets:
-        raise DataError(f"{stage}: no data set is for this stage; add {stage} to data.datasets.*.stages")
-    if not shares[stage]:
-        raise DataError(f"{stage}: data.stage_split {list(config.stage_split)} leaves it no rows; give it a share")
 
-    reports = [DataReport(stage, dataset.path) for dataset in datasets]
-    rows = [_train_rows(dataset, report, seed) for dataset, report in zip(datasets, reports, strict=True)]
+    def part_of(rows: Sequence[Row], report: DataReport, weight: float) -> _Part:
+        usable = [row for row in rows if not _dropped(row, _unusable(row, stage), report)]
+        if sample is not None and sample < len(usable):
+            report.unseen = len(usable) - sample
+            drawn = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
+            usable = [usable[place] for place in sorted(drawn)]
+        examples = _examples(usable, config, tokenizer, report, end_ids, show=read.show)
+        return _Part(_some(examples, report, len(rows)), report, weight)
 
-    def share(rows: list[Row], dataset: DatasetConfig, report: DataReport) -> _Source:
+    def share(dataset: DatasetConfig) -> _Part:
         """What the stage gets of a source."""
-        mine = split(rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)[stage]
-        return _Source(_examples(mine, config, tokenizer, report, end_ids), report, dataset.weight)
+        source = read[Source.trained(dataset)]
+        report = DataReport(stage, dataset.path, dropped=dict(source.dropped))
+        parts = split(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
+        return part_of(parts[stage], report, dataset.weight)
 
-    def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Source:
+    def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Part:
         """The held-out source of a data set, without what this or another stage may train on."""
-        report = DataReport(stage, str(dataset.heldout))
-        records = read(report.source, split=dataset.heldout_split, subset=dataset.heldout_subset, seed=seed)
-        found = _rows(records, dataset.columns, report)
-        known = "trained on" if _REPLIES[stage] else "prompt trained on"
-        new = [row for row in found if not _dropped(row, _lesson(row, stage) in trained and known, report)]
-        return _Source(_examples(new, config, tokenizer, report, end_ids), report, dataset.weight)
+        source = read[Source.held_out(dataset)]
+        report = DataReport(stage, str(dataset.heldout), dropped=dict(source.dropped))
+        known = TRAINED_ON if _REPLIES[stage] else PROMPT_TRAINED_ON
+        new = [row for row in source.rows if not _dropped(row, _lesson(row, stage) in trained and known, report)]
+        return part_of(new, report, dataset.weight)
 
-    sources = [share(*parts) for parts in zip(rows, datasets, reports, strict=True)]
-    named: list[_Source] = []
+    parts = [share(dataset) for dataset in datasets]
+    named: list[_Part] = []
     if any(dataset.heldout is not None for dataset in datasets):
-        others = [dataset for dataset in config.datasets if stage not in dataset.stages]
-        rows += [_train_rows(dataset, DataReport(stage, dataset.path), seed) for dataset in others]
-        trained = {_lesson(row, stage) for part in rows for row in part}
+        everywhere = {Source.trained(dataset) for dataset in config.datasets}
+        trained = {_lesson(row, stage) for source in everywhere for row in read[source].rows}
         named = [held_out(dataset, trained) for dataset in datasets if dataset.heldout is not None]
-    for source in named:
-        source.report.heldout = len(source.examples)
-    heldout = [example for source in named for example in source.examples]
-    undivided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is None]
-    divided = [s for s, d in zip(sources, datasets, strict=True) if d.heldout is not None]
-    elsewhere = {prompt_key(example.row) for source in divided for example in source.examples}
+    for part in named:
+        part.report.heldout = len(part.examples)
+    heldout = [example for part in named for example in part.examples]
+    undivided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout is None]
+    divided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout is not None]
+    elsewhere = {prompt_key(example.row) for part in divided for example in part.examples}
     heldout += _hold_out(undivided, config.heldout_fraction, seed, elsewhere)
-    _blend(sources, seed)
+    _blend(parts, seed)
 
-    heldout = _varied(heldout, seed)
-    train = [example for source in sources for example in source.examples]
-    reports += [source.report for source in named]
+    heldout = varied(heldout, seed=seed, key=lambda example: prompt_key(example.row))
+    train = [example for part in parts for example in part.examples]
+    reports = [part.report for part in [*parts, *named]]
     if not heldout or not train:
-        listed = ", ".join(dataset.path for dataset in datasets)
-        raise DataError(
-            f"{stage}: {listed}: {len(train) + len(heldout)} usable rows, but too few prompts for a held-out part; "
-            "name a second source in data.datasets.*.heldout"
-        )
+        raise _too_few(reports, len(train) + len(heldout))
     form = prompt_format(tokenizer, [example.row for example in train], chat_template=config.chat_template)
     return StageData(train, heldout, reports, form)
 
 
-def _train_rows(dataset: DatasetConfig, report: DataReport, seed: int) -> list[Row]:
-    """All rows of a data set but those of its held-out source, for whichever stage."""
-    return _rows(read(dataset.path, split=dataset.split, subset=dataset.subset, seed=seed), dataset.columns, report)
+def check_stage(
+    config: DataConfig,
+    stage: Stage,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    end_ids: Sequence[int] | None = None,
+    sources: SourceRows | None = None,
+) -> StageData:
+    """Find out whether `load_stage` will succeed; a sample nearly always shows it.
 
+    Where the sample gives both parts, training and held-out, all rows do: usable rows are only added.
 
-def _rows(records: Sequence[Record], names: ColumnsConfig, report: DataReport) -> list[Row]:
-    """Rows of the records that have a prompt and are whole."""
-    found = dict.fromkeys(column for record in records for column in record.values or ())
-    columns = recognize(found, names, report.source) if found else None
-    rows = []
-    for record in records:
-        try:
-            if columns is None or record.values is None:
-                raise Rejected(MALFORMED)
-            rows.append(parse(record.values, columns, record.source))
-        except Rejected as error:
-            report.drop(error.reason, record.source)
-    return rows
+    Returns:
+        the examples of the sample or, where that had too few, of all rows.
+
+    Raises:
+        DataError: what `load_stage` would raise.
+    """
+    sources = sources or read_sources(config, [stage], seed=seed)
+    try:
+        return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources, sample=SAMPLE)
+    except DataError:
+        return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources)
 
 
 def _examples(
@@ -182,31 +210,56 @@ def _examples(
     tokenizer: PreTrainedTokenizerBase,
     report: DataReport,
     end_ids: Sequence[int] | None,
+    *,
+    show: bool,
 ) -> list[Example]:
-    """Examples of the rows that the stage can use and that are short enough; at least one."""
-    rows = [row for row in rows if not _dropped(row, _unusable(row, report.stage), report)]
+    """Examples of the rows that fit."""
+    names = _REPLIES[report.stage]
     control, templated = control_tokens(tokenizer), has_template(tokenizer, config.chat_template)
 
     def forged(row: Row) -> bool:
-        replies = [getattr(row, name) for name in _REPLIES[report.stage]]
-        return has_control_tokens(replies, control, templated=templated)
+        return has_control_tokens([getattr(row, name) for name in names], control, templated=templated)
 
-    rows = [row for row in rows if not _dropped(row, forged(row) and "contains control tokens", report)]
-    prompts = encode_prompts(tokenizer, rows, chat_template=config.chat_template)
-    replies = []
-    for name in _REPLIES[report.stage]:
-        texts = [getattr(row, name) for row in rows]
-        replies.append(
-            encode_replies(tokenizer, rows, texts, prompts, chat_template=config.chat_template, end_ids=end_ids)
-        )
-    examples = []
-    for row, prompt_ids, *completions in zip(rows, prompts, *replies, strict=True):
-        if not _dropped(row, _unfit(prompt_ids, completions, config), report):
-            examples.append(_EXAMPLE[report.stage](prompt_ids, *completions, row))
-    if not examples:
-        why = report.reasons() or "it has no rows, or too few distinct prompts for data.stage_split"
-        raise DataError(f"{report.stage}: {report.source}: no usable row: {why}; see data.datasets.*.stages, .columns")
+    rows = [row for row in rows if not _dropped(row, forged(row) and CONTROL_TOKENS, report)]
+    examples: list[Example] = []
+    shown = show and len(rows) >= LONG
+    with progress(len(rows), f"{report.stage}: tokenizing {report.source}", enabled=shown) as bar:
+        for start in range(0, len(rows), _AT_ONCE):
+            some = rows[start : start + _AT_ONCE]
+            prompts = encode_prompts(tokenizer, some, chat_template=config.chat_template)
+            replies = []
+            for name in names:
+                texts = [getattr(row, name) for row in some]
+                replies.append(
+                    encode_replies(tokenizer, some, texts, prompts, chat_template=config.chat_template, end_ids=end_ids)
+                )
+            for row, prompt_ids, *completions in zip(some, prompts, *replies, strict=True):
+                if not _unfit(row, prompt_ids, completions, config, report):
+                    examples.append(_EXAMPLE[report.stage](prompt_ids, *completions, row))
+            bar.advance(len(some))
     return examples
+
+
+def _some(examples: list[Example], report: DataReport, rows: int) -> list[Example]:
+    """The examples, which must not be none; `rows` is what the stage got of the source, before any was left out."""
+    if examples:
+        return examples
+    if report.dropped:
+        why = f"{report.reasons()}; {report.remedies()}"
+    else:
+        why = "it has no rows, or too few distinct prompts for data.stage_split; add rows, or name fewer stages for it"
+    raise DataError(f"{report.stage}: {report.source}: no usable row: {why}")
+
+
+def _too_few(reports: Sequence[DataReport], usable: int) -> DataError:
+    """The error that the rows, all with the same prompt, give no held-out part."""
+    listed = ", ".join(report.source for report in reports)
+    worst = max(reports, key=lambda report: report.unfit)
+    why = f"left out: {worst.reasons()}; {worst.remedies()}, or " if worst.unfit else ""
+    return DataError(
+        f"{reports[0].stage}: {listed}: {usable} usable row{'s' * (usable != 1)}, but too few prompts for a held-out "
+        f"part; {why}name a second source in data.datasets.*.heldout"
+    )
 
 
 def _lesson(row: Row, stage: Stage) -> tuple[str, ...]:
@@ -221,25 +274,31 @@ def _unusable(row: Row, stage: Stage) -> str | None:
     """Why the stage cannot use a row."""
     replies = [getattr(row, name) for name in _REPLIES[stage]]
     if None in replies:
-        return "no demonstration" if stage == "sft" else "no preference"
+        return NO_DEMONSTRATION if stage == "sft" else NO_PREFERENCE
     if "" in replies:
-        return "empty response"
+        return EMPTY_RESPONSE
     if stage == "reward" and row.chosen == row.rejected:
-        return "chosen equals rejected"
+        return NO_DIFFERENCE
     return None
 
 
-def _unfit(prompt: list[int] | None, completions: Sequence[list[int] | None], config: DataConfig) -> str | None:
-    """Why the tokens of a row cannot be used."""
-    if prompt is None or None in completions:
-        return "refused by the chat template"
-    if len(prompt) > config.max_prompt_length:
-        return "prompt too long"
-    if any(len(ids) > config.max_completion_length for ids in completions if ids):
-        return "completion too long"
-    if len(completions) == 2 and completions[0] == completions[1]:  # they differed in white space, or after the end
-        return "chosen equals rejected"
-    return None
+def _unfit(
+    row: Row, prompt: list[int] | None, completions: list[list[int] | None], config: DataConfig, report: DataReport
+) -> bool:
+    """Whether the tokens of a row cannot be used; the report then says why."""
+    known = [ids for ids in completions if ids is not None]
+    longest = max(map(len, known), default=0)
+    if prompt is None or len(known) < len(completions):
+        report.drop(REFUSED, row.source)
+    elif len(prompt) > config.max_prompt_length:
+        report.drop_long(LONG_PROMPT, row.source, len(prompt), config.max_prompt_length)
+    elif longest > config.max_completion_length:
+        report.drop_long(LONG_COMPLETION, row.source, longest, config.max_completion_length)
+    elif len(known) == 2 and known[0] == known[1]:  # they differed in white space, or after the end
+        report.drop(NO_DIFFERENCE, row.source)
+    else:
+        return False
+    return True
 
 
 def _dropped(row: Row, reason: str | Literal[False] | None, report: DataReport) -> bool:
@@ -248,40 +307,28 @@ def _dropped(row: Row, reason: str | Literal[False] | None, report: DataReport) 
     return bool(reason)
 
 
-def _hold_out(sources: Sequence[_Source], fraction: float, seed: int, trained: set[str]) -> list[Example]:
+def _hold_out(parts: Sequence[_Part], fraction: float, seed: int, trained: set[str]) -> list[Example]:
     """Move a part of the examples out of the sources, but no prompt that another source has in `trained`.
 
     A prompt that several of the sources have stays on one side.
     """
-    examples = [example for source in sources for example in source.examples]
+    examples = [example for part in parts for example in part.examples]
     free = [example for example in examples if prompt_key(example.row) not in trained]
-    parts = {"train": 1 - fraction, "heldout": fraction}
-    chosen = split(free, parts, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
+    sides = {"train": 1 - fraction, "heldout": fraction}
+    chosen = split(free, sides, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
     keys = {prompt_key(example.row) for example in chosen}
-    for source in sources:
-        before = len(source.examples)
-        source.examples = [example for example in source.examples if prompt_key(example.row) not in keys]
-        source.report.heldout = before - len(source.examples)
+    for part in parts:
+        before = len(part.examples)
+        part.examples = [example for example in part.examples if prompt_key(example.row) not in keys]
+        part.report.heldout = before - len(part.examples)
     return chosen
 
 
-def _varied(examples: list[Example], seed: int) -> list[Example]:
-    """The examples in random order, each prompt once before any comes again."""
-    shuffled = random.Random(f"heldout {seed}").sample(examples, len(examples))
-    seen: Counter[str] = Counter()
-    rounds = []
-    for example in shuffled:
-        key = prompt_key(example.row)
-        rounds.append(seen[key])
-        seen[key] += 1
-    return [example for _, example in sorted(zip(rounds, shuffled, strict=True), key=lambda item: item[0])]
-
-
-def _blend(sources: Sequence[_Source], seed: int) -> None:
+def _blend(parts: Sequence[_Part], seed: int) -> None:
     """Leave out what the weights leave no room for."""
-    kept = blend([len(source.examples) for source in sources], [source.weight for source in sources], seed=seed)
-    for source, indices in zip(sources, kept, strict=True):
-        for index in sorted(set(range(len(source.examples))) - set(indices)):
-            source.report.drop("left out by weight", source.examples[index].row.source)
-        source.examples = [source.examples[index] for index in indices]
-        source.report.train = len(source.examples)
+    kept = blend([len(part.examples) for part in parts], [part.weight for part in parts], seed=seed)
+    for part, indices in zip(parts, kept, strict=True):
+        for index in sorted(set(range(len(part.examples))) - set(indices)):
+            part.report.drop(LEFT_OUT_BY_WEIGHT, part.examples[index].row.source)
+        part.examples = [part.examples[index] for index in indices]
+        part.report.train = len(part.examples)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.config import ColumnsConfig
+from rlhf.data.reasons import remedy
 from rlhf.data.rows import Columns, Message, Rejected, Row, parse, plain_prompt, recognize, transcript
 from rlhf.errors import DataError
 
@@ -135,23 +136,68 @@ def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
         ({"prompt": None, "response": "a"}, "empty prompt"),
         ({"messages": turns("")}, "empty prompt"),
         ({"messages": []}, "empty prompt"),
-        ({"prompt": 3, "response": "a"}, "malformed"),
-        ({"prompt": "a", "response": ["b"]}, "malformed"),
-        ({"prompt": "half a smile \ud83d", "response": "b"}, "malformed"),
-        ({"prompt": "a", "response": "\ud83d"}, "malformed"),
-        ({"instruction": "a", "input": "\ude00", "output": "b"}, "malformed"),
-        ({"messages": turns("a", "\ud83d")}, "malformed"),
-        ({"chosen": "Human: a\n\nAssistant: \ud83d", "rejected": "Human: a\n\nAssistant: b"}, "malformed"),
-        ({"messages": [{"role": "wizard", "content": "a"}]}, "malformed"),
-        ({"messages": [{"content": "a"}]}, "malformed"),
-        ({"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: x\n\nAssistant: c"}, "malformed"),
-        ({"chosen": "Human: a", "rejected": "Human: a"}, "malformed"),
+        ({"prompt": 3, "response": "a"}, "prompt is a number, not text"),
+        ({"prompt": True, "response": "a"}, "prompt is true or false, not text"),
+        ({"prompt": {"text": "a"}, "response": "a"}, "prompt is an object, not text"),
+        ({"prompt": ["a"], "response": "b"}, "prompt: a turn is not an object of role and content"),
+        ({"prompt": "a", "response": ["b"]}, "response: a turn is not an object of role and content"),
+        ({"instruction": "a", "input": 2.5, "output": "b"}, "input is a number, not text"),
+        ({"question": "half a smile \ud83d", "response": "b"}, "half a character (surrogate)"),
+        ({"prompt": "a", "response": "\ud83d"}, "half a character (surrogate)"),
+        ({"instruction": "a", "input": "\ude00", "output": "b"}, "half a character (surrogate)"),
+        ({"messages": turns("a", "\ud83d")}, "half a character (surrogate)"),
+        ({"chosen": "Human: a\n\nAssistant: \ud83d", "rejected": "Human: a"}, "half a character (surrogate)"),
+        ({"messages": 3}, "messages is a number, not a list of turns"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages: unknown role 'tool'"),
+        ({"messages": [{"role": "wizard " * 9, "content": "a"}]}, "messages: unknown role 'wizard wizard wizard...'"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages: unknown role a list"),
+        ({"messages": [{"content": "a"}]}, "messages: a turn is not an object of role and content"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "messages: turns have from/value (ShareGPT)"),
+        ({"messages": [{"role": USER, "content": [{"text": "a"}]}]}, "messages: content is a list, not text"),
+        (
+            {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: x\n\nAssistant: c"},
+            "prompts of chosen and rejected differ",
+        ),
+        ({"chosen": "Human: a", "rejected": "Human: a"}, "chosen does not end with the assistant's turn"),
+        ({"prompt": "a", "response": turns("b")}, "response does not end with the assistant's turn"),
     ],
 )
 def test_unusable_records_are_rejected_with_a_reason(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(Rejected) as rejected:
         row_of(record)
     assert rejected.value.reason == reason
+    assert remedy(reason)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["id", "conversations"], r"rows.json: conversations \(ShareGPT\): each turn has from/value; rename them to m"),
+        (["text"], "rows.json: a text alone does not say where its prompt ends; give prompt and response"),
+    ],
+)
+def test_popular_columns_of_other_formats_are_known_by_their_name(columns: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        recognize(columns, ColumnsConfig(), "rows.json")
+    columns.append("prompt")
+    assert recognize(columns, ColumnsConfig(), "rows.json").prompt == "prompt"
+
+
+def test_rows_of_mixed_columns_are_told_from_rows_that_lack_a_value() -> None:
+    """Readers of tables give None for a column that a row has not."""
+    columns = Columns(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
+    question: dict[str, Any] = {"question": "Hi", "answer": "Hello"}
+    for absent in ({}, dict.fromkeys(("prompt", "response", "chosen", "rejected"))):
+        with pytest.raises(Rejected, match=r"other columns than the source's \(answer, question\)") as rejected:
+            parse(absent | question, columns, "")
+        assert remedy(rejected.value.reason)
+        demonstration = parse(absent | {"prompt": "Hi", "response": "Hello"}, columns, "")
+        assert (demonstration.response, demonstration.chosen, demonstration.rejected) == ("Hello", None, None)
+        preference = parse(absent | {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, columns, "")
+        assert (preference.response, preference.chosen, preference.rejected) == ("Hello", "Hello", "No")
+        with pytest.raises(Rejected, match="empty prompt"):
+            parse(absent | {"response": "Hello"}, columns, "")
+    assert parse({"prompt": "Hi", "chosen": None, "rejected": "No"}, columns, "").chosen == ""
 
 
 def test_a_record_without_its_reply_has_an_empty_one() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf.data.sources import Record, read
 from rlhf.errors import DataError
 
+SUBSETS = "main", "socratic"
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+
+
+def faults(records: list[Record]) -> list[str]:
+    return [record.fault for record in records]
 
 
 def values(records: list[Record]) -> list[dict[str, str] | None]:
@@ -22,6 +28,7 @@ def test_jsonl_keeps_line_numbers_over_blank_and_broken_lines(tmp_path: Path) ->
     path.write_text(f'{json.dumps(ROWS[0])}\n\n{{"prompt": \n[1]\n{json.dumps(ROWS[1])}\n', encoding="utf-8")
     records = read(str(path))
     assert values(records) == [ROWS[0], None, None, ROWS[1]]
+    assert faults(records) == ["", "not readable as JSON", "not an object", ""]
     assert [record.source for record in records] == [f"rows.jsonl:{line}" for line in (1, 3, 4, 5)]
 
 
@@ -39,7 +46,25 @@ def test_csv_rows_are_named_by_their_first_line(tmp_path: Path) -> None:
     path.write_text('prompt,response\n"a\nb",c\nd\ne,f\n', encoding="utf-8")
     records = read(str(path))
     assert values(records) == [{"prompt": "a\nb", "response": "c"}, None, {"prompt": "e", "response": "f"}]
+    assert faults(records) == ["", "row has more or fewer fields than the header", ""]
     assert [record.source for record in records] == ["rows.csv:2", "rows.csv:4", "rows.csv:5"]
+
+
+@pytest.mark.parametrize(("delimiter", "name"), [(";", "semicolons"), ("\t", "tabs")])
+def test_a_csv_that_is_separated_by_something_else_says_so(tmp_path: Path, delimiter: str, name: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt{delimiter}response\na, b{delimiter}c\n", encoding="utf-8")
+    with pytest.raises(DataError, match=f"rows.csv: its fields are separated by {name}, not by commas; save it with"):
+        read(str(path))
+
+
+def test_line_breaks_in_a_csv_field_are_the_same_on_every_system(tmp_path: Path) -> None:
+    for line_break in ("\n", "\r\n"):
+        path = tmp_path / "rows.csv"
+        path.write_bytes('prompt,response\n"a\nb",c\nd,e\n'.replace("\n", line_break).encode())
+        records = read(str(path))
+        assert values(records) == [{"prompt": "a\nb", "response": "c"}, {"prompt": "d", "response": "e"}]
+        assert [record.source for record in records] == ["rows.csv:2", "rows.csv:4"]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -81,6 +106,36 @@ def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: [{"prompt": f"{names} {split}"}])
     assert values(read("org/name", split="dev")) == [{"prompt": "('org/name', None) dev"}]
     assert values(read("org/name", subset="main")) == [{"prompt": "('org/name', 'main') train"}]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"subset": "main", "split": "dev"}, "org/name: no split 'dev'; found: test, train; set `split`$"),
+        ({"subset": "other"}, "org/name: no subset 'other'; found: main, socratic; set `subset`$"),
+        ({}, "org/name: has subsets; found: main, socratic; set `subset`$"),
+    ],
+)
+def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str], message: str
+) -> None:
+    """The library itself reads a folder that is laid out like a hub's."""
+    import datasets
+
+    parts = {subset: [{"split": split, "path": f"{split}.jsonl"} for split in ("test", "train")] for subset in SUBSETS}
+    configs = [{"config_name": subset, "data_files": files} for subset, files in parts.items()]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n", encoding="utf-8")
+    for split in ("test", "train"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8")
+    load, cache = datasets.load_dataset, str(tmp_path / "cache")
+
+    def local(name: str, subset: str | None, split: str) -> Any:
+        return load(str(tmp_path), subset, split=split, cache_dir=cache)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    assert values(read("org/name", subset="main", split="test")) == ROWS[:1]
+    with pytest.raises(DataError, match=message):
+        read("org/name", **wanted)
 
 
 def test_files_have_no_subsets(tmp_path: Path) -> None:

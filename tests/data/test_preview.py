@@ -1,0 +1,86 @@
+"""What is shown of a stage's rows is counted and decoded from the token ids that are trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config import DataConfig, Stage
+from rlhf.data.preview import example, learned, lengths
+from rlhf.data.rows import Message, Row
+from rlhf.data.tokenization import Demonstration, Pair, Prompt, StageData, load_stage
+
+ROW = Row((Message("user", "a"),), "a", "b", None, None, "")
+
+
+def demonstrations(*sizes: tuple[int, int]) -> list[Any]:
+    return [Demonstration([5] * prompt, [6] * completion, ROW) for prompt, completion in sizes]
+
+
+def test_lengths_are_the_median_the_95th_percentile_and_the_longest() -> None:
+    sizes = [(n, 2 * n) for n in range(1, 21)]  # prompts of 1 to 20 tokens
+    data = StageData(demonstrations(*sizes[::2]), demonstrations(*sizes[1::2]), [])
+    assert lengths(data) == {"prompt": (10, 19, 20), "completion": (20, 38, 40)}
+    assert lengths(StageData(demonstrations((1, 1), (9, 2), (4, 3)), [], [])) == {
+        "prompt": (4, 9, 9),
+        "completion": (2, 3, 3),
+    }
+
+
+def test_each_stage_has_its_parts() -> None:
+    pair = StageData([Pair([5] * 3, [6], [7] * 2, ROW)], [], [])
+    assert lengths(pair) == {"prompt": (3, 3, 3), "chosen": (1, 1, 1), "rejected": (2, 2, 2)}
+    assert lengths(StageData([Prompt([5] * 3, ROW)], [], [])) == {"prompt": (3, 3, 3)}
+
+
+def test_the_example_is_of_median_length() -> None:
+    class Lengths:
+        def decode(self, ids: list[int], **options: Any) -> str:
+            return f"{len(ids)}"
+
+    data = StageData(demonstrations((1, 1), (90, 1), (3, 4)), demonstrations((2, 2)), [])
+    assert example(data, Lengths()) == [("prompt", "3"), ("completion", "4")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "template", "expected", "parts"),
+    [
+        ("sft", True, [("prompt", "<user>Is it  1 ?<eos><assistant>"), ("completion", "Red.<eos>")], ("completion",)),
+        ("sft", False, [("prompt", "Is it  1 ?"), ("completion", " Red.<eos>")], ("completion",)),
+        (
+            "reward",
+            True,
+            [("prompt", "<user>Is it  1 ?<eos><assistant>"), ("chosen", "Yes.<eos>"), ("rejected", "No.<eos>")],
+            ("chosen", "rejected"),
+        ),
+        ("ppo", True, [("prompt", "<user>Is it  1 ?<eos><assistant>")], ()),
+    ],
+)
+def test_the_example_is_what_the_model_sees(
+    tokenizer: Any,
+    tmp_path: Path,
+    stage: Stage,
+    template: bool,
+    expected: list[tuple[str, str]],
+    parts: tuple[str, ...],
+) -> None:
+    """Control tokens, white space and all."""
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": "Is it  1 ?", "response": "Red.", "chosen": "Yes.", "rejected": "No."}
+    path.write_text(f"{json.dumps(row)}\n" * 3 + json.dumps(row | {"prompt": "other"}), encoding="utf-8")
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps(row | {"prompt": "held out"}), encoding="utf-8")
+    config = DataConfig(
+        datasets=[{"path": str(path), "stages": [stage], "heldout": str(heldout)}], chat_template=template
+    )
+    data = load_stage(config, stage, tokenizer, seed=0)
+    assert example(data, tokenizer) == expected
+    assert learned(data) == parts
+
+
+def test_the_loss_may_be_on_the_prompt_too() -> None:
+    data = StageData(demonstrations((1, 1)), [], [])
+    assert learned(data, loss_on="all") == ("prompt", "completion")
