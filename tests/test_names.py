@@ -1,0 +1,96 @@
+"""Names in the settings: which are paths, and where a path leads."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf import names
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: an empty one."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "./a",
+        "../a",
+        ".",
+        "/a",
+        "~/a",
+        "a/b/c",
+        "a/",
+        "x.jsonl",
+        "org/x.JSON",
+        "x.csv",
+        "x.parquet",
+        "x.tsv",
+        "x.jsonl.gz",
+        "a\\b",
+        "my data",
+        "données",
+        "shards/*",
+    ],
+)
+def test_a_path_is_known_by_its_form(name: str) -> None:
+    assert names.is_path(name)
+    assert os.path.isabs(names.absolute(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/name", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "world"])
+def test_other_names_are_a_hubs_and_stay_as_they_are(name: str) -> None:
+    assert not names.is_path(name)
+    assert names.absolute(name) == names.beside(name, "/some/folder") == name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_what_exists_here_is_a_path(here: Path, name: str) -> None:
+    (here / name).mkdir(parents=True)
+    assert names.is_path(name)
+    assert names.absolute(name) == str(here / name)
+
+
+def test_the_embedded_world_is_no_folder_that_has_its_name(here: Path) -> None:
+    (here / "world").mkdir()
+    assert not names.is_path("world")
+    assert names.absolute("world") == names.beside("world", str(here)) == "world"
+    assert names.absolute("./world") == str(here / "world")
+
+
+def test_an_absolute_path_is_short_but_leads_to_the_same_place(here: Path, tmp_path: Path) -> None:
+    assert names.absolute("./a/../b//c") == str(here / "b" / "c")
+    assert names.absolute("../a") == str(tmp_path / "a")
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (here / "link").symlink_to(tmp_path / "far" / "away")
+    assert Path(names.absolute("link/../x")).resolve() == tmp_path / "far" / "x"
+
+
+def test_a_name_in_a_file_is_joined_to_its_folder_where_it_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert names.beside("data/x.jsonl", "recipes") == "recipes/data/x.jsonl"
+    assert names.beside("../x.jsonl", "recipes/mine") == "recipes/x.jsonl"
+    assert names.beside("./m", "") == "m"
+    assert names.beside("/m", "recipes") == "/m"
+    assert names.beside("~/m", "recipes") == "/home/me/m"
+
+
+def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: Path) -> None:
+    (here / "recipes" / "gpt2").mkdir(parents=True)
+    (here / "org").mkdir()
+    assert names.beside("gpt2", "recipes") == "recipes/gpt2"
+    assert names.beside("org", "recipes") == "org", "what exists in the working directory alone is not beside the file"
+
+
+def test_who_meant_the_working_directory_is_told(here: Path) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "x.jsonl").touch()
+    assert "; data/x.jsonl is in the working directory" in names.hint("recipes/data/x.jsonl")
+    assert "; data/x.jsonl is" in names.hint(str(here / "recipes" / "data" / "x.jsonl"))
+    assert names.hint("recipes/data/y.jsonl") == names.hint("y.jsonl") == ""
