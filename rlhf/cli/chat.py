@@ -112,14 +112,11 @@ class ChatModel:
         config: Config = options.load()
         check_model_folder(str(folder))
         selection = launch.select(config, options.accelerator)
-        from transformers.utils import logging
-
         from rlhf.models.loading import load_causal_lm, load_model_tokenizer
         from rlhf.models.placement import place
         from rlhf.models.support import max_positions
         from rlhf.models.tokenizers import end_tokens
 
-        logging.disable_progress_bar()
         self.accelerator = selection.create()
         device = self.accelerator.bind(0)
         self.accelerator.seed(config.seed)
