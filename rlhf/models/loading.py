@@ -15,8 +15,9 @@ import torch
 from rlhf.config import Config, ModelConfig, Stage
 from rlhf.errors import ModelError
 from rlhf.models.folder import check_model_folder
+from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
-from rlhf.models.tokenizers import load_tokenizer, reason, unreachable
+from rlhf.models.tokenizers import load_tokenizer
 from rlhf.settings import STARTS
 
 if TYPE_CHECKING:
@@ -157,12 +158,19 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are errors, but of ours: transformers' refers to a report
             **options,
         )
     except Exception as error:
         if not Path(path).exists():
             raise unreachable(path, error) from error
-        raise ModelError(f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)})") from error
+        raise ModelError(
+            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); repair it, or name another model"
+        ) from error
+    if found["mismatched_keys"]:
+        name, *shapes = min(found["mismatched_keys"])
+        stored, expected = (" x ".join(map(str, shape)) for shape in shapes)
+        raise ModelError(f"{path}: its weights do not fit: {name} is {stored}, expected {expected}; check config.json")
     if trained and found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise ModelError(f"{path}: its weights lack {missing}; name a model that was saved as {auto_class.__name__}")
