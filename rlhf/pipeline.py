@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerators
+from rlhf import quiet
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import world as embedded
 from rlhf.data.report import lines
@@ -46,7 +47,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     Raises:
         RLHFError, AcceleratorError: anything the user can mend.
     """
-    _quiet_transformers()
+    quiet.libraries()
     world = distributed.world()
     precision = accelerator.precision(config.precision)
     shapes = accelerator.shape_policy()
@@ -62,14 +63,6 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
             _run_stage(stage, context)
     if world.is_main:
         print_summary([place.summary() for place in directory.stages if place.done], console)
-
-
-def _quiet_transformers() -> None:
-    """Loading and saving take a moment each; their bars and reports would bury ours. Errors still show."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def _run_stage(stage: Stage, context: StageContext) -> None:

@@ -13,13 +13,16 @@ def main() -> None:
     """
     from typer.main import get_command
 
+    from rlhf import quiet
     from rlhf.cli.app import app
     from rlhf.outcome import Outcome
 
+    debug = "--debug" in sys.argv
+    quiet.command(debug=debug)
     try:
         code = get_command(app).main(prog_name="rlhf", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
-        if "--debug" in sys.argv:
+        if debug:
             traceback.print_exc()
         code = Outcome.of(error).report()
     sys.exit(code if isinstance(code, int) else 0)

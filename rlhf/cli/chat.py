@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from rlhf.data.rows import Message
 
 Show = Callable[[str], None]
+
+_SAID = {
+    "/help": "/help   shows this\n/reset  forgets the conversation\n/exit   leaves, as Ctrl-D does",
+    "/reset": "forgotten",
+}
 
 
 @shared("accelerator", "precision", "seed", "debug")
@@ -82,6 +88,8 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
                 return candidate.model
         names = " or ".join(candidate.name for candidate in wanted)
         raise RunError(f"{path}: has no finished {names} stage; finish it with --resume, or name a model folder")
+    if path.is_file():
+        raise ModelError(f"{path}: is a file; name the folder of a run or of a model")
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder; name a run (it holds run.json) or a model (it holds config.json)")
     if (path / "stage.json").is_file():
@@ -112,18 +120,18 @@ class ChatModel:
         config: Config = options.load()
         check_model_folder(str(folder))
         selection = launch.select(config, options.accelerator)
-        from transformers.utils import logging
-
         from rlhf.models.loading import load_causal_lm, load_model_tokenizer
         from rlhf.models.placement import place
-        from rlhf.models.support import max_positions
+        from rlhf.models.support import max_positions, read_config
         from rlhf.models.tokenizers import end_tokens
 
-        logging.disable_progress_bar()
         self.accelerator = selection.create()
         device = self.accelerator.bind(0)
         self.accelerator.seed(config.seed)
         source = ModelConfig(path=str(folder))
+        for architecture in read_config(str(folder), source).architectures or ():
+            if architecture.endswith("ForSequenceClassification"):
+                raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
         self.tokenizer, _ = load_model_tokenizer(source)
         attention = self.accelerator.kernel("attention", required=True)
         model = load_causal_lm(source, self.tokenizer, attention=attention)
@@ -224,7 +232,7 @@ def _converse(model: ChatModel, memory: bool, title: str) -> None:
 
     console.print(Text(title, style="bold"), soft_wrap=True)
     remembers = "" if memory else "each message is answered on its own (--memory changes that); "
-    console.print(f"[dim]{remembers}/reset forgets the conversation; /exit or Ctrl-D leaves[/]\n")
+    console.print(f"[dim]{remembers}/help shows the commands[/]\n")
     turns: list[tuple[str, str]] = []
     while True:
         try:
@@ -232,11 +240,13 @@ def _converse(model: ChatModel, memory: bool, title: str) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if message == "/exit":
-            return
-        if message == "/reset":
-            turns.clear()
-            console.print("[dim]forgotten[/]\n")
+        if command := re.match(r"/\w+(?!\S)", message):
+            if command[0] == "/exit":
+                return
+            if command[0] == "/reset":
+                turns.clear()
+            said = _SAID.get(command[0], f"no such command: {command[0]}; /help shows them")
+            console.print(Text(f"{said}\n", style="dim"), soft_wrap=True)
             continue
         if not message:
             continue

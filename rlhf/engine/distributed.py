@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accelerators import verify_agreement
+from rlhf import quiet
 from rlhf.errors import FailedElsewhere
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def session(selection: Selection) -> Iterator[Accelerator]:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if "RANK" not in os.environ else {}
     os.environ.update(alone)
     accelerator.bind(int(os.environ["LOCAL_RANK"]))
-    accelerator.prepare_deepspeed()
-    import deepspeed
+    with quiet.unheard():
+        accelerator.prepare_deepspeed()
+        import deepspeed
 
     with tempfile.TemporaryDirectory() as folder:
         if int(os.environ["WORLD_SIZE"]) == 1:  # no launcher, so no address to meet at: a file will do
@@ -58,7 +60,8 @@ def session(selection: Selection) -> Iterator[Accelerator]:
                 accelerator.dist_backend(), init_method=f"file://{Path(folder)}/rendezvous", rank=0, world_size=1
             )
         # DeepSpeed joins the process group above, or makes one from the launcher's environment.
-        deepspeed.init_distributed(dist_backend=accelerator.dist_backend(), verbose=False)
+        with quiet.unheard():  # for some devices it compiles collectives
+            deepspeed.init_distributed(dist_backend=accelerator.dist_backend(), verbose=False)
         try:
             verify_agreement(all_gather_objects(accelerator.name))
             yield accelerator

@@ -8,7 +8,6 @@ not depend on how rows are split.
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
+from rlhf import quiet
 from rlhf.config import EngineConfig, OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.optimizer import learning_rate, parameter_groups
@@ -31,7 +31,6 @@ Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
 """(model, micro-batch) -> (its part of the global loss, statistics that add up over micro-batches and ranks)."""
 
-logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # deepspeed 0.19 calls collectives by the names they had before torch 2.13, hundreds of times a step.
 warnings.filterwarnings("ignore", message=".*(reduce_scatter|all_gather).* is deprecated", category=FutureWarning)
 
@@ -66,23 +65,24 @@ class TrainingEngine:
         self._trained = False
         self.parameter_counts = _parameter_counts(model)
         adamw = accelerator.kernel("adamw", required=True)
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=adamw(
-                parameter_groups(model, optimizer.weight_decay),
-                # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
-                lr=0.0,
-                betas=optimizer.betas,
-                eps=optimizer.eps,
-            ),
-            config=_deepspeed_config(
-                engine,
-                precision,
-                micro_batch_size,
-                accumulation,
-                max_grad_norm=None if self._clips_itself else optimizer.max_grad_norm,
-            ),
-        )
+        with quiet.unheard():  # operators that DeepSpeed compiles
+            self.engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=adamw(
+                    parameter_groups(model, optimizer.weight_decay),
+                    # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
+                    lr=0.0,
+                    betas=optimizer.betas,
+                    eps=optimizer.eps,
+                ),
+                config=_deepspeed_config(
+                    engine,
+                    precision,
+                    micro_batch_size,
+                    accumulation,
+                    max_grad_norm=None if self._clips_itself else optimizer.max_grad_norm,
+                ),
+            )
         _forget_setup_step(self.engine)
         accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
 

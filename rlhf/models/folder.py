@@ -18,6 +18,11 @@ def check_model_folder(path: str) -> None:
         return  # a hub name
     if not folder.is_dir():
         raise ModelError(f"{path}: is a file; name the folder that holds the model")
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{path}: holds a LoRA adapter (adapter_config.json), not a whole model; merge it into its model with "
+            "peft's merge_and_unload, save that, and name its folder"
+        )
     has_gguf = any(folder.glob("*.gguf"))
     if not (folder / "config.json").exists() and not has_gguf:
         raise ModelError(f"{path}: holds no config.json; name a folder that save_pretrained wrote")

@@ -14,8 +14,9 @@ import torch
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.folder import check_model_folder
+from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
-from rlhf.models.tokenizers import load_tokenizer, reason, unreachable
+from rlhf.models.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,13 +165,15 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # they are errors, but of ours: transformers' refers to a report
             **options,
         )
     except Exception as error:
         if not Path(path).exists():
             raise unreachable(path, error) from error
-        raise ModelError(f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)})") from error
+        raise ModelError(
+            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); repair it, or name another model"
+        ) from error
     _check_whole(path, report, auto_class.__name__, trained=trained)
     if scalar_head and not hasattr(model, "score"):  # an architecture of its own code
         raise ModelError(
@@ -188,8 +191,8 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool)
             raise ModelError(
                 f"{path}: its head has {there[0]} outputs, a reward model has one; name one that `rlhf reward` trained"
             )
-        shapes = " against ".join(" x ".join(map(str, shape)) for shape in (there, expected))
-        raise ModelError(f"{path}: its weights do not fit its config.json: {name} is {shapes}; take both from one model")
+        stored, wanted = (" x ".join(map(str, shape)) for shape in (there, expected))
+        raise ModelError(f"{path}: its weights do not fit: {name} is {stored}, expected {wanted}; check config.json")
     missing = sorted(name for name in report["missing_keys"] if trained or not name.startswith("score."))
     if missing:
         raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")

@@ -13,7 +13,7 @@ import torch
 
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.tokenizers import reason, unreachable
+from rlhf.models.reasons import reason, unreachable
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ModelError
+from rlhf.models.reasons import reason, unreachable
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -46,7 +47,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTr
     except Exception as error:
         if not folder.exists():
             raise unreachable(path, error) from error
-        raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason(error)}); check model.tokenizer") from error
+        raise ModelError(
+            f"{path}: its tokenizer cannot be loaded ({reason(error)}); check its files, or name another"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"{path}: the tokenizer has no end-of-sequence token, so no completion could end; "
@@ -103,15 +106,3 @@ def _unused(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if free and tokenizer.unk_token_id not in tokenizer(_STRANGE, add_special_tokens=False)["input_ids"]:
         ordered.append(unknown)
     return ordered
-
-
-def unreachable(path: str, error: BaseException) -> ModelError:
-    """What to say of a name that is no folder and that no hub gave."""
-    return ModelError(
-        f"{path}: no such folder, and no hub gave a model of this name ({reason(error)}); check the name or the network"
-    )
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an error of a library, without its advice."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

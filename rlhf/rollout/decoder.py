@@ -77,7 +77,13 @@ class Decoder:
         try:
             return self._generate(model, prompt_ids, prompt_mask, sampling)
         except CaptureError as refusal:
-            logger.warning("rlhf: generation is slower than it could be: %s", refusal)
+            # Where nothing is recorded, nothing is lost; and the line to blame is for authors, not for users.
+            if self.accelerator.capabilities()["graph_capture"].ok:
+                logger.warning(
+                    "generation is slower than it could be: the code of this model cannot be recorded; other "
+                    "architectures can (--debug says why)"
+                )
+            logger.debug("generation is not recorded: %s", refusal)
             self._capture = _as_it_is
             self.release()
             return self._generate(model, prompt_ids, prompt_mask, sampling)

@@ -3,13 +3,14 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf.aside import Aside
-from rlhf.cli.chat import ChatModel, _converse, model_folder
+from rlhf.cli.chat import ChatModel, Show, _converse, model_folder
 from rlhf.cli.options import Options
 from rlhf.config import Config
 from rlhf.errors import ModelError, RunError
@@ -111,6 +112,11 @@ def test_a_run_without_a_finished_stage_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="absent: no such folder"):
         model_folder(tmp_path / "absent")
+
+
+def test_a_file_is_named(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json: is a file; name the folder"):
+        model_folder(tiny_model / "config.json")
 
 
 def test_a_stage_is_asked_of_runs_only(tiny_model: Path) -> None:
@@ -220,6 +226,70 @@ def test_folders_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("builtins.input", leave)
     _converse(None, False, "runs/[/x] on cpu")  # type: ignore[arg-type]
     assert "runs/[/x] on cpu" in capsys.readouterr().out
+
+
+class Parrot:
+    """In the place of a model: remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[tuple[str, str]]] = []
+
+    def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
+        self.told.append(list(turns))
+        show("moo")
+        return "moo"
+
+
+def conversation(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Parrot:
+    """What a model is told when these lines are typed; what is left of them is Ctrl-D."""
+    waiting = iter(lines)
+
+    def typed(prompt: str) -> str:
+        for line in waiting:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", typed)
+    parrot = Parrot()
+    _converse(parrot, True, "a model")  # type: ignore[arg-type]
+    return parrot
+
+
+def test_help_shows_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    parrot = conversation(["/help"], monkeypatch)
+    shown = capsys.readouterr().out
+    assert all(f"\n{command} " in shown for command in ("/help", "/reset", "/exit"))
+    assert not parrot.told
+
+
+@pytest.mark.parametrize("line", ["/hepl", "/save now", "/resets"])
+def test_an_unknown_command_is_not_a_message(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parrot = conversation([line], monkeypatch)
+    assert f"no such command: {line.split()[0]}; /help shows them" in capsys.readouterr().out
+    assert not parrot.told
+
+
+@pytest.mark.parametrize("line", ["/etc/hosts is what?", "1 / 2", "/ is a slash", "what does /help do?"])
+def test_a_slash_alone_makes_no_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert conversation([line], monkeypatch).told == [[("user", line)]]
+
+
+def test_reset_forgets_and_exit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    parrot = conversation(["a", "b", "/reset", "c", "/exit", "d"], monkeypatch)
+    first = [("user", "a"), ("assistant", "moo"), ("user", "b")]
+    assert parrot.told == [first[:1], first, [("user", "c")]]
+
+
+def test_a_reward_model_is_nobody_to_talk_to(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its embeddings are tied, it would load as a language model, and babble."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+    with pytest.raises(ModelError, match="is a reward model, which scores texts and writes none"):
+        chat_model(folder, monkeypatch)
 
 
 def test_a_pipe_gets_an_answer_for_each_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

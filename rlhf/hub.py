@@ -1,0 +1,123 @@
+"""Whether a hub has the model or data set of a name: asked once, before a library would ask again and again.
+
+A name flows in; nothing, a note, or an error of one line comes out. Where the hub cannot be reached and this machine
+has a copy, libraries take that from then on and leave the hub alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rlhf.errors import DataError, ModelError
+from rlhf.names import WORLD, is_path
+
+_SECONDS = 10.0  # for the hub to answer
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_YES = {"1", "ON", "YES", "TRUE"}
+
+
+class _Kind(NamedTuple):
+    words: str
+    place: str
+    prefix: str  # of its address
+    file: str  # that nearly all of them have
+    error: type[ModelError | DataError]
+
+
+_KINDS = {
+    "model": _Kind("model", "folder", "", "config.json", ModelError),
+    "dataset": _Kind("data set", "file or folder", "datasets/", ".gitattributes", DataError),
+}
+
+
+class _Unreachable(Exception):
+    """The hub gives no answer; the message says why."""
+
+
+def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """Ask the hub whether it gives out `name`, unless that is a path here.
+
+    Returns:
+        A note, where the hub cannot be reached and the copy on this machine is taken; else None.
+
+    Raises:
+        ModelError, DataError: the hub does not give it out, or cannot be reached and there is no copy.
+    """
+    if name == WORLD or is_path(name):
+        return None
+    what = _KINDS[kind]
+    offline = next((variable for variable in _OFFLINE if os.environ.get(variable, "").upper() in _YES), None)
+    if offline:
+        if has_copy(name, kind):
+            return None
+        found, remedy = f"there is no copy of it on this machine, and {offline} is set", f"unset {offline}"
+    else:
+        _leave_alone(False)
+        try:
+            answer = _answer(name, what)
+        except _Unreachable as error:
+            if has_copy(name, kind):
+                _leave_alone(True)
+                return f"{name}: the hub cannot be reached ({error}); the copy on this machine is taken"
+            found, remedy = f"the hub cannot be reached ({error})", "check the network"
+        else:
+            if answer:
+                raise what.error(f"{name}: {answer}")
+            return None
+    raise what.error(f"{name}: no {what.place} here, and {found}; {remedy}, or name a local {what.place}")
+
+
+def has_copy(name: str, kind: Literal["model", "dataset"]) -> bool:
+    """Whether the hub's `name` was loaded on this machine before."""
+    from huggingface_hub import constants
+
+    if kind == "dataset":  # the library keeps what it made of the files, in folders whose names are in snake_case
+        home = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
+        wanted = _plain(name.replace("/", "___"))
+        return any(_plain(folder.name) == wanted for folder in Path(home).glob("*/"))
+    snapshots = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    return any(path.is_file() for path in snapshots.glob("*/*"))
+
+
+def _answer(name: str, what: _Kind) -> str | None:
+    """Why the hub does not give out `name`; None where it does."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    address = f"{constants.ENDPOINT}/{what.prefix}{name}/resolve/main/{what.file}"
+    try:  # a request as the libraries make it, but for their five repetitions
+        response = get_session().head(address, headers=build_hf_headers(), timeout=_SECONDS, follow_redirects=False)
+    except Exception as error:  # of the network, of a proxy, of certificates
+        if "timeout" in type(error).__name__.lower():
+            raise _Unreachable(f"no answer within {_SECONDS:g} s") from error
+        raise _Unreachable(re.sub(r"^\[[^]]*\] ", "", str(error)) or type(error).__name__) from error
+    status, code = response.status_code, response.headers.get("X-Error-Code")
+    if code == "GatedRepo":
+        return "gated: accept its terms on its page, and log in (hf auth login)"
+    if "Invalid credentials" in response.headers.get("X-Error-Message", ""):
+        return "the hub does not accept your token; log in again (hf auth login)"
+    if status in (401, 403, 404) and code not in ("EntryNotFound", "RevisionNotFound"):
+        return (
+            f"no {what.place} here, and the hub has no {what.words} of this name; check the name "
+            "(a private one is shown to those who log in: hf auth login)"
+        )
+    if status == 429 or status >= 500:
+        raise _Unreachable(f"it answers {status} {response.reason_phrase}".rstrip())
+    return None
+
+
+def _leave_alone(alone: bool) -> None:
+    """Let libraries ask the hub, or take what is on this machine: their own switch, which they ask at every call."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = alone
+    if settings := sys.modules.get("datasets.config"):  # its copy
+        settings.HF_HUB_OFFLINE = alone  # type: ignore[attr-defined]
+
+
+def _plain(name: str) -> str:
+    return re.sub("(?<!_)_(?!_)", "", name).lower()

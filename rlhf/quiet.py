@@ -1,0 +1,106 @@
+"""What libraries say while they work stays out of a terminal: a user can do nothing about it. Errors still show.
+
+`command` is for a process of the command line, before anything slow is imported; `libraries` for what is imported by
+then, in any process; `unheard` for code that prints whatever it is told. With --debug, all of it shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+_VARIABLES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""What libraries read when they are imported; a user's own values count."""
+# Those that do not leave their level to the root of all loggers.
+_LOGGERS = ("transformers", "huggingface_hub", "datasets", "DeepSpeed", "torch", "torch.distributed")
+_BARS = (
+    ("transformers.utils.logging", "disable_progress_bar"),
+    ("huggingface_hub.utils", "disable_progress_bars"),
+    ("datasets.utils", "disable_progress_bars"),
+)
+_OURS = ("rlhf", "accelerators")
+
+
+def command(*, debug: bool) -> None:
+    """Set up the process of a command: our warnings are notes on standard error, libraries speak of errors only.
+
+    Args:
+        debug: show everything, our own details too.
+    """
+    notes = _Notes(logging.DEBUG if debug else logging.WARNING)
+    notes.setFormatter(logging.Formatter("rlhf: note: %(message)s"))
+    for name in _OURS:
+        logger = logging.getLogger(name)
+        logger.setLevel(notes.level)
+        logger.handlers = [notes]
+    if debug:
+        return
+    for variable, value in _VARIABLES.items():
+        os.environ.setdefault(variable, value)
+    logging.getLogger().setLevel(logging.ERROR)
+    if not sys.warnoptions:  # neither -W nor PYTHONWARNINGS
+        warnings.simplefilter("ignore")
+    libraries()
+
+
+def libraries() -> None:
+    """Let the libraries that are imported speak of errors only, and show no bars, which would bury ours."""
+    if _shown():
+        return
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name, function in _BARS:
+        if module := sys.modules.get(name):
+            getattr(module, function)()
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Drop what is printed to standard output in this block, by any code: compilers that a library starts too.
+
+    Standard error stays, for the last words of a process that is brought down.
+    """
+    with ExitStack() as stack:
+        if not _shown():
+            with suppress(OSError):  # a process without standard output
+                saved = os.dup(1)
+                stack.callback(os.close, saved)
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                stack.callback(os.close, nowhere)
+                _flush()
+                os.dup2(nowhere, 1)
+                stack.callback(os.dup2, saved, 1)
+                stack.callback(_flush)
+        yield
+
+
+class _Notes(logging.Handler):
+    """Writes to standard error as it is at the time: a progress bar takes its place while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            print(self.format(record), file=sys.stderr)
+
+
+def _shown() -> bool:
+    return logging.getLogger(_OURS[0]).isEnabledFor(logging.DEBUG)
+
+
+def _flush() -> None:
+    """Let what Python and C libraries still hold go where it was printed to."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            stream.flush()  # type: ignore[union-attr]
+    ctypes.CDLL(None).fflush(None)
