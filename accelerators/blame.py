@@ -51,7 +51,7 @@ _OPTIMIZER = _a(torch.optim.Optimizer)
 METHODS: Mapping[str, Expected] = {
     "bind": _a(torch.device),
     "device": _a(torch.device),
-    "to_device": ("what it was given", lambda found, *given: not given or isinstance(found, type(given[0]))),
+    "to_device": ("what it was given", lambda found, *given: not given or _alike(found, given[0])),
     "info": _a(DeviceInfo),
     "synchronize": _ANYTHING,
     "step_boundary": _ANYTHING,
@@ -247,6 +247,10 @@ def _collective(name: str) -> bool:
     """Whether every part of a name such as `cpu:gloo,cuda:nccl` is a backend of torch.distributed."""
     parts = [part.rpartition(":")[2].lower() for part in name.split(",")]
     return all(part in torch.distributed.Backend.backend_list for part in parts)
+
+
+def _alike(found: Any, given: Any) -> bool:
+    return isinstance(found, Mapping if isinstance(given, Mapping) else type(given))
 
 
 def _is_deepspeeds(found: Any) -> bool:
