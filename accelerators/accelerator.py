@@ -12,14 +12,13 @@ import functools
 import logging
 import os
 import random
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accelerators import graphs, kernels
+from accelerators import blame, graphs, kernels
 from accelerators.guard import text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -38,15 +37,6 @@ Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
-
-_KERNELS: Mapping[str, Any] = {
-    "adamw": Callable,
-    "adamw_cpu_offload": Callable,
-    "clip_grad_norm": Callable,
-    "attention": str,
-    "graph_capture": Callable,
-}
-"""What `Accelerator.kernel` gives for an operation."""
 
 
 class Accelerator(ABC):
@@ -153,8 +143,7 @@ class Accelerator(ABC):
 
     def capabilities(self) -> dict[str, Support]:
         """For every operation, whether it is available, by which implementation, and why or why not."""
-        offered = [impl.operation for impl in self._offered()]
-        return {operation: self._capability(operation) for operation in dict.fromkeys((*OPERATIONS, *offered))}
+        return {operation: self._capability(operation) for operation in OPERATIONS}
 
     def kernel(self, operation: str, required: bool = False) -> Any:
         """The best implementation of an operation, or None where there is none.
@@ -179,15 +168,7 @@ class Accelerator(ABC):
 
     def _offered(self) -> list[KernelImpl]:
         """Its own implementations, and those of plugins."""
-        try:
-            own = [received(implementation, KernelImpl) for implementation in self.kernels()]
-        except AcceleratorError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise AcceleratorError(
-                f"{self.provider or self.name}: kernels() failed ({text(error)}); report it to the plugin's authors"
-            ) from error
-        return [*own, *self._contributed]
+        return [*self.kernels(), *self._contributed]
 
     def _supported(self, implementation: KernelImpl) -> Support:
         """A plugin's check that raises is a refusal, not the end of the run."""
@@ -200,14 +181,12 @@ class Accelerator(ABC):
 
     def _made(self, implementation: KernelImpl) -> Any:
         """What the factory makes; None, and a refusal from now on, where that is nothing to use."""
-        expected = _KERNELS.get(implementation.operation, object)
+        plugin = implementation.plugin or self.provider or self.name
         try:
             made = implementation.factory(self)
-            if made is None or not isinstance(made, expected):
-                raise TypeError(f"it made {reprlib.repr(made)}")
-            return made
+            blame.check_made(implementation, made)
+            return blame.kernel(implementation, made, plugin)
         except (Exception, SystemExit) as error:
-            plugin = implementation.plugin or self.provider or self.name
             failure = f"its factory failed ({text(error)}), which is for the authors of {plugin}"
         self._failures = {**self._failures, _identity(implementation): failure}
         logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
@@ -303,9 +282,6 @@ def _remembering(bind: Callable[[Any, int], torch.device]) -> Callable[[Any, int
     @functools.wraps(bind)
     def bound(self: Accelerator, *arguments: Any, **options: Any) -> torch.device:
         device = bind(self, *arguments, **options)
-        if not isinstance(device, torch.device):
-            who = self.provider or self.name
-            raise AcceleratorError(f"{who}: bind gave {device!r} instead of a torch.device; report it to its authors")
         self._device = device
         return device
 

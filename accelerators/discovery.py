@@ -79,7 +79,7 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
     points, reports = _allowed(*_installed(), environ.get(ALLOWLIST_ENV))
-    limit = _time_limit(environ)
+    limit = time_limit(environ)
     loaded: dict[ModuleType, tuple[str, str, str]] = {}
     warnings: dict[ModuleType, str] = {}
     with stdout_to_stderr():
@@ -218,8 +218,8 @@ def _probed(offer: Any, origin: tuple[str, str, str], limit: float) -> Report:
     return Report(spec.name, *provider, spec=spec, probe=probe, error=failure, warning=warning)
 
 
-def _time_limit(environ: Mapping[str, str]) -> float:
-    """Seconds that a probe may take."""
+def time_limit(environ: Mapping[str, str]) -> float:
+    """Seconds that a plugin may take to answer."""
     wish = environ.get(TIME_LIMIT_ENV) or "10"
     try:
         limit = float(wish)

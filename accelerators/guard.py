@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import TypeVar
 from accelerators.types import one_line
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 TIME_LIMIT_ENV = "RLHF_PROBE_TIMEOUT"
 
@@ -52,6 +55,18 @@ def within(limit: float | None, what: str, task: Callable[[], Result]) -> Result
     raise PluginError(
         f"{what} did not answer within {limit:g} s; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
     )
+
+
+@contextlib.contextmanager
+def noticed(what: str, limit: float) -> Iterator[None]:
+    """Warn where this block has not ended after `limit` seconds; for code that must run in the thread of the run."""
+    timer = threading.Timer(limit, logger.warning, ["%s (for %g s now)", what, limit])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ In: the reports of `discovery`, and what the user asked for. Out: a `Selection` 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
@@ -17,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover
-from accelerators.guard import text
-from accelerators.types import AcceleratorError, AcceleratorSpec, KernelImpl, Problem, received
+from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, time_limit
+from accelerators.guard import noticed, text
+from accelerators.types import (
+    AUTHORS,
+    AcceleratorError,
+    AcceleratorSpec,
+    KernelImpl,
+    PluginDefect,
+    Problem,
+    nearest,
+    received,
+)
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -38,6 +46,8 @@ class Selection:
     provider: str
     reason: str
     plugins: pluggy.PluginManager = field(repr=False)
+    summary: str = ""
+    """`reason` in a few words."""
 
     @property
     def name(self) -> str:
@@ -57,9 +67,8 @@ class Selection:
             if wrong:
                 raise TypeError(f"{wrong[0]!r} or its value is no str")
         except (Exception, SystemExit) as error:
-            raise AcceleratorError(
-                f"accelerator {self.name} of {self.provider}: its env failed ({text(error)}); "
-                "report it to the plugin's authors"
+            raise PluginDefect(
+                f"accelerator {self.name} of {self.provider}: its env failed ({text(error)}); {AUTHORS}"
             ) from error
         environ[ENV] = self.name
         for key, value in wanted.items():
@@ -71,25 +80,31 @@ class Selection:
         Raises:
             AcceleratorError: the factory cannot be imported, or does not make a complete `Accelerator`.
         """
+        from accelerators import blame
         from accelerators.accelerator import Accelerator
 
-        where = f"accelerator {self.name} of {self.provider}: factory {self.spec.factory!r}"
+        who = f"accelerator {self.name} of {self.provider}"
+        where = f"{who}: factory {self.spec.factory!r}"
         module, _, attribute = self.spec.factory.partition(":")
         try:
             cls = getattr(importlib.import_module(module), attribute)
-        except (Exception, SystemExit) as error:
+        except ImportError as error:
             raise AcceleratorError(f"{where} cannot be imported ({text(error)}); reinstall {self.provider}") from error
+        except (Exception, SystemExit) as error:
+            raise PluginDefect(f"{where} cannot be imported ({text(error)}); {AUTHORS}") from error
         if not (inspect.isclass(cls) and issubclass(cls, Accelerator)):
-            raise AcceleratorError(f"{where} is not an Accelerator subclass; report it to the plugin's authors")
-        if missing := sorted(cls.__abstractmethods__):
-            raise AcceleratorError(f"{where} lacks {', '.join(missing)}; report it to the plugin's authors")
+            raise PluginDefect(f"{where} is not an Accelerator subclass; {AUTHORS}")
         if (found := getattr(cls, "name", None)) != self.name:
-            raise AcceleratorError(f"{where} is named {found!r} instead; report it to the plugin's authors")
+            raise PluginDefect(f"{where} is named {found!r} instead; {AUTHORS}")
+        if wrong := blame.mistake(cls, Accelerator):
+            raise PluginDefect(f"{where} {wrong}; {AUTHORS}")
         try:
             accelerator = cls()
+            accelerator.provider = self.provider
         except (Exception, SystemExit) as error:
-            raise AcceleratorError(f"{where} failed ({text(error)}); report it to the plugin's authors") from error
-        accelerator.provider = self.provider
+            raise PluginDefect(f"{where} failed ({text(error)}); {AUTHORS}") from error
+        if not blame.ours(cls):
+            blame.watch(accelerator, Accelerator, who)
         accelerator.contribute(self._contributed_kernels(accelerator))
         return accelerator
 
@@ -106,12 +121,13 @@ class Selection:
         own = False
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
-                    problems.append(received(answer, Problem))
+                with noticed(f"plugin {plugin} does not answer rlhf_check_run", time_limit(os.environ)):
+                    for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
+                        problems.append(received(answer, Problem))
             except (Exception, SystemExit) as error:
                 reason = f"the check of plugin {plugin} failed ({text(error)})"
                 failures.append(Problem(reason, f"update it, or leave it out with {ALLOWLIST_ENV}"))
-                own = own or plugin.startswith(f"{self.provider} ")
+                own = own or self._is_own(plugin)
         objections = [f"{problem.reason}: {problem.remedy}" for problem in (*problems, *failures)]
         if problems or own:
             raise AcceleratorError(f"this run cannot start on {self.name}: {'; '.join(objections)}")
@@ -119,15 +135,23 @@ class Selection:
             logger.warning("%s", objection)
 
     def _contributed_kernels(self, accelerator: Accelerator) -> list[KernelImpl]:
-        """The kernels of all plugins that answer as they should."""
+        """The kernels of all plugins that answer as they should; the one that offers this backend has to."""
         found: list[KernelImpl] = []
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                offered = answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator)
+                with noticed(f"plugin {plugin} does not answer rlhf_kernels", time_limit(os.environ)):
+                    offered = list(answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator))
                 found += [replace(received(kernel, KernelImpl), plugin=plugin) for kernel in offered]
             except (Exception, SystemExit) as error:
+                if self._is_own(plugin):
+                    who = f"accelerator {self.name} of {self.provider}"
+                    raise PluginDefect(f"{who}: its hook rlhf_kernels failed ({text(error)}); {AUTHORS}") from error
                 logger.warning("plugin %s offers no kernels: %s", plugin, text(error))
         return found
+
+    def _is_own(self, plugin: str) -> bool:
+        """Whether this plugin, as it is called in the manager, offers this backend."""
+        return plugin.startswith(f"{self.provider} ")
 
 
 def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, str] = os.environ) -> Selection:
@@ -142,10 +166,12 @@ def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, s
     plugins, reports = discover(environ)
     if wish == "auto":
         report, reason = _best(reports)
+        summary = _summary(report, reports)
     else:
         report, reason = _named(wish, source, reports), f"{wish} was asked for{source}"
+        summary = f"asked for{source or ' with --accelerator'}"
     assert report.spec is not None  # an available backend has one
-    return Selection(report.spec, report.provider, reason, plugins)
+    return Selection(report.spec, report.provider, reason, plugins, summary)
 
 
 def verify_agreement(names: Sequence[str]) -> None:
@@ -192,8 +218,8 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
                 f"{where}: its plugin {report.provider} is {report.reason}; update or reinstall it, or use: {usable}"
             )
         raise AcceleratorError(f"{where}: not available here: {report.reason}; available: {usable}{broken}")
-    near = difflib.get_close_matches(name, [report.name for report in reports], n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, [report.name for report in reports], cutoff=0.7)
+    hint = f"did you mean {near!r}? " if near else ""
     raise AcceleratorError(f"{where}: no such accelerator; {hint}available: {usable}{broken}")
 
 
@@ -228,6 +254,15 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
     ]
     reason = f"auto: {best.name} has the highest priority ({best.priority}) of those available"
     return best, "; ".join([reason, *others])
+
+
+def _summary(best: Report, reports: list[Report]) -> str:
+    """Why `auto` took this backend; where only the CPU is left, which others are installed."""
+    missing = [report.name for report in reports if not report.available]
+    if best.name != CPU or not missing:
+        return "auto: the best available"
+    verb = "is" if len(missing) == 1 else "are"
+    return f"auto: {', '.join(missing)} {verb} not available, `rlhf accelerators explain` tells why"
 
 
 def _whole(reports: list[Report]) -> list[Report]:

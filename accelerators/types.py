@@ -7,8 +7,9 @@ Every value is frozen, and nothing here imports torch, so that a plugin can be d
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,12 @@ OPERATIONS = (
 RESERVED = ("adamw_cpu_offload", "quantized_weights")
 """Those of OPERATIONS that no trainer asks for yet."""
 
+AUTHORS = "report it to the plugin's authors"
+"""What the user can do about a plugin's defect."""
+
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+"""The precisions, and the dtype of each."""
+
 Value = TypeVar("Value")
 
 
@@ -41,6 +48,10 @@ class AcceleratorError(Exception):
     """A backend cannot be selected, or cannot do what was asked; one line that the user can act on."""
 
     exit_code = 2
+
+
+class PluginDefect(AcceleratorError):
+    """A plugin failed, or gave what the interface does not allow; the message names the plugin and what it did."""
 
 
 class CaptureError(AcceleratorError):
@@ -68,7 +79,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether an operation is available, by which implementation; a refusal always carries its reason."""
+    """Whether an operation is available, by which implementation, and why; a refusal always carries its reason.
+
+    The reason goes with `ok`: what speaks for an implementation that can be used, or why it cannot be.
+    """
 
     ok: bool
     reason: str
@@ -124,8 +138,14 @@ class KernelImpl:
 
     def __post_init__(self) -> None:
         _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
-        if not (self.operation and self.name):
-            raise ValueError("KernelImpl: needs an operation and a name")
+        if self.operation not in OPERATIONS:
+            meant = nearest(self.operation, OPERATIONS)
+            hint = f"did you mean {meant!r}? " if meant else ""
+            raise ValueError(
+                f"KernelImpl: no operation is named {self.operation!r}; {hint}known: {', '.join(OPERATIONS)}"
+            )
+        if not self.name:
+            raise ValueError("KernelImpl: needs a name")
 
 
 @dataclass(frozen=True)
@@ -147,6 +167,9 @@ class DeviceInfo:
     count: int
     software: str
 
+    def __post_init__(self) -> None:
+        _check_types(self, model=str, count=int, software=str)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -155,6 +178,9 @@ class Memory:
     allocated: int
     peak: int
     total: int
+
+    def __post_init__(self) -> None:
+        _check_types(self, allocated=int, peak=int, total=int)
 
 
 @dataclass(frozen=True)
@@ -179,6 +205,13 @@ class Precision:
     name: str
     reason: str
     loss_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self, name=str, reason=str, loss_scaling=bool)
+        if self.name not in DTYPES:
+            raise ValueError(f"Precision: name is {self.name!r}, expected {', '.join(DTYPES)}")
+        if str(self.dtype) != DTYPES[self.name]:
+            raise ValueError(f"Precision: dtype of {self.name} is {self.dtype}, expected {DTYPES[self.name]}")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward pass; models are held in `dtype`, so by default there is nothing to cast."""
@@ -205,6 +238,11 @@ def received(value: Any, kind: type[Value]) -> Value:
         return kind(**{field.name: getattr(value, field.name) for field in fields})
     except Exception as error:
         raise TypeError(f"{kind.__name__} with wrong fields ({error})") from error
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The one of `known` that `name` may be a slip of; empty where none is near."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")
 
 
 def one_line(said: str) -> str:

@@ -1,17 +1,29 @@
-"""The conformance kit: what every backend must do, as a pytest suite that any plugin can run.
+"""The conformance kit: what every backend must do, as checks that any plugin can run.
 
-A plugin's own tests inherit the checks, and need nothing else:
+A plugin's own tests inherit the checks, and need nothing else but pytest:
 
     from accelerators.testing import Conformance
 
     class TestMyChip(Conformance):
         name = "mychip"
 
-`rlhf accelerators check mychip` runs the same ones through `run`. Both need pytest (`pip install 'rlhf[test]'`), and
-import no torch before the backend is selected.
+`rlhf accelerators check mychip` runs the same ones through `run`, which needs no pytest. Neither imports torch before
+the backend is selected.
 """
 
-from accelerators.testing.conformance import Conformance
+from typing import TYPE_CHECKING, Any
+
 from accelerators.testing.runner import Result, checks, run
 
+if TYPE_CHECKING:
+    from accelerators.testing.conformance import Conformance
+
 __all__ = ["Conformance", "Result", "checks", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Conformance":  # its module imports pytest
+        from accelerators.testing.conformance import Conformance
+
+        return Conformance
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

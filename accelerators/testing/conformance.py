@@ -1,181 +1,58 @@
-"""The checks of the conformance kit, in the order in which they run: each is a method, its docstring the title.
-
-A backend's name flows in; every check passes, fails with one line that says what was found and what is expected, or
-is skipped with a reason. What a check does is in the modules beside this one, which import torch: the backend sets
-its environment first.
-"""
+"""The checks for pytest: what `Suite` asks for, as fixtures."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar
-from unittest import mock
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
-import accelerators
-from accelerators.registry import ENV
+from accelerators.testing.suite import STAGES, Subject, Suite
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
     from accelerators.testing.processes import Outcome
 
 
-class Conformance:
+class Conformance(Suite):
     """Subclass it as `TestSomething` and name the backend.
 
-    The backend is selected, created and bound to local rank 0 once for all checks that run in this process. Those
-    that look at imports, ranks, DeepSpeed or a whole run start processes of their own.
+    The backend is selected, created and bound to local rank 0 once for all checks that run in this process.
     """
 
-    name: ClassVar[str]
-    """The backend, as `rlhf accelerators list` names it; it must be available here."""
+    @pytest.fixture(scope="class")
+    def subject(self, request: pytest.FixtureRequest) -> Iterator[Subject]:
+        """What the fixtures below are parts of; its environment is set until the last check has ended."""
+        with Subject(request.cls.name) as subject:
+            yield subject
 
     @pytest.fixture(scope="class")
-    def selection(self, request: pytest.FixtureRequest) -> Iterator[Selection]:
-        """The backend's selection, its environment set until the last check has ended."""
-        environ = {key: value for key, value in os.environ.items() if key != ENV}
-        selection = accelerators.select(request.cls.name, environ=environ)
-        selection.export(environ)
-        with mock.patch.dict(os.environ, environ):
-            yield selection
+    def selection(self, subject: Subject) -> Selection:
+        """The backend's selection."""
+        return subject.selection
 
     @pytest.fixture(scope="class")
-    def unbound(self, selection: Selection) -> Accelerator:
+    def unbound(self, subject: Subject) -> Accelerator:
         """The backend, whose device is still free for other processes."""
-        return selection.create()
+        return subject.unbound
 
     @pytest.fixture(scope="class")
-    def accelerator(self, unbound: Accelerator) -> Accelerator:
+    def accelerator(self, subject: Subject) -> Accelerator:
         """The backend, bound to local rank 0."""
-        unbound.bind(0)
-        return unbound
+        return subject.accelerator
 
     @pytest.fixture(scope="class")
-    def deepspeed_report(self, selection: Selection) -> Outcome:
+    def deepspeed_report(self, subject: Subject) -> Outcome:
         """What a process with DeepSpeed found out, as far as it got."""
-        from accelerators.testing import processes
+        return subject.deepspeed_report
 
-        return processes.worker("deepspeed", selection.name)
+    @pytest.fixture(params=STAGES, ids="zero-{}".format)
+    def stage(self, request: pytest.FixtureRequest) -> int:
+        """A ZeRO stage."""
+        return int(request.param)
 
-    # before torch
-
-    def test_discovery(self) -> None:
-        """discovery imports no torch"""
-        from accelerators.testing import elsewhere
-
-        elsewhere.check_discovery(self.name)
-
-    def test_probe(self) -> None:
-        """the probe is quick, imports no torch and opens no device"""
-        from accelerators.testing import elsewhere
-
-        elsewhere.check_probe(self.name)
-
-    # processes: before this one opens the device, for some devices take one process only
-
-    def test_collectives(self, unbound: Accelerator) -> None:
-        """two ranks exchange tensors and objects"""
-        from accelerators.testing import elsewhere
-
-        elsewhere.check_collectives(unbound)
-
-    def test_deepspeed(self, deepspeed_report: Outcome) -> None:
-        """DeepSpeed uses the same device"""
-        from accelerators.testing import elsewhere
-
-        elsewhere.check_deepspeed(deepspeed_report)
-
-    @pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="zero-{}".format)
-    def test_deepspeed_step(self, deepspeed_report: Outcome, stage: int) -> None:
-        """DeepSpeed trains as plain PyTorch does in fp32"""
-        from accelerators.testing import elsewhere
-
-        elsewhere.check_deepspeed_step(deepspeed_report, stage)
-
-    def test_run(self, unbound: Accelerator, record_property: Callable[[str, object], None]) -> None:
-        """the three stages run, and compile nothing after two steps"""
-        from accelerators.testing import elsewhere
-
-        record_property("note", elsewhere.check_run(unbound))
-
-    # what the backend says
-
-    def test_operations(self, accelerator: Accelerator) -> None:
-        """every operation is offered, or refused with a reason"""
-        from accelerators.testing import offers
-
-        offers.check_operations(accelerator)
-
-    def test_shapes(self, accelerator: Accelerator) -> None:
-        """padded lengths are buckets: idempotent, monotone, never too short"""
-        from accelerators.testing import offers
-
-        offers.check_shapes(accelerator)
-
-    def test_precision(self, accelerator: Accelerator) -> None:
-        """every precision is given as asked, or refused with a reason"""
-        from accelerators.testing import arithmetic
-
-        arithmetic.check_precision(accelerator)
-
-    # state
-
-    def test_placement(self, selection: Selection) -> None:
-        """the device is known once bound, and whole batches move there"""
-        from accelerators.testing import state
-
-        state.check_placement(selection.create())
-
-    def test_random_numbers(self, accelerator: Accelerator) -> None:
-        """a seed and a saved state reproduce samples"""
-        from accelerators.testing import state
-
-        state.check_random_numbers(accelerator)
-
-    def test_memory(self, accelerator: Accelerator) -> None:
-        """memory figures follow a large allocation"""
-        from accelerators.testing import state
-
-        state.check_memory(accelerator)
-
-    # execution
-
-    def test_step_boundary(self, accelerator: Accelerator) -> None:
-        """step boundaries change no value, and cost nothing where execution is eager"""
-        from accelerators.testing import execution
-
-        execution.check_step_boundary(accelerator)
-
-    def test_capture(self, accelerator: Accelerator) -> None:
-        """a captured function computes what the plain one does"""
-        from accelerators.testing import execution
-
-        execution.check_capture(accelerator)
-
-    def test_capture_refusal(self, accelerator: Accelerator) -> None:
-        """capture refuses host reads and names the line"""
-        from accelerators.testing import execution
-
-        execution.check_capture_refusal(accelerator)
-
-    # kernels
-
-    def test_adamw(self, accelerator: Accelerator) -> None:
-        """AdamW takes torch's steps"""
-        from accelerators.testing import arithmetic
-
-        arithmetic.check_adamw(accelerator)
-
-    def test_clip_grad_norm(self, accelerator: Accelerator) -> None:
-        """gradients are clipped as torch clips them"""
-        from accelerators.testing import arithmetic
-
-        arithmetic.check_clip_grad_norm(accelerator)
-
-    def test_attention(self, accelerator: Accelerator) -> None:
-        """attention gives the eager implementation's numbers, with padding"""
-        from accelerators.testing import arithmetic
-
-        arithmetic.check_attention(accelerator)
+    @pytest.fixture
+    def note(self, record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+        """Adds a line to the report."""
+        return partial(record_property, "note")

@@ -1,25 +1,26 @@
-"""Runs the checks through pytest inside this process, away from the user's own pytest settings.
+"""Runs the checks in this process, without pytest.
 
 A backend's name and perhaps some checks flow in; a `Result` for each check flows out, as soon as it is known.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
-
-import pytest
+from typing import Literal
+from unittest import SkipTest
 
 import accelerators
 from accelerators.registry import ENV
-from accelerators.testing.conformance import Conformance
-from accelerators.types import AcceleratorError
+from accelerators.testing.suite import STAGES, Subject, Suite
+from accelerators.types import AcceleratorError, PluginDefect, nearest, one_line
 
 Verdict = Literal["passed", "failed", "skipped"]
 
@@ -37,8 +38,7 @@ class Result:
 
 def checks() -> dict[str, str]:
     """Names of all checks, in the order in which they run, and their titles."""
-    methods = {name: method for name, method in vars(Conformance).items() if name.startswith("test_")}
-    return {_check_name(name): inspect.getdoc(method) or "" for name, method in methods.items()}
+    return {_check_name(method.__name__): inspect.getdoc(method) or "" for method in _methods()}
 
 
 def run(
@@ -62,70 +62,47 @@ def run(
     for wanted in only:
         _known(wanted)
     environ = {key: value for key, value in os.environ.items() if name == "auto" or key != ENV}
-    session = _Session(accelerators.select(name, environ=environ).name, only, started, finished)
-    here = Path(__file__).parent
-    # `finished` reports instead of the terminal; what libraries leave to the garbage collector is not checked.
-    off = [part for plugin in ("cacheprovider", "terminal", "unraisableexception") for part in ("-p", f"no:{plugin}")]
-    arguments = [str(here / "suite.py"), f"--rootdir={here}", f"--config-file={os.devnull}", "--noconftest", *off]
-    arguments.append("--import-mode=importlib")  # leaves sys.path alone
-    with _without_users_pytest():
-        code = pytest.main(arguments, plugins=[session])
-    if code == pytest.ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise RuntimeError(f"pytest could not run the checks ({pytest.ExitCode(code).name.lower()})")
-    return session.results
+    results: list[Result] = []
+    with Subject(accelerators.select(name, environ=environ).name) as subject:
+        for method in _methods():
+            check = _check_name(method.__name__)
+            for stage in STAGES if "stage" in inspect.signature(method).parameters else (None,):
+                if only and check not in only:
+                    continue
+                full = check if stage is None else f"{check}[zero-{stage}]"
+                started(full)
+                results.append(_checked(full, method, subject, stage))
+                finished(results[-1])
+    return results
 
 
-class _Session:
-    """The pytest plugin behind `run`: picks the checks, and turns pytest's reports into results."""
+def _checked(check: str, method: Callable[..., None], subject: Subject, stage: int | None) -> Result:
+    suite, notes = Suite(), list[str]()
+    suite.name = subject.selection.name
+    verdict: Verdict = "passed"
+    begun = time.monotonic()
+    try:
+        with _quiet():
+            extra = {"stage": stage, "note": notes.append}
+            names = list(inspect.signature(method).parameters)[1:]
+            method(suite, **{name: extra[name] if name in extra else getattr(subject, name) for name in names})
+    except SkipTest as error:
+        verdict, notes = "skipped", [_one_line(error)]
+    except (Exception, SystemExit) as error:
+        verdict, notes = "failed", [_one_line(error)]
+    title = inspect.getdoc(method) or ""
+    return Result(check, title, verdict, "; ".join(notes), round(time.monotonic() - begun, 2))
 
-    def __init__(
-        self,
-        name: str,
-        only: tuple[str, ...],
-        started: Callable[[str], None],
-        finished: Callable[[Result], None],
-    ) -> None:
-        self.results: list[Result] = []
-        self._name = name
-        self._only = only
-        self._started = started
-        self._finished = finished
-        self._verdict: Verdict = "passed"
-        self._reason = ""
-        self._seconds = 0.0
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
-        items[:] = [item for item in items if not self._only or _check_name(item.originalname) in self._only]
-        for item in items:
-            assert item.cls is not None
-            item.cls.name = self._name
-
-    def pytest_runtest_makereport(self, item: pytest.Function, call: pytest.CallInfo[Any]) -> None:
-        """Called for a check's setup, call and teardown; what goes wrong first is what counts."""
-        if call.when == "setup":
-            self._verdict, self._reason, self._seconds = "passed", "", 0.0
-            self._started(_full_name(item))
-        self._seconds += call.duration
-        if call.excinfo is not None and self._verdict == "passed":
-            self._verdict = "skipped" if call.excinfo.errisinstance(pytest.skip.Exception) else "failed"
-            self._reason = _one_line(call.excinfo)
-        if call.when == "teardown":
-            notes = [str(value) for key, value in item.user_properties if key == "note"]
-            title = inspect.getdoc(item.function) or ""
-            result = Result(
-                _full_name(item), title, self._verdict, self._reason or "; ".join(notes), round(self._seconds, 2)
-            )
-            self.results.append(result)
-            self._finished(result)
+def _methods() -> list[Callable[..., None]]:
+    return [method for name, method in vars(Suite).items() if name.startswith("test_")]
 
 
 def _known(check: str) -> None:
     known = list(checks())
     if check not in known:
-        near = difflib.get_close_matches(check, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(check, known)
+        hint = f"did you mean {near!r}? " if near else ""
         raise AcceleratorError(f"no check is named {check!r}; {hint}known: {', '.join(known)}")
 
 
@@ -133,30 +110,26 @@ def _check_name(method: str) -> str:
     return method.removeprefix("test_").replace("_", "-")
 
 
-def _full_name(item: pytest.Function) -> str:
-    """The check's name, with its parameter where it has one."""
-    parameter = f"[{item.callspec.id}]" if hasattr(item, "callspec") else ""
-    return _check_name(item.originalname) + parameter
-
-
-def _one_line(found: pytest.ExceptionInfo[BaseException]) -> str:
+def _one_line(error: BaseException) -> str:
     """A failed check's own line; of any other exception also its type, and the place that raised it."""
-    text = " ".join(str(found.value).split())
-    if isinstance(found.value, (AssertionError, pytest.skip.Exception, pytest.fail.Exception)) and text:
-        return text
-    place = found.traceback[-1]
-    return f"{found.typename}: {text} ({place.path}:{place.lineno + 1})"
+    said = one_line(str(error))
+    if isinstance(error, (AssertionError, SkipTest)) and said:
+        return said
+    source = error.__cause__ if isinstance(error, PluginDefect) else error
+    frames = traceback.extract_tb(source.__traceback__ if source else None)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {said}{place}"
 
 
 @contextmanager
-def _without_users_pytest() -> Iterator[None]:
-    """No options and plugins that are meant for the user's own tests: xdist would run checks elsewhere."""
-    before = {key: value for key, value in os.environ.items() if key.startswith("PYTEST_")}
-    for key in before:
-        del os.environ[key]
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    try:
+def _quiet() -> Iterator[None]:
+    """Keep what a check and its libraries print away from the lines of progress."""
+    with tempfile.TemporaryFile() as sink, ExitStack() as stack:
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            stream.flush()
+            saved = os.dup(number)
+            stack.callback(os.close, saved)
+            os.dup2(sink.fileno(), number)
+            stack.callback(os.dup2, saved, number)
+            stack.callback(stream.flush)
         yield
-    finally:
-        del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
-        os.environ.update(before)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerators
-from accelerators import OPERATIONS, RESERVED, AcceleratorError, KernelImpl, Report, Support
+from accelerators import OPERATIONS, RESERVED, AcceleratorError, KernelImpl, PluginDefect, Report, Support
 from rlhf.cli.check import check
 from rlhf.cli.tables import print_json, print_table
 
@@ -90,17 +90,9 @@ def _explained(name: str) -> dict[str, Any]:
     selection.export(os.environ)
     accelerator = selection.create()
     chosen = {"name": selection.name, "provider": selection.provider, "reason": selection.reason}
-    try:
-        accelerator.bind(0)
-        deepspeed = accelerator.prepare_deepspeed()
-        return chosen | _facts(accelerator) | {"deepspeed": asdict(deepspeed)}
-    except AcceleratorError:
-        raise
-    except Exception as error:
-        raise AcceleratorError(
-            f"accelerator {selection.name} of {selection.provider} cannot be explained "
-            f"({type(error).__name__}: {error}); report it to the plugin's authors"
-        ) from error
+    accelerator.bind(0)
+    deepspeed = accelerator.prepare_deepspeed()
+    return chosen | _facts(accelerator) | {"deepspeed": asdict(deepspeed)}
 
 
 def _facts(accelerator: Accelerator) -> dict[str, Any]:
@@ -123,6 +115,8 @@ def _facts(accelerator: Accelerator) -> dict[str, Any]:
 def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
     try:
         precision = accelerator.precision(wish)
+    except PluginDefect:
+        raise
     except AcceleratorError as error:
         return {"ok": False, "name": wish, "reason": str(error)}
     return {"ok": True, "name": precision.name, "reason": precision.reason}

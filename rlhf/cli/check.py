@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerators import AcceleratorError, stdout_to_stderr
+from accelerators import stdout_to_stderr
 from rlhf.cli.tables import print_json, print_table
 
 if TYPE_CHECKING:
@@ -33,12 +33,7 @@ def check(
 
     Exit code 0: none failed; 1: at least one failed; 2: they could not be run.
     """
-    try:
-        from accelerators import testing
-    except ModuleNotFoundError as error:
-        if error.name != "pytest":
-            raise
-        raise AcceleratorError("the checks need pytest, which is not installed: pip install 'rlhf[test]'") from error
+    from accelerators import testing
 
     def say(text: str) -> None:
         sys.stderr.write(text)

@@ -1,4 +1,4 @@
-"""Backends that are wrong in one respect each, for the conformance kit to find, and two unusual ones that are right.
+"""Backends that are wrong in one respect each, for the conformance kit to find, and three unusual ones that are right.
 
 Their names say how.
 """
@@ -69,6 +69,7 @@ NAMES = (
     "attention-sees-padding",
     "other-dist-backend",
     "one-device",
+    "loud",
     "deepspeed-not-told",
     "deepspeed-clips",
     "compiles-late",

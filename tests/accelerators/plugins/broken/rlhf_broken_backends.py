@@ -8,7 +8,7 @@ from functools import partial
 import rlhf_broken
 import torch
 
-from accelerators import AcceleratorError, CaptureError, KernelImpl, Precision, ShapePolicy, Support
+from accelerators import AcceleratorError, CaptureError, DeepSpeedView, KernelImpl, Precision, ShapePolicy, Support
 from accelerators.cpu import CPU
 
 BF16 = Precision(torch.bfloat16, "bf16", "emulated")
@@ -417,6 +417,17 @@ class OtherDistBackend(CPU):
         return "nccl"
 
 
+class Loud(CPU):
+    """Not broken: it only prints."""
+
+    name = "loud"
+
+    def memory(self):
+        print("asked for memory")
+        os.write(2, b"asked for memory\n")
+        return super().memory()
+
+
 class OneDevice(CPU):
     """Not broken: two ranks need two devices here."""
 
@@ -433,7 +444,7 @@ class DeepspeedNotTold(CPU):
     deepspeed_name = "chip"
 
     def prepare_deepspeed(self):
-        pass
+        return DeepSpeedView("none", "chip", "gloo", (), "0")
 
 
 class ClippedPrecision(Precision):

@@ -17,6 +17,11 @@ def rlhf_accelerators():
     ]
 
 
+def supported(accelerator):
+    fits = accelerator.name == "good"
+    return Support(fits, "made for a Good One" if fits else "only on a Good One")
+
+
 @hookimpl
 def rlhf_kernels(accelerator):
     return [
@@ -24,7 +29,7 @@ def rlhf_kernels(accelerator):
             operation="attention",
             name="good-attention",
             factory=lambda accelerator: "eager",
-            supported=lambda accelerator: Support(accelerator.name == "good", "only on a Good One"),
+            supported=supported,
             priority=50,
         )
     ]

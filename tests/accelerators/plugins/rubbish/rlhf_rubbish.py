@@ -37,10 +37,7 @@ def rlhf_kernels(accelerator):
         supported=lambda accelerator: Support(True, "fast"),
         priority=99,
     )
-    other = KernelImpl(
-        operation="adamW", name="other", factory=factory, supported=lambda accelerator: Support(True, "fast")
-    )
-    return [yes, fast, other]
+    return [yes, fast]
 
 
 @hookimpl

@@ -1,0 +1,263 @@
+"""Says of a plugin what the plugin did: what its code gets wrong becomes one line with its name.
+
+In: a backend that a plugin offers, or what a kernel's factory made. Out: the same, except that an exception or an
+answer of the wrong kind is a `PluginDefect`. What its class and its signatures tell is checked once, as it is made; a
+call costs one more frame. What `accelerators` itself defines is not watched: an error there is no plugin's.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+
+from accelerators.guard import text
+from accelerators.shapes import ShapePolicy
+from accelerators.types import (
+    AUTHORS,
+    OPERATIONS,
+    AcceleratorError,
+    DeepSpeedView,
+    DeviceInfo,
+    KernelImpl,
+    Memory,
+    PluginDefect,
+    Precision,
+    nearest,
+    one_line,
+    received,
+)
+
+Expected = tuple[str, Callable[..., bool]]
+"""What is expected of an answer, in words, and whether it is that: (answer, arguments of the call) -> bool."""
+
+
+def _a(*kinds: type) -> Expected:
+    names = ["None" if kind is NoneType else kind.__name__ for kind in kinds]
+    return " or ".join(names), lambda found, *given: isinstance(found, kinds)
+
+
+_ANYTHING = _a(object)
+_FUNCTION: Expected = ("a function", lambda found, *given: callable(found))
+_OPTIMIZER = _a(torch.optim.Optimizer)
+
+METHODS: Mapping[str, Expected] = {
+    "bind": _a(torch.device),
+    "device": _a(torch.device),
+    "to_device": ("what it was given", lambda found, *given: not given or _alike(found, given[0])),
+    "info": _a(DeviceInfo),
+    "synchronize": _ANYTHING,
+    "step_boundary": _ANYTHING,
+    "capture": _FUNCTION,
+    "is_lazy": _a(bool),
+    "compilations": _a(int, NoneType),
+    "precision": _a(Precision),
+    "kernels": _a(list),
+    "shape_policy": _a(ShapePolicy),
+    "memory": _a(Memory),
+    "reset_peak": _ANYTHING,
+    "empty_cache": _ANYTHING,
+    "seed": _ANYTHING,
+    "rng_state": _a(dict),
+    "set_rng_state": _ANYTHING,
+    "dist_backend": (
+        "a backend that torch.distributed knows",
+        lambda found: isinstance(found, str) and _collective(found),
+    ),
+    "deepspeed_accelerator": (
+        "a DeepSpeedAccelerator or None",
+        lambda found: found is None or _is_deepspeeds(found),
+    ),
+    "prepare_deepspeed": _a(DeepSpeedView),
+}
+"""What the trainers call a backend for, and what each answers."""
+
+_ATTRIBUTES = ("absent", "deepspeed_name", "name")
+
+# Trainers answer these: a checkpoint may hold the state of another device's generators.
+_EXPECTED_ERRORS = {"set_rng_state": (KeyError, TypeError, ValueError, RuntimeError)}
+
+_MAKES: Mapping[str, Expected] = {
+    "adamw": _FUNCTION,
+    "adamw_cpu_offload": _FUNCTION,
+    "clip_grad_norm": _FUNCTION,
+    "attention": _a(str),
+    "graph_capture": _FUNCTION,
+}
+"""What the factory of an operation's kernel makes."""
+
+_GIVES: Mapping[str, Expected] = {
+    "adamw": _OPTIMIZER,
+    "adamw_cpu_offload": _OPTIMIZER,
+    "clip_grad_norm": (
+        "a scalar tensor",
+        lambda found, *given: isinstance(found, torch.Tensor) and found.numel() == 1,
+    ),
+    "graph_capture": _FUNCTION,
+}
+"""What a kernel gives when it is called."""
+
+_NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+
+
+def mistake(cls: type, interface: type) -> str:
+    """What is wrong with a plugin's class, as far as the class itself shows it; empty where nothing is."""
+    written: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if issubclass(base, interface) and not ours(base):
+            written |= vars(base)
+    for name in written:
+        if not (name.startswith("_") or name in METHODS or hasattr(interface, name)):
+            meant = nearest(name, {*METHODS, *_ATTRIBUTES} - written.keys(), cutoff=0.85)
+            if meant:
+                return f"defines {name}, which no trainer calls; name it {meant}, or _{name} if it is a helper"
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        return f"lacks {', '.join(missing)}"
+    if not isinstance(called := getattr(cls, "deepspeed_name", None), str):
+        return f"has the deepspeed_name {_shown(called)}, expected a str: what DeepSpeed calls the device"
+    if not isinstance(absent := getattr(cls, "absent", None), Mapping):
+        return f"has {_shown(absent)} as absent, expected a mapping of operations to reasons"
+    for operation, reason in absent.items():
+        if operation not in OPERATIONS or not isinstance(reason, str):
+            return f"has {_shown({operation: reason})} as absent, expected reasons for some of {', '.join(OPERATIONS)}"
+    return ""
+
+
+def watch(accelerator: Any, interface: type, who: str) -> None:
+    """Replace, in this object, the methods that a plugin wrote by ones that say whose mistake it is.
+
+    Args:
+        who: the backend and the plugin, for messages.
+
+    Raises:
+        PluginDefect: a method is none, or cannot be called as the interface says.
+    """
+    for name, expected in METHODS.items():
+        try:
+            method = getattr(accelerator, name)
+        except (Exception, SystemExit) as error:
+            raise PluginDefect(f"{who}: {name} failed ({text(error)}); {AUTHORS}") from error
+        if ours(method) and name != "prepare_deepspeed":  # the interface's own calls what the plugin gave DeepSpeed
+            continue
+        if not callable(method):
+            raise PluginDefect(f"{who}: {name} is {_shown(method)}, expected a method; {AUTHORS}")
+        if misfit := _misfit(method, getattr(interface, name)):
+            raise PluginDefect(f"{who}: {name} {misfit}; {AUTHORS}")
+        if name == "kernels":
+            method = _listed(method)
+        watched = _watched(method, f"{who}: {name}()", expected, _EXPECTED_ERRORS.get(name, ()))
+        setattr(accelerator, name, watched)
+
+
+def check_made(implementation: KernelImpl, made: Any) -> None:
+    """Check what a factory made.
+
+    Raises:
+        TypeError: it cannot be used for its operation.
+    """
+    words, right = _MAKES.get(implementation.operation, _ANYTHING)
+    if made is None or not right(made):
+        raise TypeError(f"it made {_shown(made)} instead of {words}")
+    if implementation.operation == "attention" and not ours(implementation.factory):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        known = ("eager", *ALL_ATTENTION_FUNCTIONS.keys())
+        if made not in known and "/" not in made:  # a name with a slash is a kernel's on the hub
+            raise TypeError(f"it made {made!r}, which transformers does not know; known: {', '.join(known)}")
+
+
+def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:
+    """A kernel that says of `plugin` what goes wrong when it is called."""
+    expected = _GIVES.get(implementation.operation)
+    if expected is None or ours(implementation.factory):
+        return made
+    return _watched(made, f"{implementation.operation} kernel {implementation.name!r} of {plugin}", expected)
+
+
+def ours(part: Any) -> bool:
+    """Whether a class or a function is part of `accelerators`."""
+    return (getattr(part, "__module__", None) or "").partition(".")[0] == __package__
+
+
+def _watched(
+    function: Callable[..., Any], who: str, expected: Expected, passes: tuple[type[Exception], ...] = ()
+) -> Callable[..., Any]:
+    words, right = expected
+
+    @functools.wraps(function, updated=())
+    def watched(*arguments: Any, **options: Any) -> Any:
+        try:
+            found = function(*arguments, **options)
+        except AcceleratorError:
+            raise
+        except (Exception, SystemExit) as error:
+            if isinstance(error, passes) or _lacks_memory(error):
+                raise
+            raise PluginDefect(f"{who} failed ({text(error)}); {AUTHORS}") from error
+        if not right(found, *arguments):
+            raise PluginDefect(f"{who} gave {_shown(found)} instead of {words}; {AUTHORS}")
+        return found
+
+    return watched
+
+
+def _listed(kernels: Callable[[], Iterable[KernelImpl]]) -> Callable[[], list[KernelImpl]]:
+    """A backend's `kernels`, run to its end and checked."""
+
+    @functools.wraps(kernels)
+    def listed() -> list[KernelImpl]:
+        return [received(implementation, KernelImpl) for implementation in kernels()]
+
+    return listed
+
+
+def _misfit(method: Callable[..., Any], meant: Callable[..., Any]) -> str:
+    """Why a method cannot be called as `meant` (a function with `self`) is; empty where it can."""
+    parameters = list(inspect.signature(meant).parameters.values())[1:]
+    names = ", ".join(parameter.name for parameter in parameters)
+    first, *others = [parameter.name for parameter in parameters if parameter.default is parameter.empty] or [""]
+    try:
+        own = inspect.signature(method)
+    except (TypeError, ValueError):  # written in C
+        return ""
+    try:
+        own.bind(*([None] if first else []), **dict.fromkeys(others))
+        own.bind(*[None] * len(parameters))
+    except TypeError as error:
+        return f"takes other arguments than the interface gives it, ({names}): {error}"
+    return ""
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Such an error is nobody's mistake: its text tells the user to make things smaller."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    lacking = isinstance(error, RuntimeError) and _NO_MEMORY.search(text(error))
+    return isinstance(error, MemoryError) or bool(lacking)
+
+
+def _collective(name: str) -> bool:
+    """Whether every part of a name such as `cpu:gloo,cuda:nccl` is a backend of torch.distributed."""
+    parts = [part.rpartition(":")[2].lower() for part in name.split(",")]
+    return all(part in torch.distributed.Backend.backend_list for part in parts)
+
+
+def _alike(found: Any, given: Any) -> bool:
+    return isinstance(found, Mapping if isinstance(given, Mapping) else type(given))
+
+
+def _is_deepspeeds(found: Any) -> bool:
+    from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+
+    return isinstance(found, DeepSpeedAccelerator)
+
+
+def _shown(value: Any) -> str:
+    return one_line(reprlib.repr(value))
