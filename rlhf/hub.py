@@ -6,14 +6,18 @@ has a copy, libraries take that from then on and leave the hub alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rlhf.errors import DataError, ModelError
 from rlhf.names import WORLD, is_path
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = 10.0  # for the hub to answer
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -69,6 +73,17 @@ def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
                 raise what.error(f"{name}: {answer}")
             return None
     raise what.error(f"{name}: no {what.place} here, and {found}; {remedy}, or name a local {what.place}")
+
+
+@cache
+def ask(name: str, kind: Literal["model", "dataset"]) -> None:
+    """`check_hub`, once in this process; the note is logged.
+
+    Raises:
+        ModelError, DataError: as `check_hub`.
+    """
+    if note := check_hub(name, kind):
+        logger.warning("%s", note)
 
 
 def has_copy(name: str, kind: Literal["model", "dataset"]) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf import hub
 from rlhf.data import world
 from rlhf.data.reasons import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
 from rlhf.errors import DataError
@@ -176,6 +177,7 @@ def _saved_folder(path: Path, split: str) -> Iterable[dict[str, Any]]:
 def _hub(name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
+    hub.ask(name, "dataset")
     try:
         return load_dataset(name, subset, split=split)
     except Exception as error:  # network, hub and reader errors have no common base

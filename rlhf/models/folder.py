@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.errors import ModelError
+from rlhf.names import hint, is_path
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 
 
 def check_model_folder(path: str) -> None:
     """Raise `ModelError` where a local folder lacks a configuration or weights; hub names pass."""
+    if not is_path(path):
+        return  # a hub name
     folder = Path(path).expanduser()
     if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelError(f"{path}: no such model folder; check the path")
-        return  # a hub name
+        raise ModelError(f"{path}: no such model folder; check the path{hint(path)}")
     if not folder.is_dir():
         raise ModelError(f"{path}: is a file; name the folder that holds the model")
     if (folder / "adapter_config.json").exists():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf import hub
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.folder import check_model_folder
@@ -98,6 +99,7 @@ def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[
     where = path or config.tokenizer or _required(config)
     if path is None and config.tokenizer is None:
         check_model_folder(where)
+    hub.ask(where, "model")
     return load_tokenizer(where, trust_remote_code=config.trust_remote_code)
 
 
@@ -146,6 +148,7 @@ def _load(
     **options: Any,
 ) -> Any:
     check_model_folder(path)
+    hub.ask(path, "model")
     found = check_support(path, config, attention=attention, scalar_head=scalar_head)
     gguf = bool(config.gguf_file) and path == config.path
     if gguf and not weights:  # reading the names of its tensors would read them all
