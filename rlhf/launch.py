@@ -89,7 +89,7 @@ def check(
     _check_batches(config, stages, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
-    values = config.model_dump(mode="json")
+    values = config.model_dump()
     for stage in stages:
         if directory.stage(stage).done and not overwrite:
             continue
@@ -106,7 +106,7 @@ def check(
 
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
     named = {"model.tokenizer": config.model.tokenizer}
-    values = config.model_dump(mode="json")
+    values = config.model_dump()
     named |= {start.key: start.named(values) for stage in stages for start in STARTS[stage]}
     for key, path in named.items():
         for stage in stages:

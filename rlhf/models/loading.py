@@ -35,7 +35,7 @@ def check_models(config: Config, stages: Sequence[Stage], run: RunDirectory, *, 
     Raises:
         ModelError: a folder is incomplete, an architecture not supported, or has too few positions for the data.
     """
-    values = config.model_dump(mode="json")
+    values = config.model_dump()
     for stage in stages:
         for start in STARTS[stage]:
             left = run.stage(start.earlier) if start.earlier else None
