@@ -115,7 +115,7 @@ def _ppo(context: StageContext) -> dict[str, Any]:
 
 def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:
     """The models that a stage starts from: those that are named, else what earlier stages of this run left."""
-    values = context.config.model_dump(mode="json")
+    values = context.config.model_dump()
     return [
         start.named(values) or context.run.model_of(start.earlier, start.key)
         for start in STARTS[stage]

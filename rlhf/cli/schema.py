@@ -18,7 +18,8 @@ from rlhf.recipe import recipe_text
 
 _DEFAULTS = (
     "The default of every key. To start: model.path is the model to train, data.datasets are your rows, "
-    "max_prompt_length and max_completion_length fit them, and learning rates fit the model."
+    "max_prompt_length and max_completion_length fit them, and learning rates fit the model. "
+    "Paths start from the folder of this file."
 )
 _EXAMPLE = (
     "The embedded example, which `rlhf` runs when it is given no file. These values suit its tiny model and "
@@ -47,6 +48,8 @@ def config(
         about = f"{options.config}, and the default of every key that it leaves out. Paths are absolute."
     if example:
         about = _EXAMPLE
+    if options.overrides or (options.precision, options.output, options.seed) != (None, None, None):
+        about += " What the command line gave stands above that."
     values = (replace(options, config=EMBEDDED_RECIPE) if example else options).load(example=False)
     if options.config:  # whose paths start from its folder, and not from that of the recipe printed here
         values = Config.model_validate(values.model_dump(mode="json"))

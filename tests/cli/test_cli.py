@@ -70,7 +70,7 @@ def test_every_option_and_argument_is_explained() -> None:
 def test_every_stage_takes_every_run_option(rlhf: Command, stage: str) -> None:
     text = rlhf(stage, "--help").stdout
     for field in fields(Options):
-        option = "--set" if field.name == "overrides" else f"--{field.name}"
+        option = "--set" if field.name == "overrides" else f"--{field.name.replace('_', '-')}"
         assert option in text
 
 
@@ -125,13 +125,18 @@ def config_of(text: str) -> Config:
 def test_the_printed_recipe_can_be_given_back(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(printed("--set", "ppo.steps=5", "--set", "ppo.optimizer.learning_rate=1.25e-5"))
-    assert config_of(printed("--config", str(path))) == config_of(path.read_text()) != Config()
+    given = load_config(path)
+    assert config_of(printed("--config", str(path))) == given
+    assert (given.ppo.steps, given.output) == (5, tmp_path / "runs" / "default")
 
 
 def test_the_printed_recipe_holds_the_defaults_of_a_real_run() -> None:
     assert config_of(printed()) == Config()
     assert printed().startswith("# The default of every key.")
-    assert config_of(printed("--set", "seed=4")) == Config(seed=4)
+    for changed in (["--set", "seed=4"], ["--seed", "4"]):
+        assert config_of(printed(*changed)) == Config(seed=4)
+        assert "the command line" in " ".join(printed(*changed).partition("\n\n")[0].replace("#", "").split())
+    assert "the command line" not in " ".join(printed().partition("\n\n")[0].replace("#", "").split())
 
 
 def test_the_example_is_printed_when_it_is_asked_for_and_says_what_it_is() -> None:
@@ -145,7 +150,20 @@ def test_a_recipe_is_printed_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
     text = printed("--config", str(tmp_path / "mine.yaml"))
     assert "mine.yaml, and the default" in " ".join(text.replace("#", "").split())
-    assert config_of(text) == Config(seed=3)
+    assert config_of(text) == Config(seed=3, output=Path.cwd() / "runs" / "default")
+
+
+def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("model: {path: ./model}\ndata: {datasets: [../x.jsonl, world]}\n")
+    monkeypatch.chdir(tmp_path)
+    text = printed("--config", "recipes/mine.yaml", "--output", "run")
+    assert "Paths are absolute." in " ".join(text.replace("#", "").split())
+    shown = config_of(text)
+    assert (shown.model.path, shown.output) == (str(tmp_path / "recipes" / "model"), tmp_path / "run")
+    assert [source.path for source in shown.data.datasets] == [str(tmp_path / "x.jsonl"), "world"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +174,8 @@ def test_a_recipe_is_printed_with_its_name(tmp_path: Path) -> None:
         (["sft", "--seed", "x"], "Invalid value for '--seed'"),
         (["--set", "ppo.stepz=5"], "unknown key 'ppo.stepz'; did you mean 'steps'?"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
-        (["--precision", "bf8"], "precision: Input should be"),
+        (["--precision", "bf8"], "--precision bf8: expected 'auto', 'bf16', 'fp16' or 'fp32', found 'bf8'"),
+        (["--set", "seed=x"], "--set seed=x: expected a whole number"),
         (["--accelerator", "tpu9"], "accelerator 'tpu9'"),
         (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be shared among 2 ranks"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),

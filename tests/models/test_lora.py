@@ -164,11 +164,11 @@ def test_a_model_without_linear_layers_is_refused():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("lora.rank=-1", r"lora\.rank: .*greater than or equal to 0, found -1"),
-        ("lora.alpha=0", r"lora\.alpha: .*greater than 0, found 0"),
-        ("lora.dropout=1", r"lora\.dropout: .*less than 1, found 1"),
-        ("lora.target_modules=[]", r"lora\.target_modules: expected auto or names of layers, .* found \[\]"),
-        ("lora.target_modules=7", r"lora\.target_modules: expected auto or names of layers, .* found 7"),
+        ("lora.rank=-1", "expected a number of at least 0, found -1"),
+        ("lora.alpha=0", "expected a number above 0, found 0"),
+        ("lora.dropout=1", "expected a number below 1, found 1"),
+        ("lora.target_modules=[]", r"expected auto or names of layers, .* found \[\]"),
+        ("lora.target_modules=7", "expected auto or names of layers, .* found 7"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(override, message):

@@ -1,0 +1,98 @@
+"""A mistake that would stop a later stage is found before the first one trains, in one line, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.preflight.mistakes import MISTAKES, Bench, settings
+
+
+@pytest.fixture
+def bench(tmp_path: Path, model_folder: Path, data_file: Path, finished_run: Path) -> Bench:
+    return Bench(tmp_path, model_folder, data_file, finished_run)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_before_anything_is_trained(rlhf: Any, bench: Bench, name: str) -> None:
+    arguments, words = MISTAKES[name](bench)
+    before = files(bench.folder)
+    found = rlhf("--output", bench.output, *arguments, check=False)
+    assert found.returncode == 2, found.stdout + found.stderr
+    (line,) = found.stderr.strip().splitlines()
+    assert line.startswith("rlhf: error: ")
+    assert [word for word in words if word not in line] == [], line
+    assert "training" not in found.stdout and "before" not in found.stdout
+    assert files(bench.folder) == before and not bench.output.exists()
+
+
+@pytest.mark.parametrize("name", ["missing_file", "no_preferences", "another_vocabulary"])
+def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench, name: str) -> None:
+    arguments, words = MISTAKES[name](bench)
+    found = rlhf("--dry-run", "--output", bench.output, *arguments, check=False)
+    assert found.returncode == 2 and all(word in found.stderr for word in words)
+
+
+def test_a_dry_run_shows_what_each_stage_would_do_and_writes_nothing(rlhf: Any, bench: Bench) -> None:
+    found = rlhf("--dry-run", "--output", bench.output, "--ranks", 2)
+    shown = " ".join(found.stdout.split())
+    for part in (
+        # 200 rows in the proportions 2:4:4, a fifth of each held out; 3 steps each
+        "supervised fine-tuning",
+        "32 rows for training, 8 held out",
+        "64 rows for training, 16 held out",
+        "steps 3 of 4 rows",
+        "steps 3 of 4 pairs",
+        "steps 3 rollouts of 4 prompts",
+        "(at most 24)",
+        "example prompt <user>",
+        "example chosen please ",
+        "(in the loss)",
+        f"ppo.reward_model {bench.model}, after sft and reward of this run",
+        "nothing was written",
+    ):
+        assert part in shown
+    assert "training:" not in shown and not bench.output.exists() and found.stderr == ""
+
+
+def test_a_dry_run_of_what_is_left_leaves_the_run_as_it_is(rlhf: Any, finished_run: Path) -> None:
+    before = {path: path.read_bytes() for path in files(finished_run)}
+    shown = rlhf("ppo", "--dry-run", "--output", finished_run, "--overwrite").stdout
+    assert f"{finished_run}/sft/model" in "".join(shown.split()) and "supervised" not in shown
+    assert {path: path.read_bytes() for path in files(finished_run)} == before
+
+
+def test_a_mistake_of_a_stage_that_is_not_to_run_stops_nothing(rlhf: Any, bench: Bench) -> None:
+    rlhf("sft", "--output", bench.output, *settings(ppo__reward_model="./nope", sft__max_steps=1))
+    assert (bench.output / "sft" / "stage.json").is_file()
+
+
+def test_changed_data_stop_what_goes_on(rlhf: Any, bench: Bench) -> None:
+    path = bench.file("mine.jsonl", bench.rows.read_text())
+    source = settings(data__datasets=path)
+    rlhf("sft", "--output", bench.output, *source)
+    before = {file: file.read_bytes() for file in files(bench.output)}
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
+    found = rlhf("reward", "--output", bench.output, *source, check=False)
+    assert found.returncode == 2
+    assert f"made with other rows: {path} (200 rows there, 150 now); bring back" in found.stderr
+    assert {file: file.read_bytes() for file in files(bench.output)} == before
+
+
+def test_a_later_stage_and_a_resumed_one_take_the_settings_of_the_run(
+    rlhf: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf("sft", "--output", bench.output)
+    monkeypatch.chdir(bench.folder)
+    shown = rlhf("reward", "--output", "run", recipe=None).stdout
+    assert "recipe       run/recipe.yaml" in shown and "reward: training: 3 steps" in shown
+    again = rlhf("--output", "run", "--resume", recipe=None).stdout
+    assert "ppo: training: 3 steps" in again and "sft: training" not in again
+    done = rlhf("--output", "run", "--resume", recipe=None).stdout
+    assert "run: sft, reward, ppo are complete" in done and "training" not in done
