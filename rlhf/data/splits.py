@@ -30,10 +30,11 @@ def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Ca
     nearest to each share. Every part gets at least one group while there are enough of them. Within a part,
     items keep their order. Parts with a share of 0 are empty.
     """
-    order = {name: _hash(seed, name) for name in {key(item) for item in items}}
+    keys = [key(item) for item in items]
+    order = {name: _hash(seed, name) for name in set(keys)}
     sizes: dict[str, int] = dict.fromkeys(sorted(order, key=order.__getitem__), 0)
-    for item in items:
-        sizes[key(item)] += 1
+    for name in keys:
+        sizes[name] += 1
     filled = [0, *accumulate(sizes.values())]  # items in the first n groups
     named = [name for name, share in shares.items() if share > 0]
     total = sum(shares.values())
@@ -47,8 +48,8 @@ def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Ca
         part_of.update(dict.fromkeys(list(sizes)[start:end], name))
         start = end
     parts: dict[str, list[T]] = {name: [] for name in shares}
-    for item in items:
-        parts[part_of[key(item)]].append(item)
+    for name, item in zip(keys, items, strict=True):
+        parts[part_of[name]].append(item)
     return parts
 
 

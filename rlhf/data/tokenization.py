@@ -21,7 +21,7 @@ from rlhf.data.encoding import (
     has_template,
     prompt_format,
 )
-from rlhf.data.reading import LONG, Source, SourceRows, datasets_of, read_sources
+from rlhf.data.reading import LONG, Rows, Source, SourceRows, datasets_of, read_sources
 from rlhf.data.reasons import (
     CONTROL_TOKENS,
     EMPTY_RESPONSE,
@@ -130,21 +130,21 @@ def load_stage(
     read = sources or read_sources(config, [stage], seed=seed)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
 
-    def part_of(rows: Sequence[Row], report: DataReport, weight: float) -> _Part:
+    def part_of(source: Rows, rows: Sequence[Row], report: DataReport, weight: float) -> _Part:
         usable = [row for row in rows if not _dropped(row, _unusable(row, stage), report)]
         if sample is not None and sample < len(usable):
             report.unseen = len(usable) - sample
             drawn = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
             usable = [usable[place] for place in sorted(drawn)]
         examples = _examples(usable, config, tokenizer, report, end_ids, show=read.show)
-        return _Part(_some(examples, report, len(rows)), report, weight)
+        return _Part(_some(examples, report, len(source.rows)), report, weight)
 
     def share(dataset: DatasetConfig) -> _Part:
         """What the stage gets of a source."""
         source = read[Source.trained(dataset)]
         report = DataReport(stage, dataset.path, dropped=dict(source.dropped))
         parts = split(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
-        return part_of(parts[stage], report, dataset.weight)
+        return part_of(source, parts[stage], report, dataset.weight)
 
     def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Part:
         """The held-out source of a data set, without what this or another stage may train on."""
@@ -152,7 +152,7 @@ def load_stage(
         report = DataReport(stage, str(dataset.heldout), dropped=dict(source.dropped))
         known = TRAINED_ON if _REPLIES[stage] else PROMPT_TRAINED_ON
         new = [row for row in source.rows if not _dropped(row, _lesson(row, stage) in trained and known, report)]
-        return part_of(new, report, dataset.weight)
+        return part_of(source, new, report, dataset.weight)
 
     parts = [share(dataset) for dataset in datasets]
     named: list[_Part] = []
@@ -241,13 +241,15 @@ def _examples(
 
 
 def _some(examples: list[Example], report: DataReport, rows: int) -> list[Example]:
-    """The examples, which must not be none; `rows` is what the stage got of the source, before any was left out."""
+    """The examples, which must not be none, of a source of so many rows that have a prompt."""
     if examples:
         return examples
     if report.dropped:
         why = f"{report.reasons()}; {report.remedies()}"
+    elif rows:
+        why = "it has too few distinct prompts for data.stage_split; add rows, or name fewer data.datasets.*.stages"
     else:
-        why = "it has no rows, or too few distinct prompts for data.stage_split; add rows, or name fewer stages for it"
+        why = "it has no rows; add some, or leave it out of data.datasets"
     raise DataError(f"{report.stage}: {report.source}: no usable row: {why}")
 
 

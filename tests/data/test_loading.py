@@ -245,7 +245,7 @@ SHORT = {"prompt": "cow", "response": "moo", "chosen": "moo", "rejected": "baa"}
         ("ppo", ['{"prompt": a}', '{"prompt": b}'], "; write one JSON object a line$"),
         ("ppo", ['"a"', '"b"'], '2 not an object .*; write each row as an object, {"prompt": ...}$'),
         ("ppo", [{"messages": [{"from": "human", "value": "a"}]}], "; rename from/value to role/content$"),
-        ("ppo", [], "it has no rows, or too few distinct prompts for data.stage_split; add rows"),
+        ("ppo", [], "it has no rows; add some, or leave it out of data.datasets"),
         # The reasons that dominate, at most two of them, speak; the same advice is given once.
         (
             "sft",
@@ -267,6 +267,15 @@ def test_the_error_of_a_source_without_usable_rows_names_what_would_help(
     with pytest.raises(DataError, match=message) as error:
         load(tokenizer, {"path": path, "stages": [stage]}, stage=stage, **limits)
     assert "\n" not in str(error.value)
+
+
+def test_a_source_of_fewer_prompts_than_stages_says_so(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [SHORT] * 3)
+    for stage in ("reward", "ppo"):
+        with pytest.raises(
+            DataError, match=r"no usable row: it has too few distinct prompts for data.stage_split; add"
+        ):
+            load(tokenizer, {"path": path}, stage=stage)
 
 
 def test_rows_that_are_too_long_are_told_with_the_lengths_met(tokenizer: Any, tmp_path: Path) -> None:
