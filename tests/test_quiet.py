@@ -1,0 +1,207 @@
+"""A terminal shows what rlhf says, and of libraries nothing but errors; with --debug, all of it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import Forks
+from tests.helpers import llama, user_environment
+
+Rlhf = Callable[..., subprocess.CompletedProcess[str]]
+
+OURS = re.compile(
+    r"rlhf \d+\.\d+\.\d+|(stages|model|data|accelerator|output) +\S.*|(sft|reward|ppo): .*|\w+: LoRA of rank .*"
+)
+
+
+def assert_ours(done: subprocess.CompletedProcess[str]) -> None:
+    """Every line is one of ours; after the first empty one the closing table and the samples follow."""
+    assert done.returncode == 0
+    assert done.stderr == ""
+    before, _, table = done.stdout.partition("\n\n")
+    assert [line for line in before.splitlines() if not OURS.fullmatch(line)] == []
+    assert "before" in table.splitlines()[0]
+
+
+def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = user_environment() | {"PYTHONWARNINGS": ""} | variables
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_a_run_says_what_is_its_own(rlhf: Any, tmp_path: Path) -> None:
+    """In a process that has imported nothing yet, as every user's."""
+    settings = ["--config", rlhf.recipe, "--output", tmp_path / "run", "--set", "model.gradient_checkpointing=true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf", *settings],
+        capture_output=True,
+        text=True,
+        env=user_environment(),
+        stdin=subprocess.DEVNULL,
+    )
+    assert_ours(done)
+
+
+@pytest.mark.parametrize("settings", [["lora.rank=2", "model.gradient_checkpointing=true"], ["engine.zero_stage=3"]])
+def test_a_run_with_other_parts_of_the_libraries_does_too(rlhf: Rlhf, tmp_path: Path, settings: list[str]) -> None:
+    assert_ours(rlhf("--output", tmp_path / "run", *(part for setting in settings for part in ("--set", setting))))
+
+
+@pytest.mark.slow
+def test_ranks_do_too(rlhf: Rlhf, tmp_path: Path) -> None:
+    assert_ours(rlhf("--output", tmp_path / "run", "--ranks", "2"))
+
+
+def test_debug_shows_what_libraries_say(rlhf: Rlhf, tmp_path: Path) -> None:
+    done = rlhf("sft", "--output", tmp_path / "run", "--set", "model.gradient_checkpointing=true", "--debug")
+    assert "Writing model shards" in done.stderr
+
+
+def test_chat_says_what_the_model_says(forks: Forks, model_folder: Path) -> None:
+    done = forks.run("chat", str(model_folder), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def reward_model(folder: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    config = llama(300).config
+    config.num_labels = 1
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+
+
+def without_a_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def other_shapes(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 64}))
+
+
+def unknown_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lama"}')
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (reward_model, "is a reward model"),
+        (without_a_tokenizer, "holds no tokenizer"),
+        (other_shapes, "its weights do not fit"),
+        (unknown_type, "does not know the model type 'lama'"),
+        (adapter, "holds a LoRA adapter"),
+    ],
+)
+def test_chat_with_what_is_no_model_is_one_line(
+    forks: Forks, model_folder: Path, tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    spoil(folder)
+    done = forks.run("chat", str(folder), timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"rlhf: error: .*{said}.*; .*\n", done.stderr), done.stderr
+
+
+def test_chat_with_an_unfinished_run_is_one_line(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    done = forks.run("chat", str(tmp_path), timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"rlhf: error: .*: has no finished ppo or sft stage; .*\n", done.stderr)
+
+
+SPEAKING = """
+import logging, sys, warnings
+from rlhf import quiet
+quiet.command(debug="--debug" in sys.argv)
+warnings.warn("old", FutureWarning)
+for name in ("rlhf.part", "accelerators.part", "library"):
+    for level in (logging.DEBUG, logging.WARNING, logging.ERROR):
+        logging.getLogger(name).log(level, f"{name} {logging.getLevelName(level)}")
+"""
+
+
+def test_our_warnings_are_notes_and_of_libraries_errors_are_left() -> None:
+    assert python(SPEAKING).stderr.splitlines() == [
+        "rlhf: note: rlhf.part WARNING",
+        "rlhf: note: rlhf.part ERROR",
+        "rlhf: note: accelerators.part WARNING",
+        "rlhf: note: accelerators.part ERROR",
+        "library ERROR",
+    ]
+
+
+def test_debug_shows_details_of_ours_and_warnings_of_libraries() -> None:
+    said = python(SPEAKING, "--debug").stderr
+    for line in ("rlhf: note: rlhf.part DEBUG", "FutureWarning: old", "library WARNING"):
+        assert line in said
+
+
+def test_warnings_that_a_user_asks_for_are_shown() -> None:
+    assert "FutureWarning: old" in python(SPEAKING, PYTHONWARNINGS="default").stderr
+
+
+LOUD = """
+import logging, os, sys
+from rlhf import quiet
+if "--debug" in sys.argv:
+    logging.getLogger("rlhf").setLevel(logging.DEBUG)
+print("before")
+with quiet.unheard():
+    print("printed")
+    os.system("echo compiled")
+    os.system("echo broken >&2")
+print("after")
+"""
+
+
+def test_what_is_printed_unasked_is_not_heard() -> None:
+    done = python(LOUD)
+    assert (done.stdout, done.stderr) == ("before\nafter\n", "broken\n")
+    assert python(LOUD, "--debug").stdout == "before\nprinted\ncompiled\nafter\n"
+
+
+def test_a_failure_where_nothing_is_heard_ends_the_silence() -> None:
+    code = """
+from rlhf import quiet
+try:
+    with quiet.unheard():
+        raise RuntimeError
+except RuntimeError:
+    print("after")
+"""
+    assert python(code).stdout == "after\n"
+
+
+def test_what_a_backend_and_deepspeed_print_while_they_are_opened_is_not_heard() -> None:
+    code = """
+import os
+import accelerators
+from accelerators.cpu import CPU
+from rlhf.engine import distributed
+prepare = CPU.prepare_deepspeed
+def loud(self):
+    os.system("echo opened")
+    view = prepare(self)
+    import deepspeed
+    start = deepspeed.init_distributed
+    deepspeed.init_distributed = lambda **options: (print("built successfully"), start(**options))
+    return view
+CPU.prepare_deepspeed = loud
+with distributed.session(accelerators.select("cpu", environ={})):
+    print("ready")
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ready\n"
