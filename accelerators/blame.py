@@ -40,7 +40,8 @@ Expected = tuple[str, Callable[..., bool]]
 
 
 def _a(*kinds: type) -> Expected:
-    names = ["None" if kind is NoneType else kind.__name__ for kind in kinds]
+    named = {NoneType: "None", torch.device: "torch.device", torch.optim.Optimizer: "torch.optim.Optimizer"}
+    names = [named.get(kind, kind.__name__) for kind in kinds]
     return " or ".join(names), lambda found, *given: isinstance(found, kinds)
 
 

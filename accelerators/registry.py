@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 CPU = "cpu"
 ENV = "RLHF_ACCELERATOR"
 
+_FROM_ENV, _FROM_CONFIG = f" ({ENV})", " (from the config)"
+_WHERE = {"": "with --accelerator", _FROM_ENV: f"with {ENV}", _FROM_CONFIG: "in the config"}
+
 logger = logging.getLogger(__name__)
 
 
@@ -169,7 +172,7 @@ def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, s
         summary = _summary(report, reports)
     else:
         report, reason = _named(wish, source, reports), f"{wish} was asked for{source}"
-        summary = f"asked for{source or ' with --accelerator'}"
+        summary = f"asked for {_WHERE[source]}"
     assert report.spec is not None  # an available backend has one
     return Selection(report.spec, report.provider, reason, plugins, summary)
 
@@ -196,10 +199,10 @@ def _wish(cli: str | None, config: str, env: str | None) -> tuple[str, str]:
     cli, env = cli or None, env or None
     if cli and env and "auto" not in (cli, env) and cli != env:
         raise AcceleratorError(f"--accelerator {cli} contradicts {ENV}={env}; drop one of them")
-    for value, source in ((cli, ""), (env, f" ({ENV})")):
+    for value, source in ((cli, ""), (env, _FROM_ENV)):
         if value and value != "auto":
             return value, source
-    return ("auto", "") if cli or env else (config, " (from the config)")
+    return ("auto", "") if cli or env else (config, _FROM_CONFIG)
 
 
 def _named(name: str, source: str, reports: list[Report]) -> Report:

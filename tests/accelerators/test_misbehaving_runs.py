@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from accelerators import AcceleratorError, AcceleratorSpec, DeepSpeedView, KernelImpl, Problem, Support, select
+from accelerators import (
+    AcceleratorError,
+    AcceleratorSpec,
+    DeepSpeedView,
+    DeviceInfo,
+    KernelImpl,
+    Memory,
+    PluginDefect,
+    Precision,
+    Problem,
+    Support,
+    select,
+)
+from accelerators.cpu import CPU
 from rlhf.cli.accelerators import explain
 from tests.accelerators.misbehaving import GOOD, NAME, altered, npu, offers, plugin, raises, spec
 
@@ -142,6 +158,114 @@ def test_a_check_that_fails_stops_runs_on_its_own_backend_alone(misbehaved, monk
     with pytest.raises(AcceleratorError) as raised:
         selection.check_run(selection.create(), {})
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("hook", ["rlhf_kernels", "rlhf_check_run"])
+def test_a_hook_that_does_not_answer_is_named_while_it_is_waited_for(misbehaved, monkeypatch, caplog, hook):
+    def slow():
+        time.sleep(0.3)
+        return []
+
+    misbehaved(lambda: plugin(**{hook: slow}))
+    selection = select("cpu")
+    monkeypatch.setenv("RLHF_PROBE_TIMEOUT", "0.1")
+    selection.check_run(selection.create(), {})
+    (record,) = caplog.records
+    assert record.getMessage() == f"plugin {NAME} does not answer {hook} (for 0.1 s now)"
+
+
+@pytest.mark.parametrize(
+    ("operation", "hint"),
+    [("adamW", "did you mean 'adamw'? "), ("graph-capture", "did you mean 'graph_capture'? "), ("x", ""), ("", "")],
+)
+def test_an_unknown_operation_is_refused_as_its_kernel_is_made(operation, hint):
+    said = f"KernelImpl: no operation is named {operation!r}; {hint}known: adamw, adamw_cpu_offload, clip_grad_norm, "
+    with pytest.raises(ValueError, match=re.escape(said)):
+        kernel(operation=operation)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("step_boundery", "step_boundary"),
+        ("is_lasy", "is_lazy"),
+        ("set_rng_states", "set_rng_state"),
+        ("synchronise", "synchronize"),
+        ("deepspeed_names", "deepspeed_name"),
+        ("abscent", "absent"),
+        ("_step_boundery", None),
+        ("precisions", None),  # precision itself is there
+        ("machine", None),
+        ("queue_depth", None),
+    ],
+)
+def test_a_name_that_is_nearly_one_of_the_interface_is_an_error(misbehaved, monkeypatch, name, meant):
+    own = {"precision": CPU.precision, name: lambda self: None}
+    npu(monkeypatch, **own)
+    misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
+    if meant is None:
+        select("npu").create()
+        return
+    with pytest.raises(PluginDefect) as raised:
+        select("npu").create()
+    assert str(raised.value) == (
+        f"accelerator npu of bad 2.0: factory 'npu_backend:NPU' defines {name}, which no trainer calls; "
+        f"name it {meant}, or _{name} if it is a helper; report it to the plugin's authors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda: DeviceInfo("NPU", "2", "none"), "DeviceInfo: count is '2', expected an int"),
+        (lambda: Memory(1.5, 2, 3), "Memory: allocated is 1.5, expected an int"),
+        (lambda: Precision(torch.float32, "fp12", ""), "Precision: name is 'fp12', expected bf16, fp16, fp32"),
+        (lambda: Precision("float32", "fp32", ""), "Precision: dtype of fp32 is float32, expected torch.float32"),
+    ],
+)
+def test_values_of_a_backend_are_checked_as_they_are_made(value, said):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        value()
+    assert str(raised.value) == said
+
+
+def test_a_refused_precision_is_no_defect(misbehaved, monkeypatch):
+    npu(monkeypatch, precision=raises(AcceleratorError("no fp16 here; use fp32")))
+    misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
+    with pytest.raises(AcceleratorError, match=r"^no fp16 here; use fp32$") as raised:
+        select("npu").create().precision("fp16")
+    assert not isinstance(raised.value, PluginDefect)
+
+
+@pytest.mark.parametrize("error", [KeyError("npu"), RuntimeError("wrong size")])
+def test_a_state_of_other_generators_is_the_trainers_to_answer(misbehaved, monkeypatch, error):
+    npu(monkeypatch, set_rng_state=raises(error))
+    misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
+    with pytest.raises(type(error)):
+        select("npu").create().set_rng_state({})
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "no memory"), RuntimeError("can't allocate memory")])
+def test_a_lack_of_memory_passes_as_it_is(misbehaved, monkeypatch, error):
+    npu(monkeypatch, synchronize=raises(error))
+    misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
+    with pytest.raises(type(error)) as raised:
+        select("npu").create().synchronize()
+    assert raised.value is error
+
+
+def test_what_a_captured_function_raises_is_not_the_plugins(misbehaved, monkeypatch):
+    npu(monkeypatch, capture=lambda self, fn, key: fn)
+    misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
+    with pytest.raises(KeyError):
+        select("npu").create().capture(raises(KeyError("mine")), key="step")()
+
+
+def test_the_built_in_backends_are_not_watched(monkeypatch):
+    monkeypatch.setattr(CPU, "memory", raises(KeyError("ours")))
+    monkeypatch.setattr(CPU.memory, "__module__", "accelerators.cpu")
+    with pytest.raises(KeyError):
+        select("cpu", environ={}).create().memory()
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,35 @@ def test_auto_says_why_it_chose_and_why_not_the_others(installed):
     assert "c: no c device" in selection.reason
 
 
+@pytest.mark.parametrize(
+    ("others", "wish", "summary"),
+    [
+        ({}, None, "auto: the best available"),
+        ({"one": backend("a", priority=5), "two": backend("b", ok=False)}, None, "auto: the best available"),
+        (
+            {"one": backend("a", ok=False), "two": backend("b", ok=False)},
+            None,
+            "auto: a, b are not available, `rlhf accelerators explain` tells why",
+        ),
+        (
+            {"one": backend("a", ok=False), "two": backend("b", priority=-5)},
+            None,
+            "auto: a is not available, `rlhf accelerators explain` tells why",
+        ),
+        ({"one": backend("a", ok=False)}, "cpu", "asked for with --accelerator"),
+    ],
+)
+def test_a_choice_has_a_summary_of_a_few_words(installed, others, wish, summary):
+    installed(rlhf=backend("cpu"), **others)
+    assert select(wish, environ=NOTHING).summary == summary
+
+
+def test_the_summary_says_where_a_name_came_from(installed):
+    installed(rlhf=backend("cpu"))
+    assert select(config="cpu", environ=NOTHING).summary == "asked for in the config"
+    assert select(environ={"RLHF_ACCELERATOR": "cpu"}).summary == "asked for with RLHF_ACCELERATOR"
+
+
 def test_a_tie_is_an_error_that_names_both(installed):
     installed(one=backend("a", priority=5), two=backend("b", priority=5), rlhf=backend("cpu"))
     with pytest.raises(AcceleratorError, match=r"a \(one 2.0\) and b \(two 2.0\).*--accelerator a"):

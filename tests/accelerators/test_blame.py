@@ -1,0 +1,141 @@
+"""Runs on a backend with one fault: one line names the plugin and what it did. Runs beside it go on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+# What the line says of "accelerator faulty of rlhf-faulty 1.2.3: ...; report it to the plugin's authors".
+RUNS = {
+    "bind raises": "bind() failed (OSError: no card)",
+    "bind gives 0": "bind() gave 0 instead of torch.device",
+    "bind without local_rank": "bind takes other arguments than the interface gives it, (local_rank): too",
+    "device gives a str": "device() gave 'cpu' instead of torch.device",
+    "to_device raises": "to_device() failed (OSError: no card)",
+    "to_device gives None": "to_device() gave None instead of what it was given",
+    "info gives a dict": "info() gave {'model': 'Faulty'} instead of DeviceInfo",
+    "synchronize raises": "synchronize() failed (OSError: no card)",
+    "synchronize exits": "synchronize() failed (SystemExit: 3)",
+    "step_boundary raises": "step_boundary() failed (OSError: no card)",
+    "step_boundary without tag": "step_boundary takes other arguments than the interface gives it, (tag): too many",
+    "step_boundery": "defines step_boundery, which no trainer calls; name it step_boundary, or _step_boundery if it is",
+    "compilations gives a str": "compilations() gave '3' instead of int or None",
+    "precision raises": "precision() failed (KeyError: 'fp32')",
+    "precision gives a dtype": "precision() gave torch.float32 instead of Precision",
+    "precision without wish": "precision takes other arguments than the interface gives it, (wish): too many",
+    "kernels raises midway": "kernels() failed (OSError: no card)",
+    "kernels gives dicts": "kernels() failed (TypeError: a dict instead of KernelImpl)",
+    "shape_policy gives a str": "shape_policy() gave 'static' instead of ShapePolicy",
+    "memory gives a tuple": "memory() gave (1, 2, 3) instead of Memory",
+    "memory is no method": "memory is 7, expected a method",
+    "reset_peak raises": "reset_peak() failed (OSError: no card)",
+    "empty_cache raises": "empty_cache() failed (OSError: no card)",
+    "seed raises": "seed() failed (OSError: no card)",
+    "rng_state gives None": "rng_state() gave None instead of dict",
+    "dist_backend gives hccl": "dist_backend() gave 'hccl' instead of a backend that torch.distributed knows",
+    "dist_backend gives None": "dist_backend() gave None instead of a backend that torch.distributed knows",
+    "deepspeed_accelerator gives a str": "deepspeed_accelerator() gave 'cpu' instead of a DeepSpeedAccelerator or None",
+    "prepare_deepspeed gives None": "prepare_deepspeed() gave None instead of DeepSpeedView",
+    "deepspeed_name is None": "has the deepspeed_name None, expected a str",
+    "absent is a str": "has 'none' as absent, expected a mapping of operations to reasons",
+    "absent names no operation": "has {'graph_captur': 'none here'} as absent, expected reasons for some of adamw, ",
+    "adamw raises": "adamw kernel 'fast' of rlhf-faulty 1.2.3 failed (OSError: no card)",
+    "adamw gives a str": "adamw kernel 'fast' of rlhf-faulty 1.2.3 gave 'adamw' instead of torch.optim.Optimizer",
+    "adamw takes no eps": "adamw kernel 'fast' of rlhf-faulty 1.2.3 failed (TypeError: ",
+    "clip_grad_norm gives a float": "clip_grad_norm kernel 'fast' of rlhf-faulty 1.2.3 gave 1.0 instead of a scalar",
+    "clip_grad_norm raises": "clip_grad_norm kernel 'fast' of rlhf-faulty 1.2.3 failed (OSError: no card)",
+    "contributed clip_grad_norm gives None": "clip_grad_norm kernel 'fast' of rlhf-faulty 1.2.3 (faulty) gave None",
+    "hook rlhf_kernels gives a str": "its hook rlhf_kernels failed (TypeError: rlhf_kernels returned a str",
+    "hook rlhf_kernels raises midway": "its hook rlhf_kernels failed (OSError: no library)",
+    "unknown operation": "ValueError: KernelImpl: no operation is named 'adamW'; did you mean 'adamw'? known: adamw, ",
+}
+HOOKS = {
+    "hook rlhf_check_run gives True": "the check of plugin rlhf-faulty 1.2.3 (faulty) failed (TypeError: 'bool'",
+    "hook rlhf_check_run raises midway": "the check of plugin rlhf-faulty 1.2.3 (faulty) failed (OSError: no library)",
+}
+CAPTURES = {
+    "capture gives None": "capture() gave None instead of a function",
+    "graph_capture gives None": "graph_capture kernel 'fast' of rlhf-faulty 1.2.3 gave None instead of a function",
+}
+
+
+@pytest.fixture
+def faulty(install, forks, rlhf, tmp_path: Path):
+    """Run a command with the plugin and one of its faults."""
+    site = str(install("faulty"))
+
+    def run(fault: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PYTHONPATH": site, "RLHF_PLUGINS": "", "FAULT": fault}
+        return forks.run(*arguments, environment=environment, timeout=120)
+
+    run.sft = (  # type: ignore[attr-defined]
+        *("sft", "--config", str(rlhf.recipe), "--output", str(tmp_path / "run")),
+        *("--set", "sft.max_steps=1", "--set", "engine.zero_stage=0"),
+    )
+    return run
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The line with which a run ended."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("rlhf: error: ")]
+    assert errors == done.stderr.splitlines()[-1:]
+    assert "Traceback" not in done.stderr
+    return errors[0].removeprefix("rlhf: error: ")
+
+
+@pytest.mark.parametrize("fault", RUNS)
+def test_what_a_plugin_gets_wrong_in_a_run_is_said_of_the_plugin(faulty, fault):
+    line = refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
+    assert "rlhf-faulty 1.2.3" in line
+    assert RUNS[fault] in line
+    assert line.endswith("; report it to the plugin's authors")
+
+
+@pytest.mark.parametrize("fault", HOOKS)
+def test_an_objection_that_fails_stops_runs_on_its_own_backend(faulty, fault):
+    assert HOOKS[fault] in refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
+
+
+@pytest.mark.parametrize("fault", CAPTURES)
+def test_a_capture_that_captures_nothing_is_the_plugins(faulty, finished_run, fault):
+    models = [f"ppo.actor={finished_run}/sft/model", f"ppo.reward_model={finished_run}/reward/model"]
+    settings = [part for model in models for part in ("--set", model)]
+    line = refusal(faulty(fault, "ppo", *faulty.sft[1:], *settings, "--accelerator", "faulty"))
+    assert CAPTURES[fault] in line
+
+
+@pytest.mark.parametrize(
+    "fault", ["", "memory gives a tuple", *[fault for fault in [*RUNS, *HOOKS] if "hook" in fault]]
+)
+def test_runs_beside_a_faulty_plugin_go_on(faulty, fault):
+    done = faulty(fault, *faulty.sft, "--accelerator", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rlhf-faulty 1.2.3 (faulty)") == ("hook" in fault)
+
+
+def test_without_a_fault_the_plugin_trains(faulty):
+    done = faulty("", *faulty.sft, "--accelerator", "faulty")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_a_lack_of_memory_is_nobodys_mistake(faulty):
+    line = refusal(faulty("out of memory", *faulty.sft, "--accelerator", "faulty"))
+    assert line.startswith("not enough memory (RuntimeError: CUDA out of memory.")
+
+
+def test_an_attention_that_transformers_does_not_know_gives_way(faulty):
+    done = faulty("attention is not known", *faulty.sft, "--accelerator", "faulty")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "attention: fast is not used: its factory failed (TypeError: it made 'flash_atention', which trans" in line
+    assert line.endswith("which is for the authors of rlhf-faulty 1.2.3")
+
+
+@pytest.mark.parametrize("fault", ["memory gives a tuple", "precision raises", "step_boundery", "unknown operation"])
+def test_explain_says_it_too(faulty, fault):
+    line = refusal(faulty(fault, "accelerators", "explain", "faulty"))
+    assert RUNS[fault] in line
