@@ -14,6 +14,7 @@ import accelerators
 from rlhf import quiet
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import world as embedded
+from rlhf.data.reading import read_sources
 from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
@@ -132,12 +133,14 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
 
 def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None) -> StageData:
     """The stage's examples; what ends a reply is what ends generation."""
+    config, stage = context.config, context.directory.name
     data = load_stage(
-        context.config.data,
-        context.directory.name,
+        config.data,
+        stage,
         tokenizer,
-        seed=context.config.seed,
+        seed=config.seed,
         end_ids=end_tokens(tokenizer, settings),
+        sources=read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main),
     )
     for line in lines(data.reports):
         context.say(line)

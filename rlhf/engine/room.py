@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from accelerators import Precision
 
-_MOMENTS, _MASTER = 8, 4  # bytes a parameter: two of AdamW, and the weight in float32 beside one of fewer bits
+# Bytes a parameter: two moments of AdamW, and the weight in float32 once more, where it has fewer bits or is sharded.
+_MOMENTS, _MASTER = 8, 4
 
 
 def check_room(
@@ -40,7 +41,7 @@ def check_room(
 def bytes_needed(config: Config, models: Mapping[Stage, Sequence[nn.Module]], precision: Precision) -> int:
     """Bytes on disk at the fullest moment: the models that are left, and one or two checkpoints of a stage."""
     width = precision.dtype.itemsize
-    state = width + _MOMENTS + (_MASTER if width < 4 else 0)
+    state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)
     left, most = 0, 0
     for stage, trained in models.items():
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in trained]

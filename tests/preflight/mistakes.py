@@ -97,14 +97,15 @@ def other_bytes(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
-def broken_csv(bench: Bench) -> tuple[list[str], list[str]]:
-    return for_ppo(bench.file("rows.csv", "prompt\na\n\0\n".encode())), ["rows.csv:", "not readable as CSV"]
+def a_file_that_cannot_be_read(bench: Bench) -> tuple[list[str], list[str]]:
+    (bench.folder / "rows.jsonl").symlink_to("/proc/self/mem")  # there, and for nobody to read
+    return for_ppo(bench.folder / "rows.jsonl"), ["rows.jsonl: cannot be read", "Input/output error"]
 
 
 @mistake
 def semicolons(bench: Bench) -> tuple[list[str], list[str]]:
     path = bench.file("rows.csv", "prompt;response\n" + "a;b\n" * 50)
-    return for_ppo(path), ["rows.csv: its fields are separated by ';'", "save it with commas"]
+    return for_ppo(path), ["rows.csv: its fields are separated by semicolons", "save it with commas"]
 
 
 @mistake

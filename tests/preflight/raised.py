@@ -16,6 +16,7 @@ ERRORS = {
     "RunError",
     "AcceleratorError",
     "CaptureError",
+    "error",  # rlhf.hub: of a model or of a data set
     "ValueError",  # in the schema: pydantic turns it into a ConfigError
 }
 
@@ -32,8 +33,12 @@ def raised(*folders: str) -> list[str]:
 
 def _messages(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args:
+        if isinstance(node, ast.Call) and node.args and _name(node.func) in ERRORS:
             yield " ".join(_words(node.args[0]).split())
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
 def _words(node: ast.expr) -> str:

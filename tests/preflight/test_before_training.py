@@ -28,7 +28,7 @@ def test_a_mistake_is_found_before_anything_is_trained(rlhf: Any, bench: Bench, 
     (line,) = found.stderr.strip().splitlines()
     assert line.startswith("rlhf: error: ")
     assert [word for word in words if word not in line] == [], line
-    assert "training" not in found.stdout and "before" not in found.stdout
+    assert ": training" not in found.stdout and " before:" not in found.stdout
     assert files(bench.folder) == before and not bench.output.exists()
 
 
