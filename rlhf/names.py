@@ -53,9 +53,7 @@ def hint(path: str) -> str:
     parts = Path(path).parts
     ends = (os.path.join(*parts[start:]) for start in range(1, len(parts)))
     found = next((end for end in ends if os.path.exists(end)), None)
-    return (
-        f"; {found} is in the working directory, but a recipe's paths start from the recipe's folder" if found else ""
-    )
+    return f"; {found} is in the working directory (a recipe's paths start from its own folder)" if found else ""
 
 
 def _only_a_path(name: str) -> bool:
