@@ -1,7 +1,8 @@
 """Rows of text in, batches of tokens out: sources, stage splits, tokenization, collation.
 
-`rlhf.data.tokenization.load_stage` is the one entry that the stages call; `rlhf.data.batches` turns its
-examples into tensors. This package imports neither torch nor datasets until a function needs them.
+`rlhf.data.reading` reads the sources; `rlhf.data.tokenization.load_stage` is the one entry that the stages call, and
+`check_stage` beside it what is asked before; `rlhf.data.batches` turns examples into tensors. This package imports
+neither torch nor datasets until a function needs them.
 """
 
 from rlhf.data.rows import Message, Row
