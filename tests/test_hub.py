@@ -227,5 +227,6 @@ assert time.monotonic() - begun < 8
         text=True,
         env=environment(tmp_path, closed_address()),
         cwd=tmp_path,
+        timeout=40,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
