@@ -39,6 +39,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
+    ranks: int | None = None,
     recipe: Path | None = None,
 ) -> RunDirectory:
     """Run `stages` in this process, which may be one rank of several.
@@ -50,6 +51,7 @@ def run(
         resume: continue stages that the run directory holds already.
         overwrite: replace them.
         dry_run: check, show what each stage would do, and write nothing.
+        ranks: how many there would be, for a dry run in one process.
         recipe: the file that `config` comes from, to be shown.
 
     Raises:
@@ -59,7 +61,7 @@ def run(
     """
     directory = RunDirectory(config.output)
     request = Request(stages, resume, overwrite, dry_run)
-    pending = preflight.check(config, stages, world_size(), resume=resume, overwrite=overwrite)
+    pending = preflight.check(config, stages, ranks or world_size(), resume=resume, overwrite=overwrite)
     if not pending:
         if current_rank() == 0:
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")

@@ -113,9 +113,7 @@ def examine(
     precision = accelerator.precision(config.precision)
     models = _Models(config, accelerator.kernel("attention", required=True))
     values = config.model_dump()
-    origins = {
-        stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending
-    }
+    origins = {stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending}
     for stage in pending:
         models.check(stage, origins[stage])
     read = read_sources(config.data, pending, seed=config.seed, show=True)

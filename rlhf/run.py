@@ -205,22 +205,20 @@ class RunDirectory:
                 "continue it with --resume, replace it with --overwrite, or choose another --output"
             )
         if present:
-            resumed = [stage.name for stage in taken if not stage.done]
-            complete = [stage.name for stage in taken if stage.done]
-            self._check_same(config, resumed, complete, precision, data or {}, only_complete=len(complete) == len(stages))
+            self._check_same(config, stages, taken, precision, data or {})
 
     def _check_same(
         self,
         config: Config,
-        resumed: Sequence[Stage],
-        complete: Sequence[Stage],
+        stages: Sequence[Stage],
+        taken: Sequence[StageDirectory],
         precision: str | None,
         data: Fingerprints,
-        *,
-        only_complete: bool,
     ) -> None:
         """Raise `RunError` where the run was made with other settings or other rows than there are now."""
         recorded = read_json(self.description)
+        complete = [stage.name for stage in taken if stage.done]
+        resumed = [stage.name for stage in taken if not stage.done]
         if differing := differences(recorded, config, resumed, precision):
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
@@ -231,7 +229,7 @@ class RunDirectory:
                 f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
                 "bring back the data of then or choose another --output"
             )
-        if differing := differences_of_complete(recorded, config, complete, all_of_it=only_complete):
+        if differing := differences_of_complete(recorded, config, complete, all_of_it=len(complete) == len(stages)):
             raise RunError(
                 f"{self.path}: what is complete was trained with other settings: {', '.join(differing)}; "
                 "ask for these, train anew with --overwrite, or choose another --output"

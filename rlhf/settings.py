@@ -124,5 +124,6 @@ def _leaves(there: Any, now: Any, key: str, harmless: Set[str] = frozenset(_HARM
         names = sorted(there.keys() | now.keys())
         return [text for name in names for text in _leaves(there.get(name), now.get(name), f"{key}.{name}", harmless)]
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
-        return [text for i, pair in enumerate(zip(there, now, strict=True)) for text in _leaves(*pair, f"{key}.{i}", harmless)]
+        pairs = enumerate(zip(there, now, strict=True))
+        return [text for i, pair in pairs for text in _leaves(*pair, f"{key}.{i}", harmless)]
     return [] if there == now else [f"{key} ({there!r} there, {now!r} now)"]

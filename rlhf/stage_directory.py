@@ -12,7 +12,6 @@ from rlhf.config import Stage
 from rlhf.errors import RunError
 from rlhf.files import PARTIAL, atomic_write_json, read_json
 
-
 STATE = "state-rank{rank}.pt"
 """In a checkpoint, what a rank has saved beside its engines."""
 

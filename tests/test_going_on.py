@@ -102,7 +102,7 @@ def test_what_changes_no_result_is_no_other_setting(tmp_path: Path, override: st
 def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     RunDirectory.check(config_in(tmp_path / "run", "ppo.steps=7", "engine.zero_stage=2"), resume=True)
-    with pytest.raises(RunError, match="sft.epochs"):
+    with pytest.raises(RunError, match=r"sft\.epochs"):
         RunDirectory.check(config_in(tmp_path / "run", "sft.epochs=7"), resume=True)
 
 

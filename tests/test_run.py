@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.config import load_config
 from rlhf.errors import RunError
 from rlhf.files import atomic_directory, atomic_write_json, publish
 from rlhf.run import RunDirectory

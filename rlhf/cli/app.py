@@ -120,5 +120,6 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         resume=options.resume,
         overwrite=options.overwrite,
         dry_run=options.dry_run,
+        ranks=options.ranks,
         recipe=options.config,
     )

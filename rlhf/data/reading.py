@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
 from rlhf.data.reasons import EMPTY_PROMPT
@@ -18,6 +18,7 @@ from rlhf.data.rows import Rejected, Row, parse, recognize
 from rlhf.data.sources import check, has_parts, read
 from rlhf.errors import DataError
 from rlhf.metrics.progress import console, progress
+from rlhf.names import absolute
 
 LONG = 20_000
 """Rows from which on a pass over them takes long enough to show how far it is."""
@@ -97,8 +98,13 @@ class SourceRows:
         return self._read[source]
 
     def fingerprints(self) -> dict[str, dict[str, object]]:
-        """The fingerprint of every source that was read, by its name and, where it has those, subset and split."""
-        return {str(source): rows.fingerprint() for source, rows in self._read.items()}
+        """The fingerprint of every source that was read, by its name and, where it has those, subset and split.
+
+        Paths are absolute: a run may go on from another working directory.
+        """
+        return {
+            str(replace(source, path=absolute(source.path))): rows.fingerprint() for source, rows in self._read.items()
+        }
 
 
 def read_sources(config: DataConfig, stages: Sequence[Stage], *, seed: int, show: bool = False) -> SourceRows:

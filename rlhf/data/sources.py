@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -185,10 +184,8 @@ def _hub(name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
             key, listed = known
             wrong = f"no split {split!r}" if key == "split" else f"no subset {subset!r}" if subset else "has subsets"
             raise DataError(f"{name}: {wrong}; found: {listed}; set `{key}`") from error
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"} else ""
         raise DataError(
-            f"{name}: neither a local file nor a data set that the hub gave{offline}: {_first_line(error)}; "
-            "check the name and the network, or name a local copy"
+            f"{name}: not loaded from the hub ({_first_line(error)}); check the network, or name a local copy"
         ) from error
 
 

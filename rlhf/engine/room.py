@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 _MOMENTS, _MASTER = 8, 4
 
 
-def check_room(
-    config: Config, folder: Path, models: Mapping[Stage, Sequence[nn.Module]], precision: Precision
-) -> None:
+def check_room(config: Config, folder: Path, models: Mapping[Stage, Sequence[nn.Module]], precision: Precision) -> None:
     """Raise `RunError` where less is free than the stages are sure to write to `folder`.
 
     Args:

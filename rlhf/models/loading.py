@@ -37,10 +37,8 @@ def outline(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    if scalar_head:
-        cls, options = AutoModelForSequenceClassification, {"scalar_head": True, "num_labels": 1}
-    else:
-        cls, options = AutoModelForCausalLM, {}
+    cls = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    options: dict[str, Any] = {"scalar_head": True, "num_labels": 1} if scalar_head else {}
     return _load(cls, path, config, attention, trained=trained, weights=False, **options)
 
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 
-def check_support(
-    path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False
-) -> PretrainedConfig:
+def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False) -> PretrainedConfig:
     """The configuration of the model at `path`, if that can be trained.
 
     Args:

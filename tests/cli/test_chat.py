@@ -69,7 +69,7 @@ def test_the_last_finished_stage_of_a_run_answers(finished_run: RunDirectory) ->
 
 @pytest.mark.parametrize("named", [".", "ppo", "ppo/model"])
 def test_what_a_killed_run_was_to_replace_answers(finished_run: RunDirectory, named: str) -> None:
-    Aside(finished_run.path).fill(finished_run.description, ["sft", "reward", "ppo"])  # and then the process died
+    Aside(finished_run.path).fill([finished_run.description], ["sft", "reward", "ppo"])  # and then the process died
     assert model_folder(finished_run.path / named) == finished_run.stage("ppo").model
     assert finished_run.stage("ppo").model.is_dir()
 

@@ -61,7 +61,7 @@ def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException
 
 
 def test_an_interrupted_run_says_what_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(Interrupted, match="sft is complete; continue with --resume"):
+    with pytest.raises(Interrupted, match=r"sft is complete; to continue: rlhf --output .*run --resume"):
         run_that(monkeypatch, tmp_path, KeyboardInterrupt())
 
 

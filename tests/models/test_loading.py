@@ -50,7 +50,7 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_name(tmp_path, tokeni
 
 
 def test_a_hub_name_that_cannot_be_reached_is_one_line(tokenizer):
-    with pytest.raises(ModelError, match="nobody/nothing: no folder here, and not loaded from the hub") as caught:
+    with pytest.raises(ModelError, match="nobody/nothing: no folder here, and there is no copy of it") as caught:
         load("nobody/nothing", tokenizer)
     assert "\n" not in str(caught.value)
 

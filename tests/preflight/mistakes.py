@@ -77,7 +77,8 @@ def unknown_kind(bench: Bench) -> tuple[list[str], list[str]]:
 
 @mistake
 def broken_json(bench: Bench) -> tuple[list[str], list[str]]:
-    return for_ppo(bench.file("rows.json", '[\n{"prompt": "a"},\n{"prompt" "b"}]')), ["rows.json:3: not readable as JSON"]
+    path = bench.file("rows.json", '[\n{"prompt": "a"},\n{"prompt" "b"}]')
+    return for_ppo(path), ["rows.json:3: not readable as JSON"]
 
 
 @mistake
