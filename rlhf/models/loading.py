@@ -165,7 +165,7 @@ def _load(
         if not Path(path).exists():
             raise unreachable(path, error) from error
         raise ModelError(
-            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); repair it, or name another model"
+            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); check its files, or name another"
         ) from error
     if found["mismatched_keys"]:
         name, *shapes = min(found["mismatched_keys"])
