@@ -46,7 +46,7 @@ def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
     """Ask the hub whether it gives out `name`, unless that is a path here.
 
     Returns:
-        A note, where the hub cannot be reached and the copy on this machine is taken; else None.
+        A note, where it has to be downloaded, or the hub cannot be reached and the copy on this machine is taken.
 
     Raises:
         ModelError, DataError: the hub does not give it out, or cannot be reached and there is no copy.
@@ -71,7 +71,7 @@ def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
         else:
             if answer:
                 raise what.error(f"{name}: {answer}")
-            return None
+            return None if has_copy(name, kind) else f"{name}: not on this machine yet; it is downloaded from the hub"
     raise what.error(f"{name}: no {what.place} here, and {found}; {remedy}, or name a local {what.place}")
 
 

@@ -24,7 +24,7 @@ _VARIABLES = {
 }
 """What libraries read when they are imported; a user's own values count."""
 # Those that do not leave their level to the root of all loggers.
-_LOGGERS = ("transformers", "huggingface_hub", "datasets", "DeepSpeed", "torch", "torch.distributed")
+_LOGGERS = ("transformers", "huggingface_hub", "datasets", "torch", "torch.distributed")
 _BARS = (
     ("transformers.utils.logging", "disable_progress_bar"),
     ("huggingface_hub.utils", "disable_progress_bars"),
@@ -61,6 +61,7 @@ def libraries() -> None:
         return
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # it speaks, on standard output, while it is imported
     for name, function in _BARS:
         if module := sys.modules.get(name):
             getattr(module, function)()
@@ -92,6 +93,10 @@ class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
             print(self.format(record), file=sys.stderr)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _shown() -> bool:

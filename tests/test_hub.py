@@ -127,7 +127,17 @@ def closed_address() -> str:
 
 def test_what_the_hub_has_passes(hub: Hub, tmp_path: Path) -> None:
     names = ("good", "me/good", "renamed", "without-that-file")
+    for name in names:
+        remembered(tmp_path, name, "model")
     assert check(tmp_path, address(hub), *names) == ["None"] * 4
+
+
+@pytest.mark.parametrize("kind", ["model", "dataset"])
+def test_a_download_is_announced(hub: Hub, tmp_path: Path, kind: str) -> None:
+    """No bar of the libraries' shows it."""
+    remembered(tmp_path, "me/good", kind)
+    said = check(tmp_path, address(hub), "me/good", "you/good", kind=kind)
+    assert said == ["None", "you/good: not on this machine yet; it is downloaded from the hub"]
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,12 @@ def test_warnings_that_a_user_asks_for_are_shown() -> None:
     assert "FutureWarning: old" in python(SPEAKING, PYTHONWARNINGS="default").stderr
 
 
+def test_deepspeed_has_nothing_to_say_of_the_device_that_it_would_choose() -> None:
+    """It does so while it is imported, on standard output."""
+    done = python("from rlhf import quiet; quiet.command(debug=False); import deepspeed")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 LOUD = """
 import logging, os, sys
 from rlhf import quiet

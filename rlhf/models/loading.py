@@ -173,7 +173,7 @@ def _load(
         if not Path(path).exists():
             raise unreachable(path, error) from error
         raise ModelError(
-            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); repair it, or name another model"
+            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); check its files, or name another"
         ) from error
     _check_whole(path, report, auto_class.__name__, trained=trained)
     if scalar_head and not hasattr(model, "score"):  # an architecture of its own code

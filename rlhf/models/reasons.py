@@ -26,7 +26,7 @@ _ADVICE = re.compile(
 
 def reason(error: BaseException) -> str:
     """An error of a library in one sentence: what is wrong, not what to do."""
-    text = str(error).strip()
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     if isinstance(error, json.JSONDecodeError):
         return f"one of its files is not valid JSON: {text}"
     for pattern, meaning in _MEANINGS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 WARM_UP, WARM_UP_ZERO_3 = 2, 3
 ROWS, PARTS = 4, 2
 """The most rows of a micro-batch, and parts that a batch is cut into: more of them compile nothing else."""
+_REFUSAL = re.compile(r"^rlhf: note: generation is not recorded: (.*)", re.MULTILINE)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -39,6 +41,7 @@ class StageReport:
     warm_up: int
     late: list[dict[str, Any]]
     breaks: list[dict[str, Any]]
+    unrecorded: str | None  # why steps of generation are not recorded; they are slower, but stable
 
     @property
     def stable(self) -> bool:
@@ -138,7 +141,8 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
     report = folder / f"{stage}.json"
     environment = os.environ | {"RLHF_GAUDI_SIM": "1", "RLHF_GAUDI_SIM_REPORT": str(report)}
     environment.pop("RLHF_GAUDI_SIM_STRICT", None)  # all lines are wanted, not the first
-    command = [sys.executable, "-m", "rlhf", stage, "--accelerator", "hpu", "--config", str(folder / "recipe.yaml")]
+    command = [sys.executable, "-m", "rlhf", stage, "--debug", "--accelerator", "hpu"]
+    command += ["--config", str(folder / "recipe.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         typer.echo((done.stderr.strip().splitlines() or [f"{stage} ended without a word"])[-1], err=True)
@@ -155,6 +159,7 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
         warm_up=warm_up,
         late=[event for event in late if event["kind"] == "compilation"],
         breaks=[event for event in late if event["kind"] == "break" and event["in_step"]],
+        unrecorded=refusal[1] if (refusal := _REFUSAL.search(done.stderr)) else None,
     )
 
 
@@ -185,6 +190,8 @@ def _print(reports: Sequence[StageReport]) -> None:
             for line, found in _by_line(events).items():
                 times = f" ({len(found)} times)" if len(found) > 1 else ""
                 typer.echo(f"{report.stage}: {line}{times} {what}: {found[0]['difference']}")
+        if report.unrecorded:
+            typer.echo(f"{report.stage}: steps of generation are not recorded, so they are slower: {report.unrecorded}")
 
 
 def _by_line(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -202,8 +209,10 @@ def main() -> None:
     """Entry point of the `gaudi-sim` script."""
     from typer.main import get_command
 
+    from rlhf import quiet
     from rlhf.outcome import Outcome
 
+    quiet.command(debug=False)
     try:
         code = get_command(app).main(prog_name="gaudi-sim", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
