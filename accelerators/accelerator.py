@@ -40,7 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 class Accelerator(ABC):
-    """One backend in one process."""
+    """One backend in one process.
+
+    What a plugin's method raises, or answers of another type than is written here, becomes a `PluginDefect`: one line
+    with the plugin's name (`accelerators/blame.py`). `AcceleratorError`s and lacks of memory stay what they are.
+    """
 
     name: ClassVar[str]
     """The name that the backend's spec carries."""

@@ -80,6 +80,11 @@ METHODS: Mapping[str, Expected] = {
 }
 """What the trainers call a backend for, and what each answers."""
 
+_PRECISION: Mapping[str, Expected] = {
+    "autocast": ("a context", lambda found: hasattr(found, "__enter__") and hasattr(found, "__exit__")),
+    "deepspeed_config": _a(dict),
+}
+
 _ATTRIBUTES = ("absent", "deepspeed_name", "name")
 
 # Trainers answer these: a checkpoint may hold the state of another device's generators.
@@ -153,6 +158,8 @@ def watch(accelerator: Any, interface: type, who: str) -> None:
             raise PluginDefect(f"{who}: {name} {misfit}; {AUTHORS}")
         if name == "kernels":
             method = _listed(method)
+        elif name == "precision":
+            method = _precise(method, who)
         watched = _watched(method, f"{who}: {name}()", expected, _EXPECTED_ERRORS.get(name, ()))
         setattr(accelerator, name, watched)
 
@@ -217,6 +224,22 @@ def _listed(kernels: Callable[[], Iterable[KernelImpl]]) -> Callable[[], list[Ke
         return [received(implementation, KernelImpl) for implementation in kernels()]
 
     return listed
+
+
+def _precise(precision: Callable[..., Precision], who: str) -> Callable[..., Precision]:
+    """A backend's `precision`; what a class of the plugin's own answers later is watched too."""
+
+    @functools.wraps(precision)
+    def precise(*arguments: Any, **options: Any) -> Precision:
+        found = precision(*arguments, **options)
+        if isinstance(found, Precision):
+            for name, expected in _PRECISION.items():
+                if name not in vars(found) and not ours(getattr(found, name)):  # the same one may be given again
+                    method = _watched(getattr(found, name), f"{who}: {name}() of its precision", expected)
+                    object.__setattr__(found, name, method)
+        return found
+
+    return precise
 
 
 def _misfit(method: Callable[..., Any], meant: Callable[..., Any]) -> str:

@@ -3,7 +3,8 @@
 A plugin is a distribution with an entry point in the group `rlhf.accelerators` that names a module. The module holds
 functions marked `@hookimpl` with the names below, and must not import torch: it is loaded before a backend is
 chosen, and some runtimes read their environment when torch is imported. Its import, `rlhf_accelerators` and each probe
-may take ten seconds; what they print goes to standard error.
+may take ten seconds; what they print goes to standard error. The other two hooks run in the thread of the run, which
+waits for them; after ten seconds a warning says for whom.
 """
 
 from __future__ import annotations

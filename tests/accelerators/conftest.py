@@ -96,6 +96,25 @@ def misbehaved(monkeypatch: pytest.MonkeyPatch):
     misbehaving.ENDLESS.set()  # what hangs may end
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """A Gaudi machine with these cards and this bridge; its backend, bound, with tensors that stay on the CPU."""
+    import torch
+
+    from accelerators import gaudi
+    from accelerators.hpu import HPU
+    from tests.accelerators.habana import DRIVER, Bridge
+
+    def make(chip: str = "Gaudi2", count: int = 8, **bridge: Any) -> HPU:
+        monkeypatch.setattr(gaudi, "cards", lambda: gaudi.Cards(count, chip, DRIVER, "hl-smi"))
+        hpu = HPU()
+        hpu.bridge = Bridge(**bridge).install(monkeypatch)
+        hpu._device = torch.device("cpu")
+        return hpu
+
+    return make
+
+
 def _pip_install(source: Path, copy: Path, target: Path) -> None:
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     modules = sorted(path.stem for path in copy.glob("*.py"))

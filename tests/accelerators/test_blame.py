@@ -24,6 +24,8 @@ RUNS = {
     "compilations gives a str": "compilations() gave '3' instead of int or None",
     "precision raises": "precision() failed (KeyError: 'fp32')",
     "precision gives a dtype": "precision() gave torch.float32 instead of Precision",
+    "autocast raises": "autocast() of its precision failed (OSError: no card)",
+    "deepspeed_config gives a str": "deepspeed_config() of its precision gave 'fp32' instead of dict",
     "precision without wish": "precision takes other arguments than the interface gives it, (wish): too many",
     "kernels raises midway": "kernels() failed (OSError: no card)",
     "kernels gives dicts": "kernels() failed (TypeError: a dict instead of KernelImpl)",

@@ -3,6 +3,7 @@
 import torch
 from rlhf_faulty import FAULT, kernel
 
+from accelerators import Precision
 from accelerators.cpu import CPU
 
 
@@ -30,6 +31,16 @@ def one_by_one(self):
     raise OSError("no card")
 
 
+class Odd(Precision):
+    def autocast(self):
+        raise OSError("no card")
+
+
+class Vague(Precision):
+    def deepspeed_config(self):
+        return "fp32"
+
+
 FAULTS = {
     "bind raises": {"bind": raises(OSError("no card"))},
     "bind gives 0": {"bind": gives(0)},
@@ -47,6 +58,8 @@ FAULTS = {
     "compilations gives a str": {"compilations": gives("3")},
     "precision raises": {"precision": raises(KeyError("fp32"))},
     "precision gives a dtype": {"precision": gives(torch.float32)},
+    "autocast raises": {"precision": gives(Odd(torch.float32, "fp32", "the only one"))},
+    "deepspeed_config gives a str": {"precision": gives(Vague(torch.float32, "fp32", "the only one"))},
     "precision without wish": {"precision": lambda self: CPU.precision(self)},
     "kernels raises midway": {"kernels": one_by_one},
     "kernels gives dicts": {"kernels": gives([{"operation": "adamw"}])},
