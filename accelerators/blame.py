@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from accelerators.discovery import ALLOWLIST_ENV
 from accelerators.guard import text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -186,7 +187,20 @@ def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:
     expected = _GIVES.get(implementation.operation)
     if expected is None or ours(implementation.factory):
         return made
-    return _watched(made, f"{implementation.operation} kernel {implementation.name!r} of {plugin}", expected)
+    who = f"{implementation.operation} kernel {implementation.name!r} of {plugin}"
+    # A kernel that a backend brings itself cannot be left out without the backend.
+    remedy = f"{AUTHORS}, or leave it out with {ALLOWLIST_ENV}" if implementation.plugin else AUTHORS
+    watched = _watched(made, who, expected, remedy=remedy)
+    if expected is not _OPTIMIZER:
+        return watched
+
+    @functools.wraps(made, updated=())
+    def optimizer(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = watched(*arguments, **options)
+        found.step = _watched(found.step, f"{who}: step()", _ANYTHING, remedy=remedy)
+        return found
+
+    return optimizer
 
 
 def ours(part: Any) -> bool:
@@ -195,7 +209,11 @@ def ours(part: Any) -> bool:
 
 
 def _watched(
-    function: Callable[..., Any], who: str, expected: Expected, passes: tuple[type[Exception], ...] = ()
+    function: Callable[..., Any],
+    who: str,
+    expected: Expected,
+    passes: tuple[type[Exception], ...] = (),
+    remedy: str = AUTHORS,
 ) -> Callable[..., Any]:
     words, right = expected
 
@@ -208,9 +226,9 @@ def _watched(
         except (Exception, SystemExit) as error:
             if isinstance(error, passes) or _lacks_memory(error):
                 raise
-            raise PluginDefect(f"{who} failed ({text(error)}); {AUTHORS}") from error
+            raise PluginDefect(f"{who} failed ({text(error)}); {remedy}") from error
         if not right(found, *arguments):
-            raise PluginDefect(f"{who} gave {_shown(found)} instead of {words}; {AUTHORS}")
+            raise PluginDefect(f"{who} gave {_shown(found)} instead of {words}; {remedy}")
         return found
 
     return watched

@@ -41,6 +41,11 @@ class Vague(Precision):
         return "fp32"
 
 
+class Still(torch.optim.SGD):
+    def step(self, closure=None):
+        raise OSError("no card")
+
+
 FAULTS = {
     "bind raises": {"bind": raises(OSError("no card"))},
     "bind gives 0": {"bind": gives(0)},
@@ -79,6 +84,7 @@ FAULTS = {
     "absent names no operation": {"absent": {"graph_captur": "none here"}},
     "adamw raises": {"kernels": offers("adamw", fails)},
     "adamw gives a str": {"kernels": offers("adamw", lambda params, **settings: "adamw")},
+    "adamw does not step": {"kernels": offers("adamw", lambda params, **settings: Still(params))},
     "adamw takes no eps": {"kernels": offers("adamw", lambda params, lr, betas: None)},
     "clip_grad_norm gives a float": {"kernels": offers("clip_grad_norm", lambda parameters, norm: 1.0)},
     "clip_grad_norm raises": {"kernels": offers("clip_grad_norm", fails)},
