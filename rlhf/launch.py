@@ -124,19 +124,18 @@ def _run(
         with distributed.on_main("checking the run") as main:
             if main:
                 findings = preflight.examine(config, pending, directory, accelerator, whole=request.dry_run)
+                wishes: dict[str, Any] = {
+                    "stages": request.stages,
+                    "resume": request.resume,
+                    "overwrite": request.overwrite,
+                }
+                found: dict[str, Any] = {"accelerator": _report(accelerator, selection, config), "data": findings.data}
                 if request.dry_run:
+                    RunDirectory.check(config, **wishes, **found)
                     _show(config, findings)
                 else:
-                    held.enter_context(
-                        directory.opened(
-                            config,
-                            stages=request.stages,
-                            resume=request.resume,
-                            overwrite=request.overwrite,
-                            accelerator=_report(accelerator, selection, config),
-                            data=findings.data,
-                        )
-                    )
+                    held.enter_context(directory.opened(config, **wishes, **found))
+                del findings  # rows that nobody needs any more
         if not request.dry_run:
             pipeline.run(config, accelerator, directory, request.stages)
 

@@ -65,20 +65,31 @@ class RunDirectory:
 
     @classmethod
     def check(
-        cls, config: Config, *, stages: Sequence[Stage] = STAGES, resume: bool = False, overwrite: bool = False
+        cls,
+        config: Config,
+        *,
+        stages: Sequence[Stage] = STAGES,
+        resume: bool = False,
+        overwrite: bool = False,
+        accelerator: dict[str, Any] | None = None,
+        data: Fingerprints | None = None,
     ) -> RunDirectory:
         """The run directory that `config.output` names, once it is clear that `stages` may be written to it.
 
         Writes nothing, but brings back what a killed process had set aside (see `opened`). A stage that the run
         does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
 
+        Args:
+            accelerator, data: as of `opened`; what is not known yet is not compared.
+
         Raises:
             RunError: the folder is not a run's, another process writes to it, it holds one of `stages` already or
-                one that started from what would be replaced, or it was made with other settings.
+                one that started from what would be replaced, there is nothing to resume, or it was made with other
+                settings or rows.
         """
         run = cls(config.output)
         run.recover()
-        run._check(config, stages, resume=resume, overwrite=overwrite)
+        run._check(config, stages, resume=resume, overwrite=overwrite, precision=_precision(accelerator), data=data)
         return run
 
     def settings(self, stages: Sequence[Stage], *, overwrite: bool = False) -> Path | None:
@@ -116,7 +127,7 @@ class RunDirectory:
         """
         with locked(self.path):
             self._aside.restore()
-            resolved = accelerator["precision"]["name"] if accelerator else None
+            resolved = _precision(accelerator)
             self._check(config, stages, resume=resume, overwrite=overwrite, precision=resolved, data=data)
             try:
                 self._begin(config, stages, overwrite, accelerator, data or {})
@@ -258,8 +269,7 @@ class RunDirectory:
             kept = [stage.name for stage in self.stages if stage.begun and (stage.done or stage.name not in stages)]
             described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
             settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
-            precision = accelerator["precision"]["name"] if accelerator else None
-            settings |= {name: stage_settings(config, precision) for name in stages if name not in kept}
+            settings |= {name: stage_settings(config, _precision(accelerator)) for name in stages if name not in kept}
             invocation = {
                 "command": shlex.join(["rlhf", *sys.argv[1:]]),
                 "stages": list(stages),
@@ -317,6 +327,11 @@ class RunDirectory:
                 "choose another --output"
             )
         return False
+
+
+def _precision(accelerator: dict[str, Any] | None) -> str | None:
+    """What `precision: auto` came to."""
+    return accelerator["precision"]["name"] if accelerator else None
 
 
 def versions() -> dict[str, str]:

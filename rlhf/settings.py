@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from rlhf.config import Config, Stage
+from rlhf.config import Config, Stage, build_config
+from rlhf.errors import ConfigError
 
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
 # what is learned.
@@ -66,7 +67,7 @@ def differences(
         resumed: stages that would continue from what is there; others only have to share the run's rows and model.
         precision: what `config.precision` came to on this machine; None where that is not known yet.
     """
-    there, now = recorded.get("config", {}), config.model_dump(mode="json")
+    there, now = _recorded(recorded), config.model_dump(mode="json")
     found = [text for key in _SHARED for text in _leaves(there.get(key), now[key], key)]
     for stage in resumed:
         own = recorded.get("stages", {}).get(stage, there)
@@ -88,7 +89,7 @@ def differences_of_complete(
     Args:
         all_of_it: no other stage is asked for, so that no key can be meant for one.
     """
-    there, now = recorded.get("config", {}), config.model_dump(mode="json")
+    there, now = _recorded(recorded), config.model_dump(mode="json")
     found = [text for stage in complete for text in _leaves(there.get(stage), now[stage], stage, _HARMLESS - _LENGTHS)]
     if not all_of_it:
         return found
@@ -107,6 +108,15 @@ def changed_data(recorded: dict[str, Any], found: Fingerprints) -> list[str]:
         for source, now in found.items()
         if source in there and dict(there[source]) != dict(now)
     ]
+
+
+def _recorded(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The settings in `run.json` as this version writes them: absolute paths, and keys that it did not know then."""
+    there: dict[str, Any] = recorded.get("config", {})
+    try:
+        return build_config(there).model_dump(mode="json")
+    except ConfigError:  # keys that it no longer knows
+        return there
 
 
 def _precision(there: Any, given: str, resolved: str | None) -> list[str]:

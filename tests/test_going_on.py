@@ -60,6 +60,22 @@ def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
     assert Options(config=own, output=tmp_path / "run").of_run(STAGES).load().seed == 5
 
 
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recorded paths as they were given, and knew fewer keys."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = load_config(None, ["output=run", "model.path=model"])
+    run = run_stages(config, "sft")
+    description = json.loads(run.description.read_text())
+    description["config"]["model"]["path"] = "model"
+    del description["config"]["data"]["chat_template"], description["data"]
+    run.description.write_text(json.dumps(description))
+    run.recipe.unlink()
+    RunDirectory.check(config, stages=("reward",))
+    with pytest.raises(RunError, match=r"model\.path \('/.*/model' there, '/.*/other' now\)"):
+        RunDirectory.check(load_config(None, ["output=run", "model.path=./other"]), stages=("reward",))
+
+
 @pytest.mark.parametrize("folder", ["absent", "empty"])
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -129,6 +145,18 @@ def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Pat
     assert contents(run.path) == before
     with run.opened(config, stages=("sft",), resume=True, data=ROWS):
         pass
+
+
+def test_a_dry_run_compares_rows_and_precision_too(tmp_path: Path) -> None:
+    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with run.opened(config, stages=("sft",), data=ROWS, accelerator=accelerator("bf16")):
+        record(run.stage("sft"), 1)
+    wishes: dict[str, Any] = {"stages": ("sft",), "resume": True}
+    RunDirectory.check(config, **wishes, data=ROWS, accelerator=accelerator("bf16"))
+    with pytest.raises(RunError, match="made with other rows"):
+        RunDirectory.check(config, **wishes, data={"a.jsonl": {"rows": 5, "digest": "1"}})
+    with pytest.raises(RunError, match="precision"):
+        RunDirectory.check(config, **wishes, accelerator=accelerator("fp32"))
 
 
 def test_a_run_that_is_replaced_may_have_other_rows(tmp_path: Path) -> None:
