@@ -111,6 +111,7 @@ def examine(
     from rlhf.engine.room import check_room
 
     precision = accelerator.precision(config.precision)
+    accelerator.kernel("adamw", required=True)
     models = _Models(config, accelerator.kernel("attention", required=True))
     values = config.model_dump()
     origins = {stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending}

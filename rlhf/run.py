@@ -6,7 +6,7 @@ their own folder.
 
 from __future__ import annotations
 
-import platform
+import os
 import shlex
 import shutil
 import sys
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from rlhf.settings import (
     differences_of_complete,
     stage_settings,
     started_from,
+    versions,
 )
 from rlhf.stage_directory import StageDirectory
 
@@ -38,7 +38,6 @@ _ABOUT_RECIPE = (
     "The settings of the run in this folder. `rlhf --resume` and later stages go on with them where --config names no "
     "other recipe."
 )
-_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,9 @@ class RunDirectory:
     ) -> None:
         if resume and overwrite:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
-        if not self._holds_a_run():
+        holds_a_run = self._holds_a_run()
+        self._check_writable()
+        if not holds_a_run:
             if resume:
                 raise RunError(
                     f"{self.path}: holds no run to resume; check --output, or leave --resume out to start one there"
@@ -217,6 +218,13 @@ class RunDirectory:
             )
         if present:
             self._check_same(config, stages, taken, precision, data or {})
+
+    def _check_writable(self) -> None:
+        place = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        if place != self.path.absolute() and not place.is_dir():
+            raise RunError(f"{self.path}: cannot be written ({place} is a file); choose another --output")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise RunError(f"{self.path}: cannot be written ({place} is not yours); choose another --output")
 
     def _check_same(
         self,
@@ -332,14 +340,3 @@ class RunDirectory:
 def _precision(accelerator: dict[str, Any] | None) -> str | None:
     """What `precision: auto` came to."""
     return accelerator["precision"]["name"] if accelerator else None
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's numbers."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed as a distribution"
-    return found

@@ -1,13 +1,16 @@
-"""Whether a run may go on: the settings that it was made with, as `run.json` holds them, against those given now."""
+"""What `run.json` holds of a run's settings, and whether the run may go on: those of then against those given now."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence, Set
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from rlhf.config import Config, Stage, build_config
 from rlhf.errors import ConfigError
 
+_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
 # what is learned.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
@@ -137,3 +140,14 @@ def _leaves(there: Any, now: Any, key: str, harmless: Set[str] = frozenset(_HARM
         pairs = enumerate(zip(there, now, strict=True))
         return [text for i, pair in pairs for text in _leaves(*pair, f"{key}.{i}", harmless)]
     return [] if there == now else [f"{key} ({there!r} there, {now!r} now)"]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's numbers."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a distribution"
+    return found

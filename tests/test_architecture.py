@@ -146,6 +146,6 @@ def test_importing_and_choosing_load_no_heavy_library(statement: str) -> None:
 
 def test_the_package_and_its_metadata_agree_on_the_version() -> None:
     import rlhf
-    from rlhf.run import versions
+    from rlhf.settings import versions
 
     assert versions()["rlhf"] == rlhf.__version__

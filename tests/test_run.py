@@ -40,6 +40,14 @@ def test_a_file_is_refused_as_output(tmp_path: Path) -> None:
         RunDirectory.check(config_in(tmp_path / "file"))
 
 
+def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(RunError, match=r"a/run: cannot be written \(.* is not yours\); choose another --output"):
+        RunDirectory.check(config_in(tmp_path / "a" / "run"))
+
+
 def test_stages_may_follow_one_another_without_any_flag(tmp_path: Path) -> None:
     for stage in ("sft", "reward", "ppo"):
         run = run_stages(config_in(tmp_path / "run"), stage)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2] / "rlhf"
+ROOT = Path(__file__).parents[2]
 ERRORS = {
     "ConfigError",
     "DataError",
@@ -16,13 +16,14 @@ ERRORS = {
     "RunError",
     "AcceleratorError",
     "CaptureError",
+    "PluginDefect",
     "error",  # rlhf.hub: of a model or of a data set
     "ValueError",  # in the schema: pydantic turns it into a ConfigError
 }
 
 
 def raised(*folders: str) -> list[str]:
-    """One line for each place in `folders` (paths in rlhf/) that makes an error; what is filled in is `{}`."""
+    """One line for each place in `folders` (files or folders) that makes an error; what is filled in is `{}`."""
     return sorted(
         f"{path.relative_to(ROOT)}: {words}"
         for folder in folders
