@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ModelError
 from rlhf.models.reasons import reason, unreachable
+from rlhf.names import hint, is_path
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTr
     from transformers import AutoTokenizer
 
     folder = Path(path)
+    if is_path(path) and not folder.exists():
+        raise ModelError(f"{path}: no such tokenizer folder; check model.tokenizer{hint(path)}")
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"{path}: holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}); "

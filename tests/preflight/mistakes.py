@@ -339,6 +339,11 @@ def no_tokenizer(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def missing_tokenizer(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(model__tokenizer="./nope"), ["nope: no such tokenizer folder; check model.tokenizer"]
+
+
+@mistake
 def broken_tokenizer(bench: Bench) -> tuple[list[str], list[str]]:
     folder = bench.copy(bench.run / "reward" / "model")
     (folder / "tokenizer.json").write_text("{")
