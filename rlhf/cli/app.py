@@ -24,9 +24,10 @@ app = typer.Typer(
 
 _EXAMPLES = {
     "rlhf": "the embedded example",
+    "rlhf --config recipe.yaml --dry-run": "is everything there, does it fit?",
     "rlhf --config recipe.yaml --output runs/a": "a recipe of your own",
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
-    "rlhf ppo --output runs/a --resume": "continue a stopped stage",
+    "rlhf --output runs/a --resume": "continue, with the run's own settings",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf chat runs/a": "talk to the result",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",

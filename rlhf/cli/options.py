@@ -23,7 +23,10 @@ from rlhf.values import Keys, overridden
 class Options:
     """What the command line says of a run; None where it says nothing and the config decides."""
 
-    config: Annotated[Path | None, typer.Option(help="YAML file with the run's settings.", metavar="FILE")] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of settings. Without: the run's own, or the embedded example.", metavar="FILE"),
+    ] = None
     overrides: Annotated[
         list[str] | None,
         typer.Option(
