@@ -260,7 +260,7 @@ def test_collectives_may_become_known_as_the_device_is_bound(misbehaved, monkeyp
     accelerator = select("npu").create()
     assert accelerator.dist_backend() == "hccl"
     accelerator.bind(0)
-    with pytest.raises(PluginDefect, match="gave 'hccl' instead of a backend that torch.distributed knows"):
+    with pytest.raises(PluginDefect, match=r"gave 'hccl' instead of a backend that torch.distributed knows"):
         accelerator.dist_backend()
     monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "hccl"])
     assert accelerator.dist_backend() == "hccl"
