@@ -254,6 +254,18 @@ def test_a_lack_of_memory_passes_as_it_is(misbehaved, monkeypatch, error):
     assert raised.value is error
 
 
+def test_collectives_may_become_known_as_the_device_is_bound(misbehaved, monkeypatch):
+    npu(monkeypatch, dist_backend=lambda self: "hccl")
+    misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
+    accelerator = select("npu").create()
+    assert accelerator.dist_backend() == "hccl"
+    accelerator.bind(0)
+    with pytest.raises(PluginDefect, match=r"gave 'hccl' instead of a backend that torch.distributed knows"):
+        accelerator.dist_backend()
+    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "hccl"])
+    assert accelerator.dist_backend() == "hccl"
+
+
 def test_what_a_captured_function_raises_is_not_the_plugins(misbehaved, monkeypatch):
     npu(monkeypatch, capture=lambda self, fn, key: fn)
     misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
