@@ -201,7 +201,7 @@ def _left_as_found() -> Iterator[None]:
     """Environment and signal handlers are what they were when the block is left: the caller's program may go on."""
     environment = dict(os.environ)
     try:
-        with signals.heard(_interrupt):
+        with signals.terminal_that_may_close(), signals.heard(_interrupt):
             yield
     finally:
         for name in os.environ.keys() - environment.keys():

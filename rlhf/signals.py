@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TERMINAL = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -41,8 +44,48 @@ def is_impatient(arrived: list[int], number: int) -> bool:
     return bool(arrived) and number != signal.SIGHUP
 
 
+@contextmanager
+def terminal_that_may_close() -> Iterator[None]:
+    """In this block, what is printed to a terminal that is gone is lost, and no error in the middle of a step.
+
+    The terminal may be written to before SIGHUP is heard.
+    """
+    streams = sys.stdout, sys.stderr
+    if _TERMINAL:
+        sys.stdout, sys.stderr = _Terminal(streams[0]), _Terminal(streams[1])
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+class _Terminal:
+    """A stream that goes on to nowhere when its terminal is gone."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._tried(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        self._tried(self._stream.flush, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _tried(self, action: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            _let_go_of_terminal()
+            return otherwise
+
+
 def _let_go_of_terminal() -> None:
-    """Write to nowhere from now on: writing to a terminal that is gone would be an error in the middle of a step."""
+    """Write to nowhere from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in _TERMINAL:
         os.dup2(nowhere, descriptor)

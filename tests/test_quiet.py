@@ -17,7 +17,7 @@ from tests.helpers import llama, user_environment
 Rlhf = Callable[..., subprocess.CompletedProcess[str]]
 
 OURS = re.compile(
-    r"rlhf \d+\.\d+\.\d+|(stages|model|data|accelerator|output) +\S.*|(sft|reward|ppo): .*|\w+: LoRA of rank .*"
+    r"rlhf \d+\.\d+\.\d+|(stages|recipe|model|data|accelerator|output) +\S.*|(sft|reward|ppo): .*|\w+: LoRA of rank .*"
 )
 
 

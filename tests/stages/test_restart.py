@@ -84,6 +84,28 @@ def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_p
     assert f"ppo: resumed after step {steps}" in found.stdout
 
 
+def test_a_terminal_that_is_gone_before_anyone_says_so_is_no_error():
+    """What is printed to it is lost; the process goes on and ends as it would have."""
+    script = """
+import os, signal, sys
+terminal, other = os.openpty()
+os.dup2(other, 1), os.dup2(other, 2), os.close(other)
+from rlhf import signals
+from rlhf.metrics.progress import console, progress
+with signals.terminal_that_may_close():
+    console.print("seen")
+    assert b"seen" in os.read(terminal, 1000)
+    os.close(terminal)
+    console.print("lost")
+    with progress(3, "steps") as bar:
+        bar.advance(3)
+    print("lost", file=sys.stderr, flush=True)
+os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True)
+    assert done.returncode == 7, done
+
+
 def drain(terminal, closing):
     while not closing.is_set():
         if select.select([terminal], [], [], 0.05)[0]:
