@@ -131,7 +131,9 @@ def _run(
         selection.check_run(accelerator, settings)
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
-                findings = preflight.examine(config, pending, directory, accelerator, whole=request.dry_run)
+                findings = preflight.examine(
+                    config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
+                )
                 wishes: dict[str, Any] = {
                     "stages": request.stages,
                     "resume": request.resume,

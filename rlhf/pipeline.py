@@ -32,6 +32,7 @@ from rlhf.models.loading import (
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
 from rlhf.settings import STARTS
+from rlhf.stage_directory import step_of
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 
@@ -58,7 +59,9 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     for stage in pending:
         place = directory.stage(stage)
         checkpoint = place.latest_checkpoint
-        step = int(checkpoint.name.removeprefix("step-")) if checkpoint else None
+        step = step_of(checkpoint) if checkpoint else None
+        if step is None and place.begun and world.is_main:
+            console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
         with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
             context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
             _run_stage(stage, context)

@@ -206,7 +206,8 @@ class RunDirectory:
         if resume and overwrite:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
         holds_a_run = self._holds_a_run()
-        self._check_writable()
+        if overwrite or not all(self.stage(stage).done for stage in stages):
+            self._check_writable()
         if not holds_a_run:
             if resume:
                 raise RunError(
@@ -237,7 +238,8 @@ class RunDirectory:
         if place != self.path.absolute() and not place.is_dir():
             raise RunError(f"{self.path}: cannot be written ({place} is a file); choose another --output")
         if not os.access(place, os.W_OK | os.X_OK):
-            raise RunError(f"{self.path}: cannot be written ({place} is not yours); choose another --output")
+            why = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
+            raise RunError(f"{self.path}: cannot be written ({place} {why}); choose another --output")
 
     def _check_same(
         self,
@@ -252,9 +254,10 @@ class RunDirectory:
         complete = [stage.name for stage in taken if stage.done]
         resumed = [stage.name for stage in taken if not stage.done]
         if differing := differences(recorded, config, resumed, precision):
+            lost = "" if self.recipe.is_file() else " (with --config, for its own recipe.yaml is missing)"
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
-                "give the same settings or choose another --output"
+                f"give the same settings{lost} or choose another --output"
             )
         self.check_rows(config, data)
         if differing := differences_of_complete(recorded, config, complete, all_of_it=len(complete) == len(stages)):

@@ -7,6 +7,7 @@ A command takes them as one `Options`; see `shared`.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -67,7 +68,7 @@ class Options:
         folder = self.output or given.get("output") or Config().output
         if not isinstance(folder, str | Path):
             return self  # `load` says what is wrong
-        run = RunDirectory(Path(folder).expanduser())
+        run = RunDirectory(Path(os.path.expanduser(folder)))
         run.recover()
         goes_on = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
         if not (goes_on and run.recipe.is_file() and run.description.is_file()):
