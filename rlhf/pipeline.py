@@ -134,13 +134,17 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
 def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None) -> StageData:
     """The stage's examples; what ends a reply is what ends generation."""
     config, stage = context.config, context.directory.name
+    sources = read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main)
+    with distributed.on_main("comparing the rows") as main:
+        if main:  # an earlier stage may have taken days
+            context.run.check_rows(config, sources.fingerprints())
     data = load_stage(
         config.data,
         stage,
         tokenizer,
         seed=config.seed,
         end_ids=end_tokens(tokenizer, settings),
-        sources=read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main),
+        sources=sources,
     )
     for line in lines(data.reports):
         context.say(line)

@@ -51,6 +51,14 @@ class StagePlan:
     tokenizer: PreTrainedTokenizerBase
     data: StageData
 
+    def steps(self, config: Config) -> int:
+        """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
+        if self.stage == "ppo":
+            return config.ppo.steps
+        section = config.sft if self.stage == "sft" else config.reward
+        rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
+        return section.total_steps(-(-rows // section.batch_size))
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -108,7 +116,7 @@ def examine(
     """
     from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import check_stage, load_stage
-    from rlhf.engine.room import check_room
+    from rlhf.engine.room import Need, check_room
 
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
@@ -125,7 +133,8 @@ def examine(
         ends = models.end_tokens(origins[stage][0])
         data = load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
         plans.append(StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data))
-    check_room(config, directory.path, {plan.stage: models.outlines(plan.origins) for plan in plans}, precision)
+    needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
+    check_room(config, directory.path, needs, precision)
     return Findings(tuple(plans), read.fingerprints())
 
 

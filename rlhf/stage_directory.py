@@ -97,7 +97,7 @@ class StageDirectory:
         try:
             with self.metrics.open("rb") as lines:
                 return any(_step(line) > 0 for line in lines)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
 

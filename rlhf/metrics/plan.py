@@ -71,5 +71,4 @@ def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
         return f"{config.ppo.steps:,} rollouts of {config.ppo.batch_size} prompts"
     section = config.sft if plan.stage == "sft" else config.reward
-    steps = section.total_steps(-(-len(plan.data.train) // section.batch_size))
-    return f"{steps:,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"
+    return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"
