@@ -47,9 +47,20 @@ class Section(BaseModel):
 
 
 def _name(name: Any) -> Any:
-    """A name in the settings, its path from the working directory: `~` and the folder of a recipe are put before."""
+    """A name in the settings, its path from the working directory: `~` and the folder of a recipe are put before.
+
+    Raises:
+        ValueError: it stands in a recipe for a hub's, and would be taken for what the working directory holds.
+    """
     if isinstance(name, Text) and name:
-        return names.beside(name.folder, name)
+        found = names.beside(name.folder, name)
+        if names.only_here(found):
+            path = os.path.relpath(name, name.folder or os.curdir)
+            raise ValueError(
+                f"{name} is not beside the recipe but in the working directory; write {path} for that one, or start "
+                "rlhf in another folder for the hub's"
+            )
+        return found
     return os.path.expanduser(name) if isinstance(name, str) else name
 
 
