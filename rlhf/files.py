@@ -33,6 +33,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_writable(folder: Path) -> None:
+    """Raise `RunError` where `folder` cannot be written to, or be made."""
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        why = "is a file"
+    elif os.access(place, os.W_OK | os.X_OK):
+        return
+    else:
+        why = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
+    raise RunError(f"{folder}: cannot be written ({place} {why}); choose another --output")
+
+
 def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
     """Write `value` so that `path` holds all of it or what it held before."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 import rlhf
-from rlhf import preflight, signals
+from rlhf import hub, preflight, signals
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
 from rlhf.invocation import command_line
+from rlhf.metrics import plan
 from rlhf.metrics.progress import console
 from rlhf.metrics.summary import print_summary
 from rlhf.outcome import Defect, Interrupted, shortage
@@ -151,10 +152,8 @@ def _run(
 
 
 def _show(config: Config, findings: preflight.Findings) -> None:
-    from rlhf.metrics.plan import print_plan
-
-    for plan in findings.plans:
-        print_plan(plan, config, console)
+    for stage in findings.plans:
+        plan.print_plan(stage, config, console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 
@@ -190,7 +189,7 @@ def _announce(
     facts = {
         "stages": ", ".join(stage if stage in pending else f"{stage} (complete)" for stage in stages),
         **({"recipe": str(recipe)} if recipe else {}),
-        "model": config.model.path or "embedded tiny Llama, from scratch",
+        "model": plan.models(config, pending),
         "data": sources,
         "accelerator": f"{selection.name} ({selection.summary})",
         "output": str(config.output),
@@ -218,7 +217,7 @@ def _left_as_found() -> Iterator[None]:
     """Environment and signal handlers are what they were when the block is left: the caller's program may go on."""
     environment = dict(os.environ)
     try:
-        with signals.terminal_that_may_close(), signals.heard(_interrupt):
+        with hub.as_found(), signals.terminal_that_may_close(), signals.heard(_interrupt):
             yield
     finally:
         for name in os.environ.keys() - environment.keys():

@@ -6,7 +6,6 @@ their own folder.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from rlhf.aside import Aside
 from rlhf.config import STAGES, Config, Stage, build_config
 from rlhf.errors import RunError
-from rlhf.files import PARTIAL, atomic_write, atomic_write_json, read_json
+from rlhf.files import PARTIAL, atomic_write, atomic_write_json, check_writable, read_json
 from rlhf.invocation import command_line
 from rlhf.lock import LOCK, locked
 from rlhf.ranks import current_rank
@@ -207,7 +206,7 @@ class RunDirectory:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
         holds_a_run = self._holds_a_run()
         if overwrite or not all(self.stage(stage).done for stage in stages):
-            self._check_writable()
+            check_writable(self.path)
         if not holds_a_run:
             if resume:
                 raise RunError(
@@ -232,14 +231,6 @@ class RunDirectory:
             )
         if present:
             self._check_same(config, stages, taken, precision, data or {})
-
-    def _check_writable(self) -> None:
-        place = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
-        if place != self.path.absolute() and not place.is_dir():
-            raise RunError(f"{self.path}: cannot be written ({place} is a file); choose another --output")
-        if not os.access(place, os.W_OK | os.X_OK):
-            why = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
-            raise RunError(f"{self.path}: cannot be written ({place} {why}); choose another --output")
 
     def _check_same(
         self,

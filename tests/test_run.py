@@ -50,6 +50,15 @@ def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
         RunDirectory.check(config_in(tmp_path / "a" / "run"))
 
 
+def test_a_complete_run_on_a_read_only_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path / "run")
+    run_stages(config, "sft")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    RunDirectory.check(config, stages=("sft",), resume=True)
+    with pytest.raises(RunError, match="cannot be written"):
+        RunDirectory.check(config, stages=("reward",))
+
+
 def test_stages_may_follow_one_another_without_any_flag(tmp_path: Path) -> None:
     for stage in ("sft", "reward", "ppo"):
         run = run_stages(config_in(tmp_path / "run"), stage)

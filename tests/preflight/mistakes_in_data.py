@@ -55,6 +55,12 @@ def a_file_that_cannot_be_read(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def two_columns_of_one_name(bench: Bench) -> tuple[list[str], list[str]]:
+    path = bench.file("rows.csv", "prompt,prompt\n" + "a,b\n" * 50)
+    return for_ppo(path), ["rows.csv: several columns are named 'prompt'; rename all but one"]
+
+
+@mistake
 def semicolons(bench: Bench) -> tuple[list[str], list[str]]:
     path = bench.file("rows.csv", "prompt;response\n" + "a;b\n" * 50)
     return for_ppo(path), ["rows.csv: its fields are separated by semicolons", "save it with commas"]

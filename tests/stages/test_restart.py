@@ -1,6 +1,8 @@
 """A run that is killed, interrupted or diverges leaves its last good checkpoint, and continues from it exactly."""
 
+import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -134,6 +136,18 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, 
     process.communicate()
     found = rlhf(*ppo_arguments(finished_run, output, steps=500), "--resume", "--ranks", 2, check=False)
     assert found.returncode == 2 and "resume with --ranks 1" in found.stderr
+
+
+def test_a_stage_is_not_resumed_with_fewer_steps_than_are_done(rlhf, finished_run, tmp_path):
+    output = tmp_path / "run"
+    process = start(rlhf, *ppo_arguments(finished_run, output, steps=500))
+    wait_for(output / "ppo" / "checkpoints" / "step-00000003", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    found = rlhf("ppo", "--output", output, "--resume", "--set", "ppo.steps=2", recipe=None, check=False)
+    assert found.returncode == 2 and "ppo: training" not in found.stdout
+    assert re.search(r"step-\d+: \d+ steps of ppo are done, and 2 are asked for; ask for \d+ or more", found.stderr)
+    assert json.loads((output / "run.json").read_text())["config"]["ppo"]["steps"] == 500
 
 
 def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
