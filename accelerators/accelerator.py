@@ -32,6 +32,7 @@ from accelerators.types import (
     Support,
     received,
 )
+from accelerators.watched import running
 
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -179,7 +180,8 @@ class Accelerator(ABC):
         if failure := self._failures.get(_identity(implementation)):
             return Support(False, failure)
         try:
-            return received(implementation.supported(self), Support)
+            with running(implementation.plugin or self.provider):
+                return received(implementation.supported(self), Support)
         except (Exception, SystemExit) as error:
             return Support(False, f"its check failed ({text(error)})")
 
@@ -187,11 +189,14 @@ class Accelerator(ABC):
         """What the factory makes; None, and a refusal from now on, where that is nothing to use."""
         plugin = implementation.plugin or self.provider or self.name
         try:
-            made = implementation.factory(self)
-            blame.check_made(implementation, made)
-            return blame.kernel(implementation, made, plugin)
+            with running(plugin):
+                made = implementation.factory(self)
         except (Exception, SystemExit) as error:
-            failure = f"its factory failed ({text(error)}), which is for the authors of {plugin}"
+            wrong = text(error)
+        else:
+            if not (wrong := blame.wrongly_made(implementation, made)):
+                return blame.kernel(implementation, made, plugin)
+        failure = f"its factory failed ({wrong}), which is for the authors of {plugin}"
         self._failures = {**self._failures, _identity(implementation): failure}
         logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
         return None

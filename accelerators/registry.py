@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, time_limit
-from accelerators.guard import noticed, text
+from accelerators.guard import lack_of_memory, noticed, text
 from accelerators.types import (
     AUTHORS,
     AcceleratorError,
@@ -104,7 +104,11 @@ class Selection:
         try:
             accelerator = cls()
             accelerator.provider = self.provider
+        except AcceleratorError:
+            raise
         except (Exception, SystemExit) as error:
+            if lack_of_memory(error):
+                raise
             raise PluginDefect(f"{where} failed ({text(error)}); {AUTHORS}") from error
         if not blame.ours(cls):
             blame.watch(accelerator, Accelerator, who)
