@@ -28,6 +28,7 @@ from accelerators.types import (
     nearest,
     received,
 )
+from accelerators.watched import running
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -128,7 +129,10 @@ class Selection:
         own = False
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                with noticed(f"plugin {plugin} does not answer rlhf_check_run", time_limit(os.environ)):
+                with (
+                    noticed(f"plugin {plugin} does not answer rlhf_check_run", time_limit(os.environ)),
+                    running(plugin),
+                ):
                     for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
                         problems.append(received(answer, Problem))
             except (Exception, SystemExit) as error:
@@ -146,7 +150,7 @@ class Selection:
         found: list[KernelImpl] = []
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                with noticed(f"plugin {plugin} does not answer rlhf_kernels", time_limit(os.environ)):
+                with noticed(f"plugin {plugin} does not answer rlhf_kernels", time_limit(os.environ)), running(plugin):
                     offered = list(answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator))
                 found += [replace(received(kernel, KernelImpl), plugin=plugin) for kernel in offered]
             except (Exception, SystemExit) as error:

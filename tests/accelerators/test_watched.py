@@ -83,7 +83,7 @@ def replayed(self, fn, key):
     return lambda *arguments: wrapped(self, fn, key)
 
 
-def by_kernel(self, fn, key):
+def by_super(self, fn, key):
     return CPU.capture(self, fn, key)
 
 
@@ -114,25 +114,30 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("capture", [at_once, wrapped, wrapped_unsaid, in_a_thread, replayed, by_kernel])
-@pytest.mark.parametrize("of_a_kernel", [False, True])
-def test_what_a_function_of_the_trainers_raises_in_a_plugin_passes_as_it_was(created, form, capture, of_a_kernel):
-    if of_a_kernel:
-        accelerator = created((kernel("graph_capture", lambda fn, key: capture(created, fn, key)),))
-    else:
-        accelerator = created(capture=capture)
-    if of_a_kernel and capture is by_kernel:
-        return
+@pytest.mark.parametrize("capture", [at_once, wrapped, wrapped_unsaid, in_a_thread, replayed, by_super])
+def test_what_a_function_of_the_trainers_raises_in_a_plugin_passes_as_it_was(created, form, capture):
     step = Step()
     with pytest.raises(KeyError) as raised:
-        accelerator.capture(FORMS[form](step), key="step")()
+        created(capture=capture).capture(FORMS[form](step), key="step")()
     assert raised.value is step.error
 
 
+@pytest.mark.parametrize("capture", [at_once, wrapped, wrapped_unsaid, in_a_thread, replayed])
+def test_so_it_does_in_a_kernel(created, capture):
+    step, recorder = Step(), functools.partial(capture, None)
+    with pytest.raises(KeyError) as raised:
+        created((kernel("graph_capture", recorder),)).capture(step.method, key="step")()
+    assert raised.value is step.error
+
+
+def test_a_plugin_may_compile_what_it_captures(created):
+    accelerator = created(capture=lambda self, fn, key: torch.compile(fn, backend="eager", fullgraph=True))
+    assert accelerator.capture(lambda x: x * 2 + 1, key="step")(torch.ones(1)) == 3
+
+
 def test_a_refusal_to_be_captured_reaches_the_trainers_through_a_plugin(created):
-    accelerator = created(capture=lambda self, fn, key: CPU.capture(self, fn, key))
     with pytest.raises(CaptureError):
-        accelerator.capture(lambda: torch.ones(1).item(), key="step")()
+        created(capture=by_super).capture(lambda: torch.ones(1).item(), key="step")()
 
 
 @pytest.mark.parametrize("of_a_kernel", [False, True])
@@ -201,6 +206,16 @@ def test_a_plugin_may_answer_its_own_errors_in_its_kernels(created):
     own = kernel("attention", None, supported=careful, factory=lambda accelerator: guarded(accelerator) and "eager")
     accelerator = created(info=info, kernels=lambda self: [own])
     assert accelerator.kernel("attention", required=True) == "eager"
+
+
+@pytest.mark.parametrize("hook", ["rlhf_kernels", "rlhf_check_run"])
+def test_a_plugin_may_answer_its_own_errors_in_its_hooks(misbehaved, monkeypatch, caplog, hook):
+    npu(monkeypatch, info=info)
+    answer = lambda accelerator: guarded(accelerator) and []  # noqa: E731
+    misbehaved(lambda: plugin(rlhf_accelerators=lambda: [AcceleratorSpec(**SPEC)], **{hook: answer}))
+    selection = select("npu")
+    selection.check_run(selection.create(), {})
+    assert not caplog.records
 
 
 def test_a_backend_is_blamed_for_what_it_gets_wrong_in_a_kernel_of_another_plugin(created, misbehaved):
@@ -330,14 +345,11 @@ def wrapping(error):
     [raises(DeviceOutOfMemory("3 GiB")), wrapping(DeviceOutOfMemory("3 GiB")), wrapping(MemoryError("3 GiB"))],
 )
 def test_a_lack_of_memory_is_told_alike_by_backends_and_by_commands(created, method):
-    for accelerator in (created(synchronize=method), created(__init__=method) if method is None else None):
-        if accelerator is None:
-            continue
-        with pytest.raises((RuntimeError, ValueError)) as raised:
-            accelerator.synchronize()
-        advice = shortage(raised.value)
-        assert isinstance(advice, OutOfMemory)
-        assert "3 GiB" in str(advice)
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        created(synchronize=method).synchronize()
+    advice = shortage(raised.value)
+    assert isinstance(advice, OutOfMemory)
+    assert "3 GiB" in str(advice)
 
 
 def test_a_lack_of_memory_as_a_backend_is_made_is_nobodys_mistake(created):
