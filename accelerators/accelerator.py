@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import random
@@ -66,7 +67,7 @@ class Accelerator(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not hasattr(cls.bind, "remembers"):  # its own, or that of a class that is no Accelerator
-            cls.bind = _remembering(cls.bind)  # type: ignore[assignment, method-assign]
+            cls.bind = _remembering(inspect.getattr_static(cls, "bind"))  # type: ignore[method-assign]
 
     # placement
 
@@ -285,14 +286,18 @@ class Accelerator(ABC):
         )
 
 
-def _remembering(bind: Callable[[Any, int], torch.device]) -> Callable[[Any, int], torch.device]:
+def _remembering(bind: Any) -> Callable[..., torch.device]:
     """A backend's `bind`, after which `device` gives what it returned."""
 
-    @functools.wraps(bind)
     def bound(self: Accelerator, *arguments: Any, **options: Any) -> torch.device:
-        device = bind(self, *arguments, **options)
+        method = bind.__get__(self, type(self)) if hasattr(bind, "__get__") else bind
+        device: torch.device = method(*arguments, **options)
         self._device = device
         return device
+
+    functools.update_wrapper(bound, bind)
+    if not inspect.isfunction(bind):  # a staticmethod or the like, whose signature has no `self`
+        del vars(bound)["__wrapped__"]
 
     vars(bound)["remembers"] = True
     return bound

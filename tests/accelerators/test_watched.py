@@ -258,6 +258,20 @@ def test_methods_of_any_form_work(created, method):
     assert created(info=method).info() == INFO
 
 
+@pytest.mark.parametrize(
+    "bind",
+    [
+        staticmethod(lambda local_rank: torch.device("cpu", local_rank)),
+        classmethod(lambda cls, local_rank: torch.device("cpu", local_rank)),
+        functools.partial(torch.device, "cpu"),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_bind_of_any_form_works_and_is_remembered(created, bind):
+    accelerator = created(bind=bind)
+    assert accelerator.bind(0) == accelerator.device() == torch.device("cpu", 0)
+
+
 def test_a_class_that_guards_its_attributes_works(created):
     def guard(self, name, value):
         if name in ("info", "capture"):
