@@ -8,7 +8,6 @@ import functools
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ import torch
 from accelerators import (
     AcceleratorError,
     AcceleratorSpec,
-    CaptureError,
     DeviceInfo,
-    KernelImpl,
     Memory,
     PluginDefect,
     Precision,
@@ -28,135 +25,9 @@ from accelerators import (
 from accelerators.cpu import CPU
 from rlhf.errors import OutOfMemory
 from rlhf.outcome import shortage
-from tests.accelerators.misbehaving import GOOD, NAME, npu, plugin, raises
+from tests.accelerators.misbehaving import NPU, fast, npu, plugin, raises
 
-SPEC = {**GOOD, "factory": "npu_backend:NPU"}
 INFO = DeviceInfo("NPU", 1, "none")
-
-
-@pytest.fixture
-def created(misbehaved, monkeypatch):
-    """The CPU with these methods, as a plugin's backend; `contributed` are kernels that its plugin's hook offers."""
-
-    def create(contributed: tuple[KernelImpl, ...] = (), **methods: Any):
-        npu(monkeypatch, __module__="npu_backend", __qualname__="NPU", **methods)
-        hooks = {"rlhf_accelerators": lambda: [AcceleratorSpec(**SPEC)], "rlhf_kernels": lambda: list(contributed)}
-        misbehaved(lambda: plugin(**hooks))
-        return select("npu").create()
-
-    return create
-
-
-def kernel(operation: str, made: Any, **fields: Any) -> KernelImpl:
-    usual = {"name": "fast", "factory": lambda accelerator: made, "supported": lambda accelerator: Support(True, "")}
-    return KernelImpl(**{"operation": operation, "priority": 99, **usual, **fields})
-
-
-# functions of the trainers that a plugin runs
-
-
-def at_once(self, fn, key):
-    fn()
-    return fn
-
-
-def wrapped(self, fn, key):
-    try:
-        fn()
-    except Exception as error:
-        raise RuntimeError(f"{key} cannot be recorded") from error
-
-
-def wrapped_unsaid(self, fn, key):
-    try:
-        fn()
-    except Exception:
-        raise RuntimeError(f"{key} cannot be recorded")  # noqa: B904
-
-
-def in_a_thread(self, fn, key):
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(fn).result()
-
-
-def replayed(self, fn, key):
-    return lambda *arguments: wrapped(self, fn, key)
-
-
-def by_super(self, fn, key):
-    return CPU.capture(self, fn, key)
-
-
-class Step:
-    """A defect of the trainers, in each form that a function may have."""
-
-    def __init__(self) -> None:
-        self.error = KeyError("defect in the decoder")
-
-    def __call__(self) -> None:
-        raise self.error
-
-    def method(self) -> None:
-        self()
-
-    @torch.no_grad()
-    def decorated(self) -> None:
-        self()
-
-
-FORMS = {
-    "method": lambda step: step.method,
-    "decorated": lambda step: step.decorated,
-    "object": lambda step: step,
-    "partial": lambda step: functools.partial(Step.method, step),
-    "function": lambda step: lambda: step(),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("capture", [at_once, wrapped, wrapped_unsaid, in_a_thread, replayed, by_super])
-def test_what_a_function_of_the_trainers_raises_in_a_plugin_passes_as_it_was(created, form, capture):
-    step = Step()
-    with pytest.raises(KeyError) as raised:
-        created(capture=capture).capture(FORMS[form](step), key="step")()
-    assert raised.value is step.error
-
-
-@pytest.mark.parametrize("capture", [at_once, wrapped, wrapped_unsaid, in_a_thread, replayed])
-def test_so_it_does_in_a_kernel(created, capture):
-    step, recorder = Step(), functools.partial(capture, None)
-    with pytest.raises(KeyError) as raised:
-        created((kernel("graph_capture", recorder),)).capture(step.method, key="step")()
-    assert raised.value is step.error
-
-
-def test_a_plugin_may_compile_what_it_captures(created):
-    accelerator = created(capture=lambda self, fn, key: torch.compile(fn, backend="eager", fullgraph=True))
-    assert accelerator.capture(lambda x: x * 2 + 1, key="step")(torch.ones(1)) == 3
-
-
-def test_a_refusal_to_be_captured_reaches_the_trainers_through_a_plugin(created):
-    with pytest.raises(CaptureError):
-        created(capture=by_super).capture(lambda: torch.ones(1).item(), key="step")()
-
-
-@pytest.mark.parametrize("of_a_kernel", [False, True])
-def test_what_a_replay_gets_wrong_itself_is_the_plugins(created, of_a_kernel):
-    if of_a_kernel:
-        accelerator = created((kernel("graph_capture", lambda fn, key: raises(OSError("no card"))),))
-        who = f"graph_capture kernel 'fast' of {NAME}"
-    else:
-        accelerator = created(capture=lambda self, fn, key: raises(OSError("no card")))
-        who = "accelerator npu of bad 2.0: capture()"
-    captured = accelerator.capture(lambda: None, key="step")
-    with pytest.raises(PluginDefect) as raised:
-        captured()
-    assert str(raised.value).startswith(f"{who}: its recording of 'step' failed (OSError: no card); report it to")
-
-
-def test_a_function_that_is_not_captured_is_given_back_itself(created):
-    step = Step().method
-    assert created(capture=lambda self, fn, key: fn).capture(step, key="step") is step
 
 
 # what a plugin calls of itself
@@ -203,7 +74,7 @@ def test_a_plugin_may_answer_its_own_errors_in_its_kernels(created):
     def careful(accelerator):
         return guarded(accelerator) and Support(True, "found out")
 
-    own = kernel("attention", None, supported=careful, factory=lambda accelerator: guarded(accelerator) and "eager")
+    own = fast("attention", None, supported=careful, factory=lambda accelerator: guarded(accelerator) and "eager")
     accelerator = created(info=info, kernels=lambda self: [own])
     assert accelerator.kernel("attention", required=True) == "eager"
 
@@ -212,7 +83,7 @@ def test_a_plugin_may_answer_its_own_errors_in_its_kernels(created):
 def test_a_plugin_may_answer_its_own_errors_in_its_hooks(misbehaved, monkeypatch, caplog, hook):
     npu(monkeypatch, info=info)
     answer = lambda accelerator: guarded(accelerator) and []  # noqa: E731
-    misbehaved(lambda: plugin(rlhf_accelerators=lambda: [AcceleratorSpec(**SPEC)], **{hook: answer}))
+    misbehaved(lambda: plugin(rlhf_accelerators=lambda: [AcceleratorSpec(**NPU)], **{hook: answer}))
     selection = select("npu")
     selection.check_run(selection.create(), {})
     assert not caplog.records
@@ -223,7 +94,7 @@ def test_a_backend_is_blamed_for_what_it_gets_wrong_in_a_kernel_of_another_plugi
         return accelerator.info()
 
     accelerator = created(info=info)
-    accelerator.contribute([kernel("clip_grad_norm", clip, plugin="other 1.0 (other)")])
+    accelerator.contribute([fast("clip_grad_norm", clip, plugin="other 1.0 (other)")])
     with pytest.raises(PluginDefect, match=r"^accelerator npu of bad 2\.0: info\(\) failed"):
         accelerator.kernel("clip_grad_norm")([], 1.0)
 
@@ -317,7 +188,7 @@ def test_a_precision_is_shared_and_copied_as_before(created, copied):
 
 
 def test_a_scheduler_of_torch_drives_an_optimizer_of_a_plugin(created):
-    accelerator = created((kernel("adamw", lambda params, **settings: torch.optim.SGD(params, lr=1.0)),))
+    accelerator = created((fast("adamw", lambda params, **settings: torch.optim.SGD(params, lr=1.0)),))
     weight = torch.ones(1, requires_grad=True)
     optimizer = accelerator.kernel("adamw")([weight])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
@@ -333,7 +204,7 @@ def test_a_scheduler_of_torch_drives_an_optimizer_of_a_plugin(created):
 @pytest.mark.parametrize("of_the_function", [False, True])
 def test_ctrl_c_passes_and_leaves_the_plugin_watched(created, of_the_function):
     stop = raises(KeyboardInterrupt())
-    accelerator = created(synchronize=stop, capture=at_once, info=info)
+    accelerator = created(synchronize=stop, capture=lambda self, fn, key: fn(), info=info)
     with pytest.raises(KeyboardInterrupt):
         accelerator.capture(stop, key="step") if of_the_function else accelerator.synchronize()
     with pytest.raises(PluginDefect):
@@ -377,7 +248,7 @@ def test_a_backend_may_refuse_as_it_is_made(created):
 
 
 def test_a_transformers_that_cannot_be_imported_is_not_the_plugins(created, monkeypatch, caplog):
-    accelerator = created((kernel("attention", "flash"),))
+    accelerator = created((fast("attention", "flash"),))
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", None)
     with pytest.raises(ImportError, match="transformers"):
         accelerator.kernel("attention")
