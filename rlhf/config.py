@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -22,7 +20,7 @@ from pydantic import (
 
 from rlhf import names
 from rlhf.errors import ConfigError
-from rlhf.kinds import Folder, Fraction, Name, OptionalName, Shares
+from rlhf.kinds import Folder, Fraction, Name, OptionalName, Section, Shares
 from rlhf.problems import at, explained, shown
 from rlhf.values import Keys, as_sources, names_model_or_data, overridden, read_yaml
 
@@ -31,17 +29,6 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
 """What `rlhf` runs where it is given no file."""
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and strict about its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nothing_given(cls, values: Any) -> Any:
-        return {} if values is None else values  # a section whose keys are all commented out
 
 
 class ModelConfig(Section):
@@ -287,7 +274,7 @@ class Config(Section):
     """A run of one or more stages."""
 
     output: Folder = Field(Path("runs/default"), description="folder that the run writes to")
-    seed: int = Field(0, ge=0, description="decides initial weights, data order and sampling")
+    seed: int = Field(0, ge=0, lt=2**32, description="decides initial weights, data order and sampling")
     accelerator: str = Field("auto", description="backend as `rlhf accelerators list` names it; auto: the best")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="numbers the models compute in; auto: the accelerator's best"

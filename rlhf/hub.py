@@ -1,7 +1,8 @@
 """Whether a hub has the model or data set of a name: asked once, before a library would ask again and again.
 
 A name flows in; nothing, a note, or an error of one line comes out. Where the hub cannot be reached and this machine
-has a copy, libraries take that from then on and leave the hub alone.
+has a copy, libraries take that from then on and leave the hub alone: until it is asked for another name, or
+`as_found` ends. A hub that is switched off is not asked, and never switched on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 from rlhf.errors import DataError, ModelError
@@ -20,7 +24,9 @@ from rlhf.names import WORLD, is_path
 logger = logging.getLogger(__name__)
 
 _SECONDS = 10.0  # for the hub to answer
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+# What switches a hub off. The last of both is for data sets alone.
+_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+_MODULES = ("huggingface_hub.constants", "datasets.config")  # in each `HF_HUB_OFFLINE`, looked at whenever they ask
 _YES = {"1", "ON", "YES", "TRUE"}
 
 
@@ -36,6 +42,8 @@ _KINDS = {
     "model": _Kind("model", "folder", "", "config.json", ModelError),
     "dataset": _Kind("data set", "file or folder", "datasets/", ".gitattributes", DataError),
 }
+
+_found: dict[str, bool] = {}  # the modules' switches as they were, while they are turned by us
 
 
 class _Unreachable(Exception):
@@ -54,18 +62,17 @@ def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
     if name == WORLD or is_path(name):
         return None
     what = _KINDS[kind]
-    offline = next((variable for variable in _OFFLINE if os.environ.get(variable, "").upper() in _YES), None)
-    if offline:
+    if offline := _switched_off(kind):
         if has_copy(name, kind):
             return None
         found, remedy = f"there is no copy of it on this machine, and {offline} is set", f"unset {offline}"
     else:
-        _leave_alone(False)
+        _ask_again()
         try:
             answer = _answer(name, what)
         except _Unreachable as error:
             if has_copy(name, kind):
-                _leave_alone(True)
+                _leave_alone()
                 return f"{name}: the hub cannot be reached ({error}); the copy on this machine is taken"
             found, remedy = f"the hub cannot be reached ({error})", "check the network"
         else:
@@ -84,6 +91,16 @@ def ask(name: str, kind: Literal["model", "dataset"]) -> None:
     """
     if note := check_hub(name, kind):
         logger.warning("%s", note)
+
+
+@contextmanager
+def as_found() -> Iterator[None]:
+    """What hubs say is remembered, and libraries leave them alone, no longer than this block: a program may go on."""
+    try:
+        yield
+    finally:
+        _ask_again()
+        ask.cache_clear()
 
 
 def has_copy(name: str, kind: Literal["model", "dataset"]) -> bool:
@@ -125,13 +142,43 @@ def _answer(name: str, what: _Kind) -> str | None:
     return None
 
 
-def _leave_alone(alone: bool) -> None:
-    """Let libraries ask the hub, or take what is on this machine: their own switch, which they ask at every call."""
-    from huggingface_hub import constants
+def _switched_off(kind: Literal["model", "dataset"]) -> str | None:
+    """The variable or module that keeps libraries from asking the hub, where that is not for us."""
+    import huggingface_hub.constants  # noqa: F401
 
-    constants.HF_HUB_OFFLINE = alone
-    if settings := sys.modules.get("datasets.config"):  # its copy
-        settings.HF_HUB_OFFLINE = alone  # type: ignore[attr-defined]
+    end = None if kind == "dataset" else -1
+    variable = next((name for name in _VARIABLES[:end] if _is_on(name)), None)
+    return variable or next((f"{name}.HF_HUB_OFFLINE" for name, _ in _imported(_MODULES[:end]) if _before(name)), None)
+
+
+def _leave_alone() -> None:
+    """Let libraries take what is on this machine."""
+    for name, module in _imported():
+        _found.setdefault(name, module.HF_HUB_OFFLINE)
+        module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def _ask_again() -> None:
+    """Let libraries ask the hub, if it was for us that they did not."""
+    if _found:
+        for name, module in _imported():
+            module.HF_HUB_OFFLINE = _before(name)  # type: ignore[attr-defined]
+        _found.clear()
+
+
+def _before(name: str) -> bool:
+    """A module's switch as it is without us."""
+    if not _found:
+        return bool(sys.modules[name].HF_HUB_OFFLINE)
+    return _found.get(name, _is_on(_VARIABLES[-1]))  # imported since then, it took over ours
+
+
+def _imported(names: tuple[str, ...] = _MODULES) -> list[tuple[str, ModuleType]]:
+    return [(name, sys.modules[name]) for name in names if name in sys.modules]
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").upper() in _YES
 
 
 def _plain(name: str) -> str:

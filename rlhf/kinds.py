@@ -1,23 +1,66 @@
-"""Kinds of values that keys of the schema take: names, folders, shares; in each form that they may be written in."""
+"""Kinds of values that keys of the schema take: names, folders, shares; in each form that they may be written in.
+
+`Section` is what holds them: strict about its keys, and about numbers that pydantic would guess.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from rlhf import names
-from rlhf.problems import shown
+from rlhf.problems import at, shown
 from rlhf.values import Text
+
+_MOST = 2**53
+"""Whole numbers beyond this are a slip, and no floating-point number holds them."""
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        """A section whose keys are all commented out is empty; `yes` is no number.
+
+        Raises:
+            PydanticCustomError: a number is true or false, or beyond all use.
+        """
+        if not isinstance(values, Mapping):
+            return {} if values is None else values
+        for name, value in values.items():
+            annotation = str(cls.model_fields[name].annotation) if name in cls.model_fields else ""
+            if isinstance(value, bool) and "bool" not in annotation and re.search(r"\b(int|float)\b", annotation):
+                raise at(str(name), f"expected a number, found {shown(value)}")
+            if isinstance(value, int) and abs(value) > _MOST:
+                raise at(str(name), f"expected a number of at most {_MOST:,}, found {shown(value)}")
+        return values
 
 
 def _name(name: Any) -> Any:
-    """A name in the settings, its path from the working directory: `~` and the folder of a recipe are put before."""
+    """A name in the settings, its path from the working directory: `~` and the folder of a recipe are put before.
+
+    Raises:
+        ValueError: it stands in a recipe for a hub's, and would be taken for what the working directory holds.
+    """
     if isinstance(name, Text) and name:
-        return names.beside(name.folder, name)
+        found = names.beside(name.folder, name)
+        if names.only_here(found):
+            path = os.path.relpath(name, name.folder or os.curdir)
+            raise ValueError(
+                f"{name} is not beside the recipe but in the working directory; write {path} for that one, or start "
+                "rlhf in another folder for the hub's"
+            )
+        return found
     return os.path.expanduser(name) if isinstance(name, str) else name
 
 

@@ -20,12 +20,14 @@ from rich.text import Text
 import rlhf
 from rlhf import preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, FailedElsewhere
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
+from rlhf.invocation import command_line
 from rlhf.metrics.progress import console
 from rlhf.metrics.summary import print_summary
 from rlhf.outcome import Defect, Interrupted, shortage
 from rlhf.ranks import current_rank, started_by_us, world_size
 from rlhf.run import RunDirectory
+from rlhf.settings import disagreement
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -59,6 +61,8 @@ def run(
         Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
         Defect: anything else; its traceback is in the run directory.
     """
+    if accelerator:  # what goes on from here later asks for the same
+        config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     request = Request(stages, resume, overwrite, dry_run)
     pending = preflight.check(config, stages, ranks or world_size(), resume=resume, overwrite=overwrite)
@@ -67,6 +71,7 @@ def run(
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
+    before = _contents(directory.description)
     with _left_as_found():
         selection = select(config, accelerator)
         if current_rank() == 0:
@@ -74,7 +79,7 @@ def run(
         try:
             _run(config, selection, directory, request, pending)
         except KeyboardInterrupt as error:
-            raise Interrupted(_how_to_go_on(directory, stages, accelerator, dry_run=dry_run)) from error
+            raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
             if lack := shortage(error, directory.path):
                 raise lack from error
@@ -120,10 +125,15 @@ def _run(
     with distributed.session(selection) as accelerator, ExitStack() as held:
         from rlhf import pipeline  # imports DeepSpeed, which the session has told about the device
 
-        selection.check_run(accelerator, config.model_dump(mode="json"))
-        with distributed.on_main("checking the run") as main:
+        settings = config.model_dump(mode="json")
+        if differing := disagreement(distributed.all_gather_objects(settings)):
+            raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
+        selection.check_run(accelerator, settings)
+        with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
-                findings = preflight.examine(config, pending, directory, accelerator, whole=request.dry_run)
+                findings = preflight.examine(
+                    config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
+                )
                 wishes: dict[str, Any] = {
                     "stages": request.stages,
                     "resume": request.resume,
@@ -148,19 +158,26 @@ def _show(config: Config, findings: preflight.Findings) -> None:
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 
-def _how_to_go_on(directory: RunDirectory, stages: Sequence[Stage], accelerator: str | None, *, dry_run: bool) -> str:
-    """What is saved, and the command that continues from there."""
-    saved = None if dry_run else directory.saved_state()
-    if not saved:
-        command = shlex.join(["rlhf", *sys.argv[1:]])
-        return f"nothing is saved yet in {directory.path}; to start again: {command}"
+def _how_to_go_on(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> str:
+    """What is saved, and the command that continues from there.
+
+    Args:
+        before: run.json as it was; where it is that again, so is all that this run was to replace or to go on from.
+    """
+    saved = directory.saved_state() or f"nothing is saved yet in {directory.path}"
+    description = _contents(directory.description)
+    if description in (None, before):
+        return f"{saved}; to start again: {command_line()}"
     if all(directory.stage(stage).done for stage in stages):
         return saved
     words = ["rlhf", *(stages if len(stages) == 1 else ()), "--output", str(directory.path), "--resume"]
-    words += ["--accelerator", accelerator] if accelerator else []
     words += ["--ranks", str(world_size())] if started_by_us() else []
     elsewhere = "" if world_size() == 1 or started_by_us() else " (with the launcher that you used)"
     return f"{saved}; to continue{elsewhere}: {shlex.join(words)}"
+
+
+def _contents(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _announce(

@@ -14,7 +14,7 @@ WORLD = "world"
 """The data that rlhf makes itself. A folder of this name is `./world`."""
 
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".gguf")
+_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 def is_path(name: str) -> bool:
@@ -38,6 +38,11 @@ def beside(folder: str, name: str) -> str:
     return path if _only_a_path(path) else os.path.join(os.curdir, path)
 
 
+def only_here(name: str) -> bool:
+    """Whether a name is a hub's by its form, and a path only because something here is called so."""
+    return is_path(name) and not _only_a_path(name)
+
+
 def joined(folder: str, path: str) -> str:
     """A path that starts from `folder`, without `.` and `a/..` where that leads to the same place."""
     whole = os.path.join(folder, os.path.expanduser(path))
@@ -48,12 +53,16 @@ def joined(folder: str, path: str) -> str:
 def hint(path: str) -> str:
     """What to add to the error that `path` is not there; empty where nothing is known that helps.
 
-    Paths in a recipe start from its folder. Who meant the working directory is told what is found there.
+    Paths in a recipe start from its folder. Who meant the working directory is told what is found there, and who
+    meant a hub that it is not asked.
     """
     parts = Path(path).parts
     ends = (os.path.join(*parts[start:]) for start in range(1, len(parts)))
     found = next((end for end in ends if os.path.exists(end)), None)
-    return f"; {found} is in the working directory (a recipe's paths start from its own folder)" if found else ""
+    if found:
+        return f"; {found} is in the working directory (a recipe's paths start from its own folder)"
+    may_be_a_hubs = len(parts) == 2 and _HUB.fullmatch(path) and not os.path.exists(parts[0])
+    return "; by its ending it is a path, never a hub's name" if may_be_a_hubs else ""
 
 
 def _only_a_path(name: str) -> bool:

@@ -32,6 +32,7 @@ from rlhf.models.loading import (
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
 from rlhf.settings import STARTS
+from rlhf.stage_directory import step_of
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 
@@ -58,7 +59,9 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     for stage in pending:
         place = directory.stage(stage)
         checkpoint = place.latest_checkpoint
-        step = int(checkpoint.name.removeprefix("step-")) if checkpoint else None
+        step = step_of(checkpoint) if checkpoint else None
+        if step is None and place.begun and world.is_main:
+            console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
         with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
             context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
             _run_stage(stage, context)
@@ -134,13 +137,17 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
 def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None) -> StageData:
     """The stage's examples; what ends a reply is what ends generation."""
     config, stage = context.config, context.directory.name
+    sources = read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main)
+    with distributed.on_main("comparing the rows") as main:
+        if main:  # an earlier stage may have taken days
+            context.run.check_rows(config, sources.fingerprints())
     data = load_stage(
         config.data,
         stage,
         tokenizer,
         seed=config.seed,
         end_ids=end_tokens(tokenizer, settings),
-        sources=read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main),
+        sources=sources,
     )
     for line in lines(data.reports):
         context.say(line)

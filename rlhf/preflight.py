@@ -51,6 +51,14 @@ class StagePlan:
     tokenizer: PreTrainedTokenizerBase
     data: StageData
 
+    def steps(self, config: Config) -> int:
+        """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
+        if self.stage == "ppo":
+            return config.ppo.steps
+        section = config.sft if self.stage == "sft" else config.reward
+        rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
+        return section.total_steps(-(-rows // section.batch_size))
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -96,11 +104,18 @@ def check(
 
 
 def examine(
-    config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator, *, whole: bool = False
+    config: Config,
+    pending: Sequence[Stage],
+    directory: RunDirectory,
+    accelerator: Accelerator,
+    *,
+    overwrite: bool = False,
+    whole: bool = False,
 ) -> Findings:
     """Find out whether the stages still to be run can do with their models and rows. Writes nothing.
 
     Args:
+        overwrite: what is there of the stages will be replaced.
         whole: all rows are tokenized, so that their numbers and lengths can be shown; else a sample is.
 
     Raises:
@@ -108,10 +123,11 @@ def examine(
     """
     from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import check_stage, load_stage
-    from rlhf.engine.room import check_room
+    from rlhf.engine.room import Need, check_room
 
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
+    accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     models = _Models(config, accelerator.kernel("attention", required=True))
     values = config.model_dump()
     origins = {stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending}
@@ -124,8 +140,12 @@ def examine(
         tokenizer = models.tokenizer(origins[stage][0])
         ends = models.end_tokens(origins[stage][0])
         data = load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
-        plans.append(StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data))
-    check_room(config, directory.path, {plan.stage: models.outlines(plan.origins) for plan in plans}, precision)
+        plan = StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data)
+        if not overwrite:
+            directory.stage(stage).check_steps(plan.steps(config))
+        plans.append(plan)
+    needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
+    check_room(config, directory.path, needs, precision)
     return Findings(tuple(plans), read.fingerprints())
 
 

@@ -1,7 +1,8 @@
 """What libraries say while they work stays out of a terminal: a user can do nothing about it. Errors still show.
 
 `command` is for a process of the command line, before anything slow is imported; `libraries` for what is imported by
-then, in any process; `unheard` for code that prints whatever it is told. With --debug, all of it shows.
+then; `unheard` for code that prints whatever it is told. With --debug, all of it shows. In a program of somebody
+else's, which has called no `command`, logging and standard output are its own, and nothing here touches them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import ctypes
 import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 
 _VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -32,6 +33,8 @@ _BARS = (
 )
 _OURS = ("rlhf", "accelerators")
 
+_quiet = False  # whether this is a process of the command line, without --debug
+
 
 def command(*, debug: bool) -> None:
     """Set up the process of a command: our warnings are notes on standard error, libraries speak of errors only.
@@ -39,6 +42,8 @@ def command(*, debug: bool) -> None:
     Args:
         debug: show everything, our own details too.
     """
+    global _quiet
+    _quiet = not debug
     notes = _Notes(logging.DEBUG if debug else logging.WARNING)
     notes.setFormatter(logging.Formatter("rlhf: note: %(message)s"))
     for name in _OURS:
@@ -57,7 +62,7 @@ def command(*, debug: bool) -> None:
 
 def libraries() -> None:
     """Let the libraries that are imported speak of errors only, and show no bars, which would bury ours."""
-    if _shown():
+    if not _quiet:
         return
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -67,24 +72,51 @@ def libraries() -> None:
             getattr(module, function)()
 
 
-@contextmanager
-def unheard() -> Iterator[None]:
+def unheard() -> AbstractContextManager[None]:
     """Drop what is printed to standard output in this block, by any code: compilers that a library starts too.
 
     Standard error stays, for the last words of a process that is brought down.
     """
+    return _silence if _quiet else nullcontext()
+
+
+class _Silence:
+    """Standard output leads nowhere from the first of overlapping blocks, in any thread, until the last is left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._undo = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._undo = _nowhere()
+            self._blocks += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._undo.close()
+
+
+_silence = _Silence()
+
+
+def _nowhere() -> ExitStack:
+    """Redirect the standard output of this process, until what comes back is closed."""
     with ExitStack() as stack:
-        if not _shown():
-            with suppress(OSError):  # a process without standard output
-                saved = os.dup(1)
-                stack.callback(os.close, saved)
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                stack.callback(os.close, nowhere)
-                _flush()
-                os.dup2(nowhere, 1)
-                stack.callback(os.dup2, saved, 1)
-                stack.callback(_flush)
-        yield
+        with suppress(OSError):  # a process without standard output
+            saved = os.dup(1)
+            stack.callback(os.close, saved)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            stack.callback(os.close, nowhere)
+            _flush()
+            os.dup2(nowhere, 1)
+            stack.callback(os.dup2, saved, 1)
+            stack.callback(_flush)
+        return stack.pop_all()
 
 
 class _Notes(logging.Handler):
@@ -97,10 +129,6 @@ class _Notes(logging.Handler):
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
-
-
-def _shown() -> bool:
-    return logging.getLogger(_OURS[0]).isEnabledFor(logging.DEBUG)
 
 
 def _flush() -> None:

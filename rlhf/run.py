@@ -7,9 +7,8 @@ their own folder.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,9 @@ from rlhf.aside import Aside
 from rlhf.config import STAGES, Config, Stage, build_config
 from rlhf.errors import RunError
 from rlhf.files import PARTIAL, atomic_write, atomic_write_json, read_json
+from rlhf.invocation import command_line
 from rlhf.lock import LOCK, locked
+from rlhf.ranks import current_rank
 from rlhf.recipe import recipe_text
 from rlhf.settings import (
     Fingerprints,
@@ -34,6 +35,7 @@ from rlhf.settings import (
 )
 from rlhf.stage_directory import StageDirectory
 
+_SECONDS_TO_RECOVER = 30.0
 _ABOUT_RECIPE = (
     "The settings of the run in this folder. `rlhf --resume` and later stages go on with them where --config names no "
     "other recipe."
@@ -91,13 +93,9 @@ class RunDirectory:
         run._check(config, stages, resume=resume, overwrite=overwrite, precision=_precision(accelerator), data=data)
         return run
 
-    def settings(self, stages: Sequence[Stage], *, overwrite: bool = False) -> Path | None:
-        """The run's own recipe, if something of the run stays when `stages` are run; else None.
-
-        It is what a command that names no recipe goes on with.
-        """
-        stays = any(stage.begun and not (overwrite and stage.name in stages) for stage in self.stages)
-        return self.recipe if stays and self.recipe.is_file() else None
+    def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
+        """Whether something of the run stays when `stages` are run."""
+        return any(stage.begun and not (overwrite and stage.name in stages) for stage in self.stages)
 
     @contextmanager
     def opened(
@@ -128,22 +126,29 @@ class RunDirectory:
             self._aside.restore()
             resolved = _precision(accelerator)
             self._check(config, stages, resume=resume, overwrite=overwrite, precision=resolved, data=data)
+            had_recipe = self.recipe.is_file()
             try:
                 self._begin(config, stages, overwrite, accelerator, data or {})
                 yield
             except BaseException:
+                if self._aside.exists and not had_recipe:  # a run of an earlier version has none to bring back
+                    self.recipe.unlink(missing_ok=True)
                 self._aside.restore()
                 self._abandon(stages)
                 raise
             self._aside.discard()
 
     def recover(self) -> None:
-        """Bring back what a killed process had set aside.
+        """Bring back what a killed process had set aside; ranks but the first wait until that is done.
 
         Raises:
             RunError: a living process writes to the folder.
         """
-        if (self.path / LOCK).exists() or self._aside.exists:
+        if current_rank():
+            deadline = time.monotonic() + _SECONDS_TO_RECOVER
+            while self._aside.exists and time.monotonic() < deadline:
+                time.sleep(0.05)
+        elif (self.path / LOCK).exists() or self._aside.exists:
             with locked(self.path):
                 self._aside.restore()
 
@@ -163,6 +168,14 @@ class RunDirectory:
                 f"{self.path}: holds no finished {stage} stage to start from; run `rlhf {stage}` first, or set {key}"
             )
         return str(self.stage(stage).model)
+
+    def check_rows(self, config: Config, data: Fingerprints) -> None:
+        """Raise `RunError` where the rows of a source are not those that the run was made with."""
+        if changed := changed_data(read_json(self.description), config, data):
+            raise RunError(
+                f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
+                "bring back the data of then or choose another --output"
+            )
 
     def saved_state(self) -> str | None:
         """One line on what is on disk, for a run that was stopped; None where nothing is saved."""
@@ -193,7 +206,8 @@ class RunDirectory:
         if resume and overwrite:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
         holds_a_run = self._holds_a_run()
-        self._check_writable()
+        if overwrite or not all(self.stage(stage).done for stage in stages):
+            self._check_writable()
         if not holds_a_run:
             if resume:
                 raise RunError(
@@ -224,7 +238,8 @@ class RunDirectory:
         if place != self.path.absolute() and not place.is_dir():
             raise RunError(f"{self.path}: cannot be written ({place} is a file); choose another --output")
         if not os.access(place, os.W_OK | os.X_OK):
-            raise RunError(f"{self.path}: cannot be written ({place} is not yours); choose another --output")
+            why = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
+            raise RunError(f"{self.path}: cannot be written ({place} {why}); choose another --output")
 
     def _check_same(
         self,
@@ -239,15 +254,12 @@ class RunDirectory:
         complete = [stage.name for stage in taken if stage.done]
         resumed = [stage.name for stage in taken if not stage.done]
         if differing := differences(recorded, config, resumed, precision):
+            lost = "" if self.recipe.is_file() else " (with --config, for its own recipe.yaml is missing)"
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
-                "give the same settings or choose another --output"
+                f"give the same settings{lost} or choose another --output"
             )
-        if changed := changed_data(recorded, data):
-            raise RunError(
-                f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
-                "bring back the data of then or choose another --output"
-            )
+        self.check_rows(config, data)
         if differing := differences_of_complete(recorded, config, complete, all_of_it=len(complete) == len(stages)):
             raise RunError(
                 f"{self.path}: what is complete was trained with other settings: {', '.join(differing)}; "
@@ -279,7 +291,7 @@ class RunDirectory:
             settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
             settings |= {name: stage_settings(config, _precision(accelerator)) for name in stages if name not in kept}
             invocation = {
-                "command": shlex.join(["rlhf", *sys.argv[1:]]),
+                "command": command_line(),
                 "stages": list(stages),
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             }
@@ -316,6 +328,7 @@ class RunDirectory:
         if not any(stage.begun for stage in self.stages):
             for file in self._described_by:
                 file.unlink(missing_ok=True)
+                file.with_name(file.name + PARTIAL).unlink(missing_ok=True)
 
     def _holds_a_run(self) -> bool:
         """Whether the folder is a run's; False where it is absent or empty.
@@ -327,7 +340,8 @@ class RunDirectory:
             return True
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
-        ours = ("traceback*.txt", self.description.name + PARTIAL, LOCK)  # what a run that could not begin may leave
+        partial = [file.name + PARTIAL for file in self._described_by]
+        ours = ("traceback*.txt", LOCK, *partial)  # what a run that could not begin may leave
         others = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in ours) for path in others):
             raise RunError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
@@ -71,16 +72,16 @@ def differences(
         precision: what `config.precision` came to on this machine; None where that is not known yet.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    found = [text for key in _SHARED for text in _leaves(there.get(key), now[key], key)]
+    found = [text for key in _SHARED for text in _differing(there, now, key)]
     for stage in resumed:
-        own = recorded.get("stages", {}).get(stage, there)
+        own = there | recorded.get("stages", {}).get(stage, {})
         for key in _OF_EVERY_STAGE:
-            found += _leaves(own.get(key), now[key], key)
+            found += _differing(own, now, key)
         there_was = own.get("precision")
         if there_was == "auto":  # recorded as it was given; what it came to may stand with the hardware
             there_was = ((recorded.get("accelerator") or {}).get("precision") or {}).get("name", "auto")
         found += _precision(there_was, config.precision, precision)
-        found += _leaves(there.get(stage), now[stage], stage)
+        found += _differing(there, now, stage)
     return list(dict.fromkeys(found))
 
 
@@ -93,24 +94,36 @@ def differences_of_complete(
         all_of_it: no other stage is asked for, so that no key can be meant for one.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    found = [text for stage in complete for text in _leaves(there.get(stage), now[stage], stage, _HARMLESS - _LENGTHS)]
+    found = [text for stage in complete for text in _differing(there, now, stage, _HARMLESS - _LENGTHS)]
     if not all_of_it:
         return found
     for stage in complete:
-        own = recorded.get("stages", {}).get(stage, there)
-        found += [text for key in _OF_EVERY_STAGE for text in _leaves(own.get(key), now[key], key)]
+        own = there | recorded.get("stages", {}).get(stage, {})
+        found += [text for key in _OF_EVERY_STAGE for text in _differing(own, now, key)]
         found += _precision(own.get("precision"), config.precision, None)
     return list(dict.fromkeys(found))
 
 
-def changed_data(recorded: dict[str, Any], found: Fingerprints) -> list[str]:
+def changed_data(recorded: dict[str, Any], config: Config, found: Fingerprints) -> list[str]:
     """Sources whose rows are not those that `run.json` recorded, each as `source (76 rows there, 57 now)`."""
-    there = recorded.get("data", {})
-    return [
-        f"{source} ({there[source]['rows']:,} rows there, {now['rows']:,} now)"
-        for source, now in found.items()
-        if source in there and dict(there[source]) != dict(now)
-    ]
+    then = recorded.get("data", {})
+    folders = _folders(config.model_dump(mode="json"), _recorded(recorded))
+    changed = []
+    for source, now in found.items():
+        there = then.get(source) or then.get(_moved(source, *folders))
+        if there and dict(there) != dict(now):
+            rows = f"{there['rows']:,} rows there, {now['rows']:,} now"
+            changed.append(f"{source} ({rows if there['rows'] != now['rows'] else 'as many rows, but others'})")
+    return changed
+
+
+def disagreement(configs: Sequence[dict[str, Any]]) -> str:
+    """Where the settings of ranks, in rank order, differ from those of rank 0; empty where they do not."""
+    for rank, config in enumerate(configs):
+        if found := _leaves(configs[0], config, "", frozenset()):
+            key, first, other = found[0]
+            return f"{key} ({first!r} on rank 0, {other!r} on rank {rank})"
+    return ""
 
 
 def _recorded(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -129,17 +142,44 @@ def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
     return [f"precision ({there!r} there, {now} now)"]
 
 
-def _leaves(there: Any, now: Any, key: str, harmless: Set[str] = frozenset(_HARMLESS)) -> list[str]:
-    """Leaves that differ between two dumped configurations."""
+def _differing(there: dict[str, Any], now: dict[str, Any], section: str, harmless: Set[str] = _HARMLESS) -> list[str]:
+    """Leaves of a section that differ, as `key (recorded there, given now)`; a project may have moved as a whole."""
+    moved = _moved_all(there.get(section), *_folders(there, now))
+    differ = {key for key, *_ in _leaves(moved, now[section], section, harmless)}
+    leaves = _leaves(there.get(section), now[section], section, harmless)
+    return [f"{key} ({then!r} there, {given!r} now)" for key, then, given in leaves if key in differ]
+
+
+def _folders(there: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
+    """The run's folder in either."""
+    return there.get("output") or "/", now.get("output") or "/"
+
+
+def _moved_all(value: Any, old: str, new: str) -> Any:
+    """Nested values in which every path is what it would be if it had moved as the run's folder has."""
+    if isinstance(value, dict):
+        return {name: _moved_all(below, old, new) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_moved_all(below, old, new) for below in value]
+    return _moved(value, old, new) if isinstance(value, str) else value
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    return os.path.normpath(os.path.join(new, os.path.relpath(path, old))) if os.path.isabs(path) else path
+
+
+def _leaves(there: Any, now: Any, key: str, harmless: Set[str]) -> list[tuple[str, Any, Any]]:
+    """Leaves that differ between two dumped configurations: (key, this there, that now)."""
     if key.rpartition(".")[2] in harmless:
         return []
+    before = f"{key}." if key else ""
     if isinstance(there, dict) and isinstance(now, dict):
         names = sorted(there.keys() | now.keys())
-        return [text for name in names for text in _leaves(there.get(name), now.get(name), f"{key}.{name}", harmless)]
+        return [leaf for name in names for leaf in _leaves(there.get(name), now.get(name), before + name, harmless)]
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
         pairs = enumerate(zip(there, now, strict=True))
-        return [text for i, pair in pairs for text in _leaves(*pair, f"{key}.{i}", harmless)]
-    return [] if there == now else [f"{key} ({there!r} there, {now!r} now)"]
+        return [leaf for place, pair in pairs for leaf in _leaves(*pair, f"{before}{place}", harmless)]
+    return [] if there == now else [(key, there, now)]
 
 
 def versions() -> dict[str, str]:

@@ -67,6 +67,15 @@ class StageDirectory:
         if wrote not in (0, ranks):
             raise RunError(f"{path}: written by {wrote} ranks, resumed by {ranks}; resume with --ranks {wrote}")
 
+    def check_steps(self, steps: int) -> None:
+        """Raise `RunError` where the newest checkpoint is of a later step than the last of `steps`."""
+        path = self.latest_checkpoint
+        if path and (saved := step_of(path)) > steps:
+            raise RunError(
+                f"{path}: {saved} steps of {self.name} are done, and {steps} are asked for; "
+                f"ask for {saved} or more, or train anew with --overwrite"
+            )
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
 
@@ -97,8 +106,13 @@ class StageDirectory:
         try:
             with self.metrics.open("rb") as lines:
                 return any(_step(line) > 0 for line in lines)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+
+
+def step_of(checkpoint: Path) -> int:
+    """The last step that a checkpoint holds."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _step(line: bytes) -> int:

@@ -7,6 +7,7 @@ names it; texts of a file the file's folder, because paths in a recipe start fro
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def read_yaml(path: Path) -> Keys:
         ConfigError: it cannot be read, or holds something else, or a key twice.
     """
     try:
-        file = path.expanduser()
+        file = Path(os.path.expanduser(path))
         folder = str(file.parent) if file.is_file() else ""  # a pipe, /dev/fd/63, has none
         values = _parsed(file.read_text(encoding="utf-8"), lambda line: Origin(f"{path}:{line}"), folder)
     except OSError as error:

@@ -194,3 +194,20 @@ def test_a_recorded_config_builds_the_same_config() -> None:
 def test_every_key_says_what_it_is(section: type[BaseModel]) -> None:
     undescribed = [name for name, field in section.model_fields.items() if not field.description]
     assert not undescribed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.batch_size=yes", "sft.batch_size=yes: expected a number, found true"),
+        ("ppo.kl_coef=false", "ppo.kl_coef=false: expected a number, found false"),
+        ("ppo.micro_batch_size=on", "ppo.micro_batch_size=on: expected a number, found true"),
+        ("seed=20261122051159123", "seed=20261122051159123: expected a number"),
+        ("seed=4294967296", "seed=4294967296: expected a number below 4.29497e+09, found 4294967296"),
+        (f"sft.batch_size={'9' * 400}", "expected a number of at most 9,007,199,254,740,992, found 99999"),
+    ],
+)
+def test_a_number_that_would_be_guessed_or_is_beyond_all_use_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,15 +1,23 @@
 """A run knows its settings and its rows: what goes on from it takes them from there, or is refused."""
 
 import json
+import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf import launch
 from rlhf.cli.options import Options
-from rlhf.config import STAGES, Stage, load_config
-from rlhf.errors import RunError
+from rlhf.config import STAGES, Config, Stage, load_config
+from rlhf.errors import ConfigError, RunError
+from rlhf.lock import LOCK
+from rlhf.outcome import Interrupted
 from rlhf.run import RunDirectory
+from rlhf.settings import disagreement
 from tests.run_folders import accelerator, config_in, contents, record, run_stages
 
 ROWS = {"a.jsonl": {"rows": 76, "digest": "12"}}
@@ -39,18 +47,55 @@ def test_what_goes_on_without_a_recipe_takes_the_runs_own(tmp_path: Path, stages
     assert (config.sft.batch_size, config.ppo.kl_coef, config.ppo.steps) == (8, 0.3, 7)
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path) -> None:
+def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    for options in (Options(output=tmp_path / "moved"), Options(overrides=[f"output={tmp_path / 'moved'}"])):
-        assert options.of_run(("reward",)).load().output == tmp_path / "moved"
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    moved = tmp_path / "here" / "runs" / "default"
+    (tmp_path / "run").rename(moved)
+    monkeypatch.chdir(tmp_path / "here")
+    for options in (Options(output=moved), Options(overrides=[f"output={moved}"]), Options()):
+        assert options.of_run(("reward",)).load().output.resolve() == moved
 
 
-def test_what_replaces_all_of_a_run_does_not_take_its_settings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
+def test_a_run_that_is_replaced_has_its_own_settings_again(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
+    run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), *STAGES)
+    config = Options(output=tmp_path / "run", overwrite=True, overrides=["ppo.steps=7"]).of_run(stages).load()
+    assert (config.ppo.kl_coef, config.ppo.steps) == (0.3, 7)
+
+
+def test_another_model_in_the_place_of_a_run_starts_from_the_defaults(tmp_path: Path) -> None:
+    """What suits the embedded model would ruin it."""
     run_stages(config_in(tmp_path / "run"), *STAGES)
-    options = Options(output=tmp_path / "run", overwrite=True)
-    assert options.of_run(STAGES).config is None
-    assert options.of_run(("ppo",)).config == tmp_path / "run" / "recipe.yaml"
+    options = Options(output=tmp_path / "run", overwrite=True, overrides=["model.path=./other"])
+    assert options.of_run(STAGES).load().sft == Config().sft
+    assert options.of_run(("ppo",)).load().sft == load_config().sft  # the others stay
+
+
+@pytest.mark.parametrize("output", ["5", "[a]", "{a: b}"])
+def test_an_output_that_is_no_path_is_an_error_of_one_line(output: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set output=.*: expected a path"):
+        Options(overrides=[f"output={output}"]).of_run(STAGES).load()
+
+
+def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert Options(output=folder).of_run(STAGES).config is None
+
+
+def test_what_a_killed_run_was_to_replace_is_back_before_its_recipe_is_read(tmp_path: Path) -> None:
+    """The recipe of the run that was killed is not that of the one that goes on."""
+    run = run_stages(config_in(tmp_path / "run", "ppo.steps=200"), "ppo", finish=False)
+    new = config_in(tmp_path / "run", "ppo.steps=5")
+    opened = run.opened(new, stages=("ppo",), overwrite=True)
+    opened.__enter__()  # and then the process dies
+    (tmp_path / "run" / LOCK).unlink()
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", copy)
+    assert load_config(copy / "recipe.yaml").ppo.steps == 5
+    assert Options(output=copy, resume=True).of_run(("ppo",)).load().ppo.steps == 200
+    opened.__exit__(None, None, None)
 
 
 def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
@@ -157,6 +202,64 @@ def test_a_dry_run_compares_rows_and_precision_too(tmp_path: Path) -> None:
         RunDirectory.check(config, **wishes, data={"a.jsonl": {"rows": 5, "digest": "1"}})
     with pytest.raises(RunError, match="precision"):
         RunDirectory.check(config, **wishes, accelerator=accelerator("fp32"))
+
+
+def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or is mounted elsewhere, in a container."""
+
+    def project(name: str) -> Config:
+        monkeypatch.chdir(tmp_path / name)
+        return load_config(Path("recipe.yaml"))
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "recipe.yaml").write_text("output: run\nmodel: {path: ./model}\ndata: {datasets: rows.jsonl}\n")
+    config = project("a")
+    run = RunDirectory(config.output)
+    rows = {f"{tmp_path}/a/rows.jsonl": {"rows": 76, "digest": "12"}}
+    with run.opened(config, stages=("sft",), data=rows):
+        record(run.stage("sft"), 1)
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = {f"{tmp_path}/b/rows.jsonl": {"rows": 76, "digest": "12"}}
+    RunDirectory.check(project("b"), stages=("sft",), resume=True, data=moved)
+    with pytest.raises(RunError, match=r"b/rows\.jsonl \(as many rows, but others\)"):
+        RunDirectory.check(
+            project("b"), stages=("sft",), resume=True, data={name: {"rows": 76, "digest": "3"} for name in moved}
+        )
+    with pytest.raises(RunError, match=r"model\.path \('.*/a/model' there, '.*/b/other' now\)"):
+        RunDirectory.check(load_config(Path("recipe.yaml"), ["model.path=./other"]), stages=("sft",), resume=True)
+
+
+def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:
+    configs = [config_in(tmp_path / "run", f"ppo.steps={steps}").model_dump(mode="json") for steps in (7, 7, 9)]
+    assert disagreement(configs[:2]) == ""
+    assert disagreement(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
+
+
+def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of it is kept, that is the command that was given: the folder is as it was, with its settings."""
+
+    def interrupted(config: Config, selection: Any, directory: RunDirectory, request: Any, pending: Any) -> None:
+        with directory.opened(config, stages=request.stages, resume=request.resume, overwrite=request.overwrite):
+            if steps:
+                record(directory.stage("reward"), *steps)
+                directory.settle(directory.stage("reward"))
+            raise KeyboardInterrupt
+
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    monkeypatch.setattr(launch, "_run", interrupted)
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
+    config = config_in(tmp_path / "run", "reward.optimizer.learning_rate=0.7")
+    steps: list[int] = []
+    with pytest.raises(Interrupted, match=re.escape(f"sft is complete; to start again: {shlex.join(sys.orig_argv)}")):
+        launch.run(config, stages=("reward",))
+    assert load_config(run.recipe).reward.optimizer.learning_rate != 0.7
+    steps = [1]
+    with pytest.raises(Interrupted, match=rf"; to continue: rlhf reward --output {run.path} --resume$"):
+        launch.run(config, stages=("reward",), accelerator="cpu")
+    goes_on = Options(output=run.path, resume=True).of_run(("reward",)).load()
+    assert goes_on.reward.optimizer.learning_rate == 0.7 and goes_on.accelerator == "cpu"
 
 
 def test_a_run_that_is_replaced_may_have_other_rows(tmp_path: Path) -> None:

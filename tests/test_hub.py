@@ -202,6 +202,111 @@ def test_a_hub_that_is_not_to_be_asked_is_not(hub: Hub, tmp_path: Path, variable
     assert not hub.asked
 
 
+def test_what_switches_a_hub_off_for_data_sets_is_for_them_alone(hub: Hub, tmp_path: Path) -> None:
+    remembered(tmp_path, "me/good", "dataset")
+    known, unknown = check(tmp_path, address(hub), "me/good", "you/good", kind="dataset", HF_DATASETS_OFFLINE="1")
+    assert known == "None" and unknown.endswith(
+        "and HF_DATASETS_OFFLINE is set; unset HF_DATASETS_OFFLINE, or name a local file or folder"
+    )
+    hub.asked.clear()
+    (said,) = check(tmp_path, address(hub), "you/good", HF_DATASETS_OFFLINE="1")
+    assert said.endswith("it is downloaded from the hub") and hub.asked
+
+
+SWITCHES = """
+import json, sys
+from huggingface_hub import constants
+from rlhf import hub
+from rlhf.errors import RLHFError
+hub._SECONDS = 1.0
+
+def switches():
+    config = sys.modules.get("datasets.config")
+    return [constants.HF_HUB_OFFLINE, config and config.HF_HUB_OFFLINE]
+
+def check(name, kind):
+    try:
+        return hub.check_hub(name, kind)
+    except RLHFError as error:
+        return str(error)
+
+found = []
+note = lambda: found.append(switches())
+"""
+
+
+def switches(home: Path, endpoint: str, code: str, **variables: str) -> list[list[bool | None]]:
+    """What the libraries' switches are at each `note()` of a program: of the hub's, and of `datasets`."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{SWITCHES}\n{code}\nprint(json.dumps(found))"],
+        capture_output=True,
+        text=True,
+        env=environment(home, endpoint, **variables),
+        cwd=home,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[list[bool | None]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_hub_that_a_program_has_switched_off_is_not_asked_and_stays_off(hub: Hub, tmp_path: Path) -> None:
+    remembered(tmp_path, "me/good", "model")
+    hub.asked.clear()
+    code = """
+constants.HF_HUB_OFFLINE = True
+with hub.as_found():
+    assert check("me/good", "model") is None
+    assert "huggingface_hub.constants.HF_HUB_OFFLINE is set" in check("you/good", "model")
+    assert "huggingface_hub.constants.HF_HUB_OFFLINE is set" in check("you/good", "dataset")
+    note()
+note()
+constants.HF_HUB_OFFLINE = False
+import datasets
+datasets.config.HF_HUB_OFFLINE = True
+with hub.as_found():
+    assert "datasets.config.HF_HUB_OFFLINE is set" in check("you/absent", "dataset")
+    note()
+note()
+"""
+    assert switches(tmp_path, address(hub), code) == [[True, None]] * 2 + [[False, True]] * 2
+    assert not hub.asked
+
+
+@pytest.mark.parametrize(("variables", "own"), [({}, False), ({"HF_DATASETS_OFFLINE": "1"}, True)])
+@pytest.mark.parametrize("imported", ["before", "meanwhile"])
+def test_a_hub_that_gives_no_answer_is_left_alone_no_longer_than_a_run(
+    tmp_path: Path, variables: dict[str, str], own: bool, imported: str
+) -> None:
+    remembered(tmp_path, "me/good", "model")
+    remembered(tmp_path, "me/good", "dataset")
+    before, meanwhile = ("import datasets" if imported == when else "" for when in ("before", "meanwhile"))
+    code = f"""
+{before}
+with hub.as_found():
+    hub.ask("me/good", "model")
+    {meanwhile}
+    note()
+    assert "HF_HUB_OFFLINE" not in str(check("me/good", "dataset")), "the switch is ours"
+    note()
+    check("you/good", "dataset")
+note()
+assert hub.ask.cache_info().currsize == 0, "the next run asks again"
+"""
+    found = switches(tmp_path, closed_address(), code, **variables)
+    assert found == [[True, True], [True, True], [False, own]]
+
+
+def test_a_hub_that_answers_again_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+    remembered(tmp_path, "me/broken", "model")
+    code = """
+check("me/broken", "model")
+note()
+check("me/good", "model")
+note()
+"""
+    assert switches(tmp_path, address(hub), code) == [[True, None], [False, None]]
+
+
 def test_paths_and_the_embedded_world_are_no_names_of_a_hub(hub: Hub, tmp_path: Path) -> None:
     hub.asked.clear()
     (tmp_path / "good").mkdir()

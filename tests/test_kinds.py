@@ -63,6 +63,28 @@ def test_a_path_in_a_recipe_starts_from_its_folder(here: Path, key: str) -> None
     assert Path(at(loaded(recipe(key, "org/name")), key)) == Path("recipes/org/name")
 
 
+@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_a_hubs_name_in_a_recipe_is_nothing_that_the_working_directory_holds(
+    here: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str
+) -> None:
+    """Nor does anyone guess which of the two is meant."""
+    (here / name).mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        loaded(recipe(key, name))
+    assert str(caught.value) == (
+        f"recipes/r.yaml:1: {key}: {name} is not beside the recipe but in the working directory; write ../{name} for "
+        "that one, or start rlhf in another folder for the hub's"
+    )
+    assert at(loaded(recipe(key, f"../{name}")), key) == f"./{name}"
+    assert at(loaded("", "data.datasets=[world]", f"{key}={name}"), key) == name, "on the command line it is meant"
+    assert at(build_config(json.loads(recipe(key, name))), key) == name, "and so it is in Python"
+    (here / "recipes" / name).mkdir(parents=True)
+    assert Path(at(loaded(recipe(key, name)), key)) == Path("recipes") / name
+    monkeypatch.chdir(here / "recipes")
+    assert at(load_config(Path("r.yaml")), key) == f"./{name}"
+
+
 def test_the_output_is_always_a_path(here: Path) -> None:
     assert loaded("output: run\n").output == Path("recipes/run")
     assert loaded("output: ../run\n").output == Path("run")

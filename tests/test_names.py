@@ -44,7 +44,9 @@ def test_a_path_is_known_by_its_form(name: str) -> None:
     assert os.path.isabs(names.absolute(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "org/name", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "world"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "org/name", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "org/model-Q4_0.gguf", "world"]
+)
 def test_other_names_are_a_hubs_and_stay_as_they_are(name: str) -> None:
     assert not names.is_path(name)
     assert names.absolute(name) == names.beside("/some/folder", name) == name
@@ -87,6 +89,23 @@ def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: P
     (here / "org").mkdir()
     assert names.beside("recipes", "gpt2") == "./recipes/gpt2"
     assert names.beside("recipes", "org") == "org", "what exists in the working directory alone is not beside the file"
+
+
+def test_what_exists_in_the_working_directory_alone_is_only_here(here: Path) -> None:
+    (here / "recipes" / "gpt2").mkdir(parents=True)
+    (here / "org" / "name").mkdir(parents=True)
+    (here / "x.jsonl").touch()
+    (here / "world").mkdir()
+    assert names.only_here("org/name") and names.only_here(names.beside("recipes", "org/name"))
+    for name in ("./org/name", names.beside("recipes", "gpt2"), "x.jsonl", "world", "absent"):
+        assert not names.only_here(name)
+
+
+def test_who_meant_a_hub_is_told_that_none_is_asked(here: Path) -> None:
+    assert names.hint("me/data.json") == "; by its ending it is a path, never a hub's name"
+    assert names.hint("data.json") == names.hint("./me/data.json") == names.hint(str(here / "data.json")) == ""
+    (here / "me").mkdir()
+    assert names.hint("me/data.json") == "", "a slip in the name of a file"
 
 
 def test_who_meant_the_working_directory_is_told(here: Path) -> None:

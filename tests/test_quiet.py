@@ -159,10 +159,10 @@ def test_deepspeed_has_nothing_to_say_of_the_device_that_it_would_choose() -> No
 
 
 LOUD = """
-import logging, os, sys
+import os, sys
 from rlhf import quiet
-if "--debug" in sys.argv:
-    logging.getLogger("rlhf").setLevel(logging.DEBUG)
+if "--host" not in sys.argv:
+    quiet.command(debug="--debug" in sys.argv)
 print("before")
 with quiet.unheard():
     print("printed")
@@ -175,12 +175,18 @@ print("after")
 def test_what_is_printed_unasked_is_not_heard() -> None:
     done = python(LOUD)
     assert (done.stdout, done.stderr) == ("before\nafter\n", "broken\n")
-    assert python(LOUD, "--debug").stdout == "before\nprinted\ncompiled\nafter\n"
+
+
+@pytest.mark.parametrize("who", ["--debug", "--host"])
+def test_with_debug_and_in_a_program_of_somebody_elses_it_is(who: str) -> None:
+    done = python(LOUD, who, PYTHONUNBUFFERED="1")
+    assert (done.stdout, done.stderr) == ("before\nprinted\ncompiled\nafter\n", "broken\n")
 
 
 def test_a_failure_where_nothing_is_heard_ends_the_silence() -> None:
     code = """
 from rlhf import quiet
+quiet.command(debug=False)
 try:
     with quiet.unheard():
         raise RuntimeError
@@ -190,9 +196,36 @@ except RuntimeError:
     assert python(code).stdout == "after\n"
 
 
+def test_silences_of_two_threads_last_until_the_later_one_ends() -> None:
+    code = """
+import os, threading
+from rlhf import quiet
+quiet.command(debug=False)
+entered, left, open_files = threading.Event(), threading.Event(), len(os.listdir("/proc/self/fd"))
+def first():
+    with quiet.unheard(), quiet.unheard():
+        entered.set()
+        second_entered.wait(10)
+    left.set()
+second_entered = threading.Event()
+thread = threading.Thread(target=first)
+thread.start()
+entered.wait(10)
+with quiet.unheard():
+    second_entered.set()
+    left.wait(10)
+    print("unasked", flush=True)
+thread.join()
+print("after", len(os.listdir("/proc/self/fd")) - open_files)
+"""
+    assert python(code).stdout == "after 0\n"
+
+
 def test_what_a_backend_and_deepspeed_print_while_they_are_opened_is_not_heard() -> None:
     code = """
 import os
+from rlhf import quiet
+quiet.command(debug=False)
 import accelerators
 from accelerators.cpu import CPU
 from rlhf.engine import distributed
@@ -211,3 +244,61 @@ with distributed.session(accelerators.select("cpu", environ={})):
     done = python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ready\n"
+
+
+HOST = """
+import io, logging, os, sys, threading, time
+from pathlib import Path
+import datasets, deepspeed, huggingface_hub, transformers
+from huggingface_hub import constants
+from rlhf import launch
+from rlhf.config import load_config
+
+loggers = [logging.getLogger(name) for name in (
+    None, "transformers", "huggingface_hub", "datasets", "torch", "torch.distributed", "DeepSpeed", "rlhf"
+)]
+for logger in loggers[1:-2]:
+    logger.setLevel(logging.INFO)
+
+def state():
+    return (
+        [(logger.level, logger.filters[:], logger.handlers[:], logger.disabled) for logger in loggers],
+        transformers.utils.logging.is_progress_bar_enabled(),
+        huggingface_hub.utils.are_progress_bars_disabled(),
+        datasets.utils.are_progress_bars_disabled(),
+        constants.HF_HUB_OFFLINE,
+        dict(os.environ),
+        sys.stdout,
+    )
+
+sys.stdout = cell = io.StringIO()  # as in a notebook: no file
+found, ticks, done = state(), 0, threading.Event()
+
+def tick():
+    global ticks
+    while not done.wait(0.005):
+        os.write(1, b"tick %d\\n" % ticks)
+        ticks += 1
+
+thread = threading.Thread(target=tick)
+thread.start()
+try:
+    launch.run(load_config(Path(sys.argv[1]), [f"output={sys.argv[2]}"]), stages=("sft",))
+finally:
+    done.set()
+    thread.join()
+assert state() == found
+assert "sft: training: 3 steps" in cell.getvalue()
+os.write(1, b"ticks: %d\\n" % ticks)
+"""
+
+
+def test_a_run_in_a_program_of_somebody_elses_leaves_its_output_and_its_logging_alone(
+    rlhf: Any, tmp_path: Path
+) -> None:
+    done = python(HOST, str(rlhf.recipe), str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, last = done.stdout.splitlines()
+    # While backends are looked for, all that is printed goes to standard error.
+    heard = sorted(int(number) for number in re.findall(r"tick (\d+)\n", done.stdout + done.stderr))
+    assert last == f"ticks: {len(heard)}" and heard == list(range(len(heard))) and len(heard) > 100

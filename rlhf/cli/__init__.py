@@ -13,11 +13,12 @@ def main() -> None:
     """
     from typer.main import get_command
 
-    from rlhf import quiet
+    from rlhf import invocation, quiet
     from rlhf.cli.app import app
     from rlhf.outcome import Outcome
 
     debug = "--debug" in sys.argv
+    invocation.remember(sys.argv[1:])
     quiet.command(debug=debug)
     try:
         code = get_command(app).main(prog_name="rlhf", standalone_mode=False)

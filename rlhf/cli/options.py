@@ -7,6 +7,7 @@ A command takes them as one `Options`; see `shared`.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 
 from rlhf.config import Config, Stage, load_config
 from rlhf.run import RunDirectory
-from rlhf.values import Keys, overridden
+from rlhf.values import Keys, names_model_or_data, overridden
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,26 @@ class Options:
     )
 
     def of_run(self, stages: Sequence[Stage]) -> Options:
-        """These options, with the run's own recipe where none is given and something of the run stays."""
+        """These options, with the recipe of the run in the folder where none is given.
+
+        With a model or data of one's own, what replaces all of a run is another run, to which its recipe would not fit.
+
+        Raises:
+            ConfigError: a `--set` is not of its form.
+            RunError: a living process writes to the folder.
+        """
         if self.config is not None:
             return self
-        given = overridden(Keys(), [text for text in self.overrides or () if text.startswith("output=")])
-        folder = self.output or Path(given.get("output") or Config().output)
-        recipe = RunDirectory(folder.expanduser()).settings(stages, overwrite=self.overwrite)
-        return replace(self, config=recipe, output=folder) if recipe else self
+        given = overridden(Keys(), self.overrides or ())
+        folder = self.output or given.get("output") or Config().output
+        if not isinstance(folder, str | Path):
+            return self  # `load` says what is wrong
+        run = RunDirectory(Path(os.path.expanduser(folder)))
+        run.recover()
+        goes_on = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
+        if not (goes_on and run.recipe.is_file() and run.description.is_file()):
+            return self
+        return replace(self, config=run.recipe, output=run.path)
 
     def load(self, *, example: bool = True) -> Config:
         """The configuration: defaults, then the file, then `--set`, then the options that are keys.

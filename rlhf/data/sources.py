@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def read(source: str, *, split: str = "train", subset: str | None = None, seed: 
         DataError: the source does not exist, cannot be reached, or cannot be read as a whole.
     """
     check(source)
-    path = Path(source).expanduser()
+    path = Path(source)
     if subset is not None and (source == WORLD or path.exists()):
         raise DataError(f"{source}: has no subsets, hub data sets have; leave subset {subset!r} out")
     if source == WORLD:
@@ -72,13 +73,13 @@ def read(source: str, *, split: str = "train", subset: str | None = None, seed: 
 
 def check(source: str) -> None:
     """Raise `DataError` where a file or folder is not there; hub names pass. Opens nothing."""
-    if is_path(source) and not Path(source).expanduser().exists():
+    if is_path(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file or folder; check data.datasets{hint(source)}")
 
 
 def has_parts(source: str) -> bool:
     """Whether a source may have splits, of which one is read: a file and the embedded world have none."""
-    path = Path(source).expanduser()
+    path = Path(source)
     return source != WORLD and (path.suffix not in _READERS or path.is_dir())
 
 
@@ -129,6 +130,8 @@ def _csv(path: Path) -> Iterator[Record]:
             for delimiter, name in _OTHER_DELIMITERS.items():
                 if len(header) == 1 and delimiter in header[0]:
                     raise DataError(f"{path}: its fields are separated by {name}, not by commas; save it with commas")
+            if twice := [name for name, times in Counter(header).items() if times > 1]:
+                raise DataError(f"{path}: several columns are named {twice[0]!r}; rename all but one")
             end = 1 if header else 0
             for values in reader:
                 whole = None not in values and None not in values.values()
@@ -145,7 +148,7 @@ def _parquet(path: Path) -> list[Record]:
     try:
         rows = read_table(path).to_pylist()
     except ArrowException as error:
-        raise DataError(f"{path}: not readable as Parquet ({_first_line(error)})") from error
+        raise DataError(f"{path}: not readable as Parquet ({_first_line(error)}); is it whole?") from error
     return _numbered(rows, lambda number: f"{path.name}, row {number}")
 
 

@@ -18,7 +18,7 @@ from rlhf.engine import distributed
 from rlhf.errors import RunError
 from rlhf.files import PARTIAL, publish
 from rlhf.outcome import shortage
-from rlhf.stage_directory import STATE
+from rlhf.stage_directory import STATE, step_of
 
 if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
@@ -76,7 +76,7 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
         earlier = [other.name for other in directory.all_checkpoints if other != path]
         what = f"resume from {earlier[-1]}" if earlier else f"start the {directory.name} stage anew; there is no other"
         raise RunError(f"{path}: cannot be read ({_reason(error)}); move this folder away to {what}") from error
-    return int(path.name.removeprefix("step-")), state
+    return step_of(path), state
 
 
 def _reason(error: Exception) -> str:

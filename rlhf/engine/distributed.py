@@ -7,16 +7,19 @@ launcher. The helpers work alike with one rank and with many.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerators import verify_agreement
 from rlhf import quiet
@@ -24,6 +27,9 @@ from rlhf.errors import FailedElsewhere
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
+
+
+_WAITS = itertools.count()  # the same on all ranks, which wait for the same things
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,19 @@ def together(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def on_main(what: str) -> Iterator[bool]:
-    """`together`, for what rank 0 alone does: the block receives True there, and False on the others."""
+def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
+    """`together`, for what rank 0 alone does: the block receives True there, and False on the others.
+
+    Args:
+        takes_long: longer perhaps than a collective waits (downloads, reading); the others wait while rank 0 lives.
+    """
     with together(what):
-        yield world().is_main
+        main = world().is_main
+        key = f"rlhf/{next(_WAITS)}" if takes_long and world().size > 1 else None
+        if key and not main:
+            _get_default_store().wait([key], timedelta(days=30))
+        try:
+            yield main
+        finally:
+            if key and main:
+                _get_default_store().set(key, "done")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf.config import Config, Stage
 from rlhf.errors import RunError
@@ -19,42 +19,46 @@ if TYPE_CHECKING:
 _MOMENTS, _MASTER = 8, 4
 
 
-def check_room(config: Config, folder: Path, models: Mapping[Stage, Sequence[nn.Module]], precision: Precision) -> None:
+class Need(NamedTuple):
+    """What a stage writes: checkpoints of the models that it trains, and the first of these when it is done."""
+
+    models: Sequence[nn.Module]
+    steps: int
+
+
+def check_room(config: Config, folder: Path, needs: Mapping[Stage, Need], precision: Precision) -> None:
     """Raise `RunError` where less is free than the stages are sure to write to `folder`.
 
     Args:
-        models: what each stage trains, the first of which it leaves; nothing for the embedded one, which is small.
+        needs: of each stage that is still to be run; models are left out that are small, as the embedded one.
     """
-    needed = bytes_needed(config, models, precision)
+    needed = bytes_needed(config, needs, precision)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    held = sum(path.stat().st_size for stage in models for path in (folder / stage).rglob("*") if path.is_file())
+    held = sum(path.stat().st_size for stage in needs for path in (folder / stage).rglob("*") if path.is_file())
     free = shutil.disk_usage(place).free + held  # what is there of these stages gives way
     if needed > free:
         raise RunError(
-            f"{folder}: checkpoints and models will take {_size(needed)}, and its disk has {_size(free)} free; make "
-            "room, choose another --output, or keep one checkpoint instead of two with <stage>.checkpoint_every=0"
+            f"{folder}: checkpoints and models will take {_size(needed)}, and its disk has {_size(free)} free; "
+            "make room, choose another --output, or write fewer checkpoints (<stage>.checkpoint_every)"
         )
 
 
-def bytes_needed(config: Config, models: Mapping[Stage, Sequence[nn.Module]], precision: Precision) -> int:
-    """Bytes on disk at the fullest moment: the models that are left, and one or two checkpoints of a stage."""
+def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precision) -> int:
+    """Bytes on disk at the fullest moment: the models that are left, and the checkpoints of a stage."""
     width = precision.dtype.itemsize
     state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)
     left, most = 0, 0
-    for stage, trained in models.items():
-        counts = [sum(parameter.numel() for parameter in model.parameters()) for model in trained]
-        left += width * sum(counts[:1])
+    for stage, need in needs.items():
+        counts = [sum(parameter.numel() for parameter in model.parameters()) for model in need.models]
         adapters_only = config.lora.rank > 0  # little beside the weights, which the checkpoints leave out
         checkpoint = 0 if adapters_only else state * sum(counts)
-        most = max(most, left + checkpoint * _kept(config, stage))
+        every = getattr(config, stage).checkpoint_every
+        written = -(-need.steps // every) if every else 1
+        # The newest two stay, and a third is written beside them; the model comes when two are left.
+        trained = width * sum(counts[:1])
+        most = max(most, left + max(checkpoint * min(written, 3), checkpoint * min(written, 2) + trained))
+        left += trained
     return most
-
-
-def _kept(config: Config, stage: Stage) -> int:
-    """Checkpoints that lie there together: that of the last step, and one of before where there is one."""
-    section = getattr(config, stage)
-    last = config.ppo.steps if stage == "ppo" else section.max_steps
-    return 2 if section.checkpoint_every and (last is None or last > section.checkpoint_every) else 1
 
 
 def _size(number: float) -> str:

@@ -1,20 +1,41 @@
-"""What `--dry-run` shows: for each stage its models, its rows, their lengths, and one row as the model sees it."""
+"""What a run will do: in one line the models that it starts from, and what `--dry-run` shows.
+
+That is for each stage its models, its rows, their lengths, and one row as the model sees it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.config import Config
+from rlhf.config import Config, Stage
 from rlhf.data.preview import example, learned, lengths
 from rlhf.data.report import lines
 from rlhf.metrics.summary import STAGE_NAMES
+from rlhf.settings import STARTS
 
 if TYPE_CHECKING:
     from rlhf.preflight import Origin, StagePlan
+
+_EMBEDDED = "embedded tiny Llama, from scratch"
+
+
+def models(config: Config, pending: Sequence[Stage]) -> str:
+    """What the `pending` stages of a run start from, in one line; not what they hand on to each other."""
+    values = config.model_dump()
+    found = []
+    for start in (start for stage in pending for start in STARTS[stage]):
+        if named := start.named(values):
+            found.append(named if start.key == "model.path" else f"{named} ({start.key})")
+        elif start.earlier is None:
+            found.append(_EMBEDDED)
+        elif start.earlier not in pending:
+            found.append(f"this run's {start.earlier} model")
+    return ", ".join(dict.fromkeys(found))
 
 
 def print_plan(plan: StagePlan, config: Config, console: Console) -> None:
@@ -42,7 +63,7 @@ def print_plan(plan: StagePlan, config: Config, console: Console) -> None:
 
 
 def _origin(found: Origin) -> str:
-    path = found.path or "embedded tiny Llama, from scratch"
+    path = found.path or _EMBEDDED
     return f"{path}, after {' and '.join(found.through)} of this run" if found.through else path
 
 
@@ -50,5 +71,4 @@ def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
         return f"{config.ppo.steps:,} rollouts of {config.ppo.batch_size} prompts"
     section = config.sft if plan.stage == "sft" else config.reward
-    steps = section.total_steps(-(-len(plan.data.train) // section.batch_size))
-    return f"{steps:,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"
+    return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

@@ -14,7 +14,7 @@ def check_model_folder(path: str) -> None:
     """Raise `ModelError` where a local folder lacks a configuration or weights; hub names pass."""
     if not is_path(path):
         return  # a hub name
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.exists():
         raise ModelError(f"{path}: no such model folder; check the path{hint(path)}")
     if not folder.is_dir():

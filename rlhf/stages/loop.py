@@ -158,6 +158,7 @@ def run_steps(
         KeyboardInterrupt: a signal arrived; the step was finished and a checkpoint written.
     """
     name = context.directory.name
+    context.directory.check_steps(total_steps)
     first = 0
     restored = checkpoint.restore(context.directory, engines)
     if restored:

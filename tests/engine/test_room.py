@@ -13,8 +13,11 @@ import torch
 
 from accelerators import Precision
 from rlhf.config import Config
-from rlhf.engine.room import bytes_needed, check_room
+from rlhf.engine import checkpoint
+from rlhf.engine.room import Need, bytes_needed, check_room
 from rlhf.errors import RunError
+from rlhf.files import publish
+from rlhf.stage_directory import StageDirectory
 from tests.helpers import llama, start, wait_for
 from tests.in_process import scalar_llama
 
@@ -43,13 +46,36 @@ def test_the_need_is_what_a_run_leaves_on_the_disk(
     wait_for(output / "ppo" / "checkpoints" / "step-00000003", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    kept = max(size(path) for path in (output / "ppo" / "checkpoints").glob("step-????????"))
+    one = max(size(path) for path in (output / "ppo" / "checkpoints").glob("step-????????"))
     actor, critic = llama(len(tokenizer)), scalar_llama(len(tokenizer))
-    settings = config(engine={"zero_stage": 1}, ppo={"steps": 500, "checkpoint_every": 1})
-    found = bytes_needed(settings, {"ppo": [actor, critic]}, precision)
-    model = precision.dtype.itemsize * sum(parameter.numel() for parameter in actor.parameters())
-    # Names, buffers and a tokenizer come on top, which count in a model as small as this one.
-    assert 0.8 * (2 * kept + model) < found < 2 * kept + model
+    settings = config(engine={"zero_stage": 1}, ppo={"checkpoint_every": 1})
+    found = bytes_needed(settings, {"ppo": Need([actor, critic], 500)}, precision)
+    # Names, buffers and counters come on top, which count in a model as small as this one.
+    assert 0.8 * 3 * one < found < 3 * one
+
+
+def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        """Writes 1000 bytes, as DeepSpeed writes its files."""
+
+        @property
+        def engine(self) -> Any:
+            return self
+
+        def save_checkpoint(self, folder: str, **options: Any) -> None:
+            Path(folder).mkdir()
+            (Path(folder) / "weights").write_bytes(b"x" * 1000)
+
+    sizes = []
+
+    def measured(temporary: Path, path: Path) -> None:
+        sizes.append(sum(file.stat().st_size for file in tmp_path.rglob("weights")))
+        publish(temporary, path)
+
+    monkeypatch.setattr(checkpoint, "publish", measured)
+    for step in range(1, 6):
+        checkpoint.save(StageDirectory(tmp_path, "sft"), step, {"model": Engine()}, {})  # type: ignore[dict-item]
+    assert sizes == [1000, 2000, 3000, 3000, 3000]
 
 
 class Disk(NamedTuple):
@@ -62,19 +88,20 @@ def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(1000, 1000, bias=False)  # a million parameters: 12 MB a checkpoint, 4 MB as a model
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 40_000_000))
-    two, one = config(), config(sft={"checkpoint_every": 0}, reward={"checkpoint_every": 0})
-    assert bytes_needed(two, {"sft": [model], "reward": [model]}, FP32) == 32_000_000
-    check_room(two, tmp_path / "run", {"sft": [model], "reward": [model]}, FP32)
+    few, many = ({stage: Need([model], steps) for stage in ("sft", "reward")} for steps in (100, 101))
+    assert bytes_needed(config(), few, FP32) == (4 + 12 + 4) * 10**6  # a checkpoint of the last step alone
+    assert bytes_needed(config(), many, FP32) == (4 + 2 * 12 + 4) * 10**6
+    assert bytes_needed(config(), {"sft": Need([model], 201)}, FP32) == 3 * 12 * 10**6  # three, before the model comes
+    assert bytes_needed(config(reward={"checkpoint_every": 0}), {"reward": Need([model], 201)}, FP32) == 16 * 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 21_000_000))
-    check_room(one, tmp_path / "run", {"sft": [model], "reward": [model]}, FP32)
+    check_room(config(), tmp_path / "run", few, FP32)
     with pytest.raises(RunError, match=r"run: checkpoints and models will take 32\.0 MB, and its disk has 21\.0 MB"):
-        check_room(two, tmp_path / "run", {"sft": [model], "reward": [model]}, FP32)
+        check_room(config(), tmp_path / "run", many, FP32)
     (tmp_path / "run" / "sft").mkdir(parents=True)
     (tmp_path / "run" / "sft" / "old").write_bytes(b"x" * 12_000_000)  # gives way to what comes
-    check_room(two, tmp_path / "run", {"sft": [model], "reward": [model]}, FP32)
+    check_room(config(), tmp_path / "run", many, FP32)
 
 
 def test_frozen_weights_are_in_no_checkpoint() -> None:
     model = torch.nn.Linear(1000, 1000, bias=False)
-    assert bytes_needed(config(lora={"rank": 4}), {"sft": [model]}, BF16) == 2_000_000
+    assert bytes_needed(config(lora={"rank": 4}), {"sft": Need([model], 500)}, BF16) == 2_000_000

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import start, wait_for
 from tests.preflight.mistakes import MISTAKES, Bench, settings
 
 
@@ -83,6 +84,18 @@ def test_changed_data_stop_what_goes_on(rlhf: Any, bench: Bench) -> None:
     assert found.returncode == 2
     assert f"made with other rows: {path} (200 rows there, 150 now); bring back" in found.stderr
     assert {file: file.read_bytes() for file in files(bench.output)} == before
+
+
+def test_rows_that_change_between_two_stages_stop_the_second(rlhf: Any, bench: Bench) -> None:
+    """They were looked at when the run began, and its stages are to share no prompts."""
+    path = bench.file("mine.jsonl", bench.rows.read_text())
+    process = start(rlhf, "--output", bench.output, *settings(data__datasets=path, sft__max_steps=200, sft__epochs=99))
+    wait_for(bench.output / "sft" / "before.json", process)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert f"made with other rows: {path} (200 rows there, 150 now)" in errors
+    assert (bench.output / "sft" / "stage.json").is_file() and not (bench.output / "reward").exists()
 
 
 def test_a_later_stage_and_a_resumed_one_take_the_settings_of_the_run(

@@ -1,0 +1,19 @@
+"""The command line that this process was started with: recorded in `run.json`, and printed to start again."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+_arguments: list[str] | None = None
+
+
+def remember(arguments: list[str]) -> None:
+    """Take these as the arguments of the `rlhf` command."""
+    global _arguments
+    _arguments = arguments
+
+
+def command_line() -> str:
+    """The `rlhf` command, or that of the program which calls rlhf from Python."""
+    return shlex.join(sys.orig_argv if _arguments is None else ["rlhf", *_arguments])

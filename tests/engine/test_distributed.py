@@ -1,0 +1,52 @@
+"""What rank 0 does alone: the others wait for it, for as long as it takes, and learn how it ended."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import ranks
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+from rlhf.engine import distributed
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+said = Path({folder!r}, f"rank{{dist.get_rank()}}")
+try:
+    for _ in range(2):
+        with distributed.on_main("downloading", takes_long={takes_long}) as main:
+            if main:
+                time.sleep(4)
+                {then}
+    said.write_text("done")
+except BaseException as error:
+    said.write_text(f"{{type(error).__name__}}: {{error}}")
+"""
+
+
+def on_two_ranks(folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
+    """What each rank came to, in a process group whose collectives wait for two seconds."""
+    script = SCRIPT.format(root=str(ROOT), folder=str(folder), takes_long=takes_long, then=then)
+    ranks.start(2, [sys.executable, "-c", script])
+    return [(folder / f"rank{rank}").read_text() for rank in range(2)]
+
+
+def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
+    assert on_two_ranks(tmp_path) == ["done", "done"]
+
+
+def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(tmp_path: Path) -> None:
+    first, other = on_two_ranks(tmp_path, then="raise OSError('disk')")
+    assert first == "OSError: disk"
+    assert other == "FailedElsewhere: downloading failed on rank 0: OSError('disk')"
+
+
+def test_the_others_do_not_outwait_a_rank_0_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):  # it said nothing, and the launcher ended the other in the end
+        on_two_ranks(tmp_path, then="import os; os._exit(3)")

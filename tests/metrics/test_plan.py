@@ -1,0 +1,42 @@
+"""What a run says beforehand of the models that it starts from; what a dry run shows is in tests/preflight."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rlhf.config import STAGES, Stage, load_config
+from rlhf.metrics.plan import models
+
+WORLD = "embedded tiny Llama, from scratch"
+AT = "model.path=gpt2"
+NAMED = ("ppo.actor=org/a", "ppo.reward_model=./b")
+
+
+@pytest.mark.parametrize(
+    ("pending", "settings", "line"),
+    [
+        (STAGES, (), WORLD),
+        (("sft",), (), WORLD),
+        (STAGES, (AT,), "gpt2"),
+        (("sft",), (AT, *NAMED), "gpt2"),
+        (STAGES, (AT, "reward.model=org/r"), "gpt2, org/r (reward.model)"),
+        (STAGES, NAMED, f"{WORLD}, org/a (ppo.actor), ./b (ppo.reward_model)"),
+        (("reward",), (AT,), "this run's sft model"),
+        (("reward", "ppo"), (AT,), "this run's sft model"),
+        (("ppo",), (), "this run's sft model, this run's reward model"),
+        (("ppo",), (AT, NAMED[1]), "this run's sft model, ./b (ppo.reward_model)"),
+        (("ppo",), NAMED, "org/a (ppo.actor), ./b (ppo.reward_model)"),
+        (("reward", "ppo"), (*NAMED, "reward.model=r"), "r (reward.model), org/a (ppo.actor), ./b (ppo.reward_model)"),
+    ],
+)
+def test_a_run_starts_from_what_its_stages_start_from(
+    pending: tuple[Stage, ...], settings: tuple[str, ...], line: str
+) -> None:
+    assert models(load_config(None, settings), pending) == line
+
+
+def test_saying_so_loads_no_heavy_library() -> None:
+    script = "import sys, rlhf.metrics.plan; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

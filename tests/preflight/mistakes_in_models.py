@@ -1,0 +1,160 @@
+"""Mistakes in the models and tokenizers of a run, and what the error says of each; see `tests.preflight.mistakes`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import build_tokenizer, llama
+from tests.preflight.bench import Bench, mistake, settings
+
+
+@mistake
+def missing_model(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(ppo__reward_model="./nope"), ["nope: no such model folder"]
+
+
+@mistake
+def a_file_for_a_model(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(ppo__actor=bench.rows), ["rows.jsonl: is a file; name the folder that holds the model"]
+
+
+@mistake
+def no_configuration(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    (folder / "config.json").unlink()
+    return settings(ppo__reward_model=folder), ["holds no config.json"]
+
+
+@mistake
+def no_weights(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    (folder / "model.safetensors").unlink()
+    return settings(ppo__reward_model=folder), ["holds no weights"]
+
+
+@mistake
+def an_adapter(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.folder / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    return settings(ppo__actor=folder), ["holds a LoRA adapter", "merge_and_unload"]
+
+
+def _changed(folder: Path, **values: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+@mistake
+def broken_configuration(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    (folder / "config.json").write_text("{")
+    return settings(ppo__reward_model=folder), ["its configuration cannot be read", "check config.json"]
+
+
+@mistake
+def unsupported_architecture(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import CONFIG_MAPPING
+
+    folder = bench.copy(bench.model)
+    CONFIG_MAPPING["t5"]().save_pretrained(folder)
+    return settings(reward__model=folder), ["the architecture t5 is not supported yet: it is no decoder-only"]
+
+
+@mistake
+def too_few_positions(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = _changed(bench.copy(bench.run / "reward" / "model"), max_position_embeddings=39)
+    return settings(ppo__reward_model=folder), ["has 39 positions, fewer than data.max_prompt_length", "= 40"]
+
+
+@mistake
+def damaged_weights(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return settings(ppo__reward_model=folder), ["cannot be loaded as AutoModelForSequenceClassification"]
+
+
+@mistake
+def weights_of_another_size(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = _changed(bench.copy(bench.run / "reward" / "model"), intermediate_size=40)
+    return settings(ppo__reward_model=folder), ["its weights do not fit", "x 48", "x 40"]
+
+
+@mistake
+def a_language_model_as_reward_model(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(ppo__reward_model=bench.model), ["its weights lack score.weight"]
+
+
+@mistake
+def a_reward_model_as_language_model(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(ppo__actor=bench.run / "reward" / "model"), ["is a reward model", "name a language model"]
+
+
+@mistake
+def a_classifier_of_two_labels(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import LlamaForSequenceClassification
+
+    folder = bench.copy(bench.model)
+    config = llama(len(build_tokenizer())).config
+    config.num_labels = 2
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return settings(ppo__reward_model=folder), ["its head has 2 outputs, a reward model has one"]
+
+
+@mistake
+def another_vocabulary(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(folder)
+    return settings(ppo__reward_model=folder), ["the reward model's vocabulary", "differ in '<extra>'"]
+
+
+@mistake
+def the_tokenizer_of_a_larger_model(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.model)
+    llama(100).save_pretrained(folder)
+    return settings(reward__model=folder), ["this tokenizer has 300 tokens", "knows 100", "model.tokenizer"]
+
+
+@mistake
+def no_tokenizer(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    return settings(ppo__reward_model=folder), ["holds no tokenizer", "model.tokenizer"]
+
+
+@mistake
+def missing_tokenizer(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(model__tokenizer="./nope"), ["nope: no such tokenizer folder; check model.tokenizer"]
+
+
+@mistake
+def broken_tokenizer(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.run / "reward" / "model")
+    (folder / "tokenizer.json").write_text("{")
+    return settings(ppo__reward_model=folder), ["its tokenizer cannot be loaded"]
+
+
+@mistake
+def no_end_token(bench: Bench) -> tuple[list[str], list[str]]:
+    folder = bench.copy(bench.model)
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    return settings(reward__model=folder), ["the tokenizer has no end-of-sequence token"]
+
+
+@mistake
+def a_model_that_no_hub_gives(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(ppo__reward_model="nobody/nothing"), ["nobody/nothing: no folder here", "HF_HUB_OFFLINE"]
+
+
+@mistake
+def unknown_layers(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(lora__rank=2, lora__target_modules="[query]"), ["no linear layer is named 'query'", "q_proj"]
