@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import random
@@ -32,6 +33,7 @@ from accelerators.types import (
     Support,
     received,
 )
+from accelerators.watched import running
 
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -65,7 +67,7 @@ class Accelerator(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not hasattr(cls.bind, "remembers"):  # its own, or that of a class that is no Accelerator
-            cls.bind = _remembering(cls.bind)  # type: ignore[assignment, method-assign]
+            cls.bind = _remembering(inspect.getattr_static(cls, "bind"))  # type: ignore[method-assign]
 
     # placement
 
@@ -179,7 +181,8 @@ class Accelerator(ABC):
         if failure := self._failures.get(_identity(implementation)):
             return Support(False, failure)
         try:
-            return received(implementation.supported(self), Support)
+            with running(implementation.plugin or self.provider):
+                return received(implementation.supported(self), Support)
         except (Exception, SystemExit) as error:
             return Support(False, f"its check failed ({text(error)})")
 
@@ -187,11 +190,14 @@ class Accelerator(ABC):
         """What the factory makes; None, and a refusal from now on, where that is nothing to use."""
         plugin = implementation.plugin or self.provider or self.name
         try:
-            made = implementation.factory(self)
-            blame.check_made(implementation, made)
-            return blame.kernel(implementation, made, plugin)
+            with running(plugin):
+                made = implementation.factory(self)
         except (Exception, SystemExit) as error:
-            failure = f"its factory failed ({text(error)}), which is for the authors of {plugin}"
+            wrong = text(error)
+        else:
+            if not (wrong := blame.wrongly_made(implementation, made)):
+                return blame.kernel(implementation, made, plugin)
+        failure = f"its factory failed ({wrong}), which is for the authors of {plugin}"
         self._failures = {**self._failures, _identity(implementation): failure}
         logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
         return None
@@ -280,14 +286,18 @@ class Accelerator(ABC):
         )
 
 
-def _remembering(bind: Callable[[Any, int], torch.device]) -> Callable[[Any, int], torch.device]:
+def _remembering(bind: Any) -> Callable[..., torch.device]:
     """A backend's `bind`, after which `device` gives what it returned."""
 
-    @functools.wraps(bind)
     def bound(self: Accelerator, *arguments: Any, **options: Any) -> torch.device:
-        device = bind(self, *arguments, **options)
+        method = bind.__get__(self, type(self)) if hasattr(bind, "__get__") else bind
+        device: torch.device = method(*arguments, **options)
         self._device = device
         return device
+
+    functools.update_wrapper(bound, bind)
+    if not inspect.isfunction(bind):  # a staticmethod or the like, whose signature has no `self`
+        del vars(bound)["__wrapped__"]
 
     vars(bound)["remembers"] = True
     return bound

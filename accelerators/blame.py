@@ -7,13 +7,10 @@ call costs one more frame. What `accelerators` itself defines is not watched: an
 
 from __future__ import annotations
 
-import errno
 import functools
 import inspect
-import re
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any
 
 import torch
@@ -24,20 +21,15 @@ from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     AUTHORS,
     OPERATIONS,
-    AcceleratorError,
     DeepSpeedView,
     DeviceInfo,
     KernelImpl,
     Memory,
     PluginDefect,
     Precision,
-    nearest,
-    one_line,
     received,
 )
-
-Expected = tuple[str, Callable[..., bool]]
-"""What is expected of an answer, in words, and whether it is that: (answer, arguments of the call) -> bool."""
+from accelerators.watched import ANYTHING, Expected, Watched, WatchedRecorder, ours, shown
 
 
 def _a(*kinds: type) -> Expected:
@@ -46,7 +38,6 @@ def _a(*kinds: type) -> Expected:
     return " or ".join(names), lambda found, *given: isinstance(found, kinds)
 
 
-_ANYTHING = _a(object)
 _FUNCTION: Expected = ("a function", lambda found, *given: callable(found))
 _OPTIMIZER = _a(torch.optim.Optimizer)
 
@@ -55,8 +46,8 @@ METHODS: Mapping[str, Expected] = {
     "device": _a(torch.device),
     "to_device": ("what it was given", lambda found, *given: not given or _alike(found, given[0])),
     "info": _a(DeviceInfo),
-    "synchronize": _ANYTHING,
-    "step_boundary": _ANYTHING,
+    "synchronize": ANYTHING,
+    "step_boundary": ANYTHING,
     "capture": _FUNCTION,
     "is_lazy": _a(bool),
     "compilations": _a(int, NoneType),
@@ -64,11 +55,11 @@ METHODS: Mapping[str, Expected] = {
     "kernels": _a(list),
     "shape_policy": _a(ShapePolicy),
     "memory": _a(Memory),
-    "reset_peak": _ANYTHING,
-    "empty_cache": _ANYTHING,
-    "seed": _ANYTHING,
+    "reset_peak": ANYTHING,
+    "empty_cache": ANYTHING,
+    "seed": ANYTHING,
     "rng_state": _a(dict),
-    "set_rng_state": _ANYTHING,
+    "set_rng_state": ANYTHING,
     "dist_backend": _a(str),
     "deepspeed_accelerator": (
         "a DeepSpeedAccelerator or None",
@@ -108,8 +99,6 @@ _GIVES: Mapping[str, Expected] = {
 }
 """What a kernel gives when it is called."""
 
-_NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
-
 
 def mistake(cls: type, interface: type) -> str:
     """What is wrong with a plugin's class, as far as the class itself shows it; empty where nothing is."""
@@ -119,18 +108,18 @@ def mistake(cls: type, interface: type) -> str:
             written |= vars(base)
     for name in written:
         if not (name.startswith("_") or name in METHODS or hasattr(interface, name)):
-            meant = nearest(name, {*METHODS, *_ATTRIBUTES} - written.keys(), cutoff=0.85)
-            if meant:
+            unwritten = [known for known in (*METHODS, *_ATTRIBUTES) if known not in written]
+            if meant := next((known for known in unwritten if _slip(name, known)), ""):
                 return f"defines {name}, which no trainer calls; name it {meant}, or _{name} if it is a helper"
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         return f"lacks {', '.join(missing)}"
     if not isinstance(called := getattr(cls, "deepspeed_name", None), str):
-        return f"has the deepspeed_name {_shown(called)}, expected a str: what DeepSpeed calls the device"
+        return f"has the deepspeed_name {shown(called)}, expected a str: what DeepSpeed calls the device"
     if not isinstance(absent := getattr(cls, "absent", None), Mapping):
-        return f"has {_shown(absent)} as absent, expected a mapping of operations to reasons"
+        return f"has {shown(absent)} as absent, expected a mapping of operations to reasons"
     for operation, reason in absent.items():
         if operation not in OPERATIONS or not isinstance(reason, str):
-            return f"has {_shown({operation: reason})} as absent, expected reasons for some of {', '.join(OPERATIONS)}"
+            return f"has {shown({operation: reason})} as absent, expected reasons for some of {', '.join(OPERATIONS)}"
     return ""
 
 
@@ -148,37 +137,42 @@ def watch(accelerator: Any, interface: type, who: str) -> None:
             method = getattr(accelerator, name)
         except (Exception, SystemExit) as error:
             raise PluginDefect(f"{who}: {name} failed ({text(error)}); {AUTHORS}") from error
-        if ours(method) and name != "prepare_deepspeed":  # the interface's own calls what the plugin gave DeepSpeed
+        # The interface's own prepare_deepspeed calls what the plugin gave DeepSpeed, if it gave anything.
+        if ours(method) and (name != "prepare_deepspeed" or ours(accelerator.deepspeed_accelerator)):
             continue
         if not callable(method):
-            raise PluginDefect(f"{who}: {name} is {_shown(method)}, expected a method; {AUTHORS}")
+            raise PluginDefect(f"{who}: {name} is {shown(method)}, expected a method; {AUTHORS}")
         if misfit := _misfit(method, getattr(interface, name)):
             raise PluginDefect(f"{who}: {name} {misfit}; {AUTHORS}")
-        if name == "kernels":
-            method = _listed(method)
-        elif name == "precision":
-            method = _precise(method, who)
-        elif name == "dist_backend":
+        if name == "dist_backend":
             expected = _collectives_of(accelerator)
-        watched = _watched(method, f"{who}: {name}()", expected, _EXPECTED_ERRORS.get(name, ()))
-        setattr(accelerator, name, watched)
+        kind = WatchedRecorder if name == "capture" else Watched
+        finish: Mapping[str, Callable[[Any], Any]] = {
+            "kernels": _listed,
+            "precision": functools.partial(_precise, accelerator.provider, who),
+        }
+        vars(accelerator)[name] = kind(  # past a __setattr__ of the plugin's
+            method,
+            accelerator.provider,
+            f"{who}: {name}()",
+            expected,
+            passes=_EXPECTED_ERRORS.get(name, ()),
+            finish=finish.get(name),
+        )
 
 
-def check_made(implementation: KernelImpl, made: Any) -> None:
-    """Check what a factory made.
-
-    Raises:
-        TypeError: it cannot be used for its operation.
-    """
-    words, right = _MAKES.get(implementation.operation, _ANYTHING)
+def wrongly_made(implementation: KernelImpl, made: Any) -> str:
+    """Why what a factory made cannot be used for its operation; empty where it can."""
+    words, right = _MAKES.get(implementation.operation, ANYTHING)
     if made is None or not right(made):
-        raise TypeError(f"it made {_shown(made)} instead of {words}")
+        return f"it made {shown(made)} instead of {words}"
     if implementation.operation == "attention" and not ours(implementation.factory):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         known = ("eager", *ALL_ATTENTION_FUNCTIONS.keys())
         if made not in known and "/" not in made:  # a name with a slash is a kernel's on the hub
-            raise TypeError(f"it made {made!r}, which transformers does not know; known: {', '.join(known)}")
+            return f"it made {made!r}, which transformers does not know; known: {', '.join(known)}"
+    return ""
 
 
 def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:
@@ -189,74 +183,55 @@ def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:
     who = f"{implementation.operation} kernel {implementation.name!r} of {plugin}"
     # A kernel that a backend brings itself cannot be left out without the backend.
     remedy = f"{AUTHORS}, or leave it out with {ALLOWLIST_ENV}" if implementation.plugin else AUTHORS
-    watched = _watched(made, who, expected, remedy=remedy)
+    if implementation.operation == "graph_capture":
+        return WatchedRecorder(made, plugin, who, expected, remedy=remedy)
+    watched = Watched(made, plugin, who, expected, remedy=remedy)
     if expected is not _OPTIMIZER:
         return watched
 
     @functools.wraps(made, updated=())
     def optimizer(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
         found: torch.optim.Optimizer = watched(*arguments, **options)
-        found.step = _watched(found.step, f"{who}: step()", _ANYTHING, remedy=remedy)
+        step = Watched(found.step, plugin, f"{who}: step()", remedy=remedy)
+
+        @functools.wraps(found.step)
+        def stepped(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+            return step(*arguments, **options)
+
+        found.step = MethodType(stepped, found)  # schedulers of torch expect a method
         return found
 
     return optimizer
 
 
-def ours(part: Any) -> bool:
-    """Whether a class or a function is part of `accelerators`."""
-    return (getattr(part, "__module__", None) or "").partition(".")[0] == __package__
+def _listed(kernels: Iterable[KernelImpl]) -> list[KernelImpl]:
+    """A backend's kernels, run to the end and checked."""
+    return [received(implementation, KernelImpl) for implementation in kernels]
 
 
-def _watched(
-    function: Callable[..., Any],
-    who: str,
-    expected: Expected,
-    passes: tuple[type[Exception], ...] = (),
-    remedy: str = AUTHORS,
-) -> Callable[..., Any]:
-    words, right = expected
-
-    @functools.wraps(function, updated=())
-    def watched(*arguments: Any, **options: Any) -> Any:
-        try:
-            found = function(*arguments, **options)
-        except AcceleratorError:
-            raise
-        except (Exception, SystemExit) as error:
-            if isinstance(error, passes) or _lacks_memory(error):
-                raise
-            raise PluginDefect(f"{who} failed ({text(error)}); {remedy}") from error
-        if not right(found, *arguments):
-            raise PluginDefect(f"{who} gave {_shown(found)} instead of {words}; {remedy}")
-        return found
-
-    return watched
+def _precise(plugin: str, who: str, precision: Any) -> Any:
+    """A backend's precision; what a class of the plugin's own answers later is watched too."""
+    if isinstance(precision, Precision):
+        for name, expected in _PRECISION.items():
+            method = getattr(precision, name)
+            if name not in vars(precision) and not ours(method):  # the same one may be given again
+                watched = Watched(method, plugin, f"{who}: {name}() of its precision", expected)
+                object.__setattr__(precision, name, watched)
+    return precision
 
 
-def _listed(kernels: Callable[[], Iterable[KernelImpl]]) -> Callable[[], list[KernelImpl]]:
-    """A backend's `kernels`, run to its end and checked."""
+def _slip(name: str, meant: str) -> bool:
+    """Whether a name is a misspelling: one letter is too many, missing or another, or two are swapped.
 
-    @functools.wraps(kernels)
-    def listed() -> list[KernelImpl]:
-        return [received(implementation, KernelImpl) for implementation in kernels()]
-
-    return listed
-
-
-def _precise(precision: Callable[..., Precision], who: str) -> Callable[..., Precision]:
-    """A backend's `precision`; what a class of the plugin's own answers later is watched too."""
-
-    @functools.wraps(precision)
-    def precise(*arguments: Any, **options: Any) -> Precision:
-        found = precision(*arguments, **options)
-        if isinstance(found, Precision):
-            for name, expected in _PRECISION.items():
-                if name not in vars(found) and not ours(getattr(found, name)):  # the same one may be given again
-                    method = _watched(getattr(found, name), f"{who}: {name}() of its precision", expected)
-                    object.__setattr__(found, name, method)
-        return found
-
-    return precise
+    Another first letter (`get_`, `set_`), another form of a word (`devices`, `captured`), or a short word, to which
+    many are near (`seed`, `speed`), make a name of its own.
+    """
+    same = next((place for place, pair in enumerate(zip(name, meant)) if pair[0] != pair[1]), None)
+    if not same or len(meant) < 6:
+        return False
+    wanted, found = meant[same:], name[same:]
+    swapped = wanted[:2] == found[1::-1] and wanted[2:] == found[2:]
+    return swapped or wanted[1:] in (found, found[1:]) or wanted == found[1:]
 
 
 def _misfit(method: Callable[..., Any], meant: Callable[..., Any]) -> str:
@@ -274,14 +249,6 @@ def _misfit(method: Callable[..., Any], meant: Callable[..., Any]) -> str:
     except TypeError as error:
         return f"takes other arguments than the interface gives it, ({names}): {error}"
     return ""
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Such an error is nobody's mistake: its text tells the user to make things smaller."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    lacking = isinstance(error, RuntimeError) and _NO_MEMORY.search(text(error))
-    return isinstance(error, MemoryError) or bool(lacking)
 
 
 def _collectives_of(accelerator: Any) -> Expected:
@@ -304,7 +271,3 @@ def _is_deepspeeds(found: Any) -> bool:
     from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
     return isinstance(found, DeepSpeedAccelerator)
-
-
-def _shown(value: Any) -> str:
-    return one_line(reprlib.repr(value))

@@ -1,14 +1,17 @@
 """Runs the code of plugins while backends are discovered, so that one of them can neither stop nor garble the others.
 
-In: a function of a plugin. Out: what it returns, or one `PluginError` with the reason as one line.
+In: a function of a plugin. Out: what it returns, or one `PluginError` with the reason as one line. Here is also what
+can be told of any exception: its text, where it came from, and whether memory was lacking.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +24,8 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_ENV = "RLHF_PROBE_TIMEOUT"
+
+_NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 
 
 class PluginError(Exception):
@@ -94,6 +99,34 @@ def text(error: BaseException) -> str:
     except Exception:
         said = ""
     return f"{type(error).__name__}: {one_line(said)}".removesuffix(": ")
+
+
+def origins(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it came from, as far as a traceback would show them."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and not any(following is other for other in seen):
+        yield following
+        seen.append(following)
+        hidden = following.__suppress_context__
+        following = following.__cause__ or (None if hidden else following.__context__)
+
+
+def lack_of_memory(error: BaseException) -> BaseException | None:
+    """The lack of memory that an error is or came from; None where it is of another kind.
+
+    torch raises OutOfMemoryError for devices and a plain RuntimeError for the host, safetensors an error of its own,
+    and plugins their own kinds of RuntimeError. An error that was worded for the user says itself what to do.
+    """
+    for origin in origins(error):
+        if hasattr(origin, "exit_code"):
+            return None
+        of_a_library = isinstance(origin, RuntimeError) or type(origin).__name__ == "SafetensorError"
+        if isinstance(origin, MemoryError) or (isinstance(origin, OSError) and origin.errno == errno.ENOMEM):
+            return origin
+        if of_a_library and _NO_MEMORY.search(text(origin)):
+            return origin
+    return None
 
 
 def _flush() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, time_limit
-from accelerators.guard import noticed, text
+from accelerators.guard import lack_of_memory, noticed, text
 from accelerators.types import (
     AUTHORS,
     AcceleratorError,
@@ -28,6 +28,7 @@ from accelerators.types import (
     nearest,
     received,
 )
+from accelerators.watched import running
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -104,7 +105,11 @@ class Selection:
         try:
             accelerator = cls()
             accelerator.provider = self.provider
+        except AcceleratorError:
+            raise
         except (Exception, SystemExit) as error:
+            if lack_of_memory(error):
+                raise
             raise PluginDefect(f"{where} failed ({text(error)}); {AUTHORS}") from error
         if not blame.ours(cls):
             blame.watch(accelerator, Accelerator, who)
@@ -124,7 +129,10 @@ class Selection:
         own = False
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                with noticed(f"plugin {plugin} does not answer rlhf_check_run", time_limit(os.environ)):
+                with (
+                    noticed(f"plugin {plugin} does not answer rlhf_check_run", time_limit(os.environ)),
+                    running(plugin),
+                ):
                     for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
                         problems.append(received(answer, Problem))
             except (Exception, SystemExit) as error:
@@ -142,7 +150,7 @@ class Selection:
         found: list[KernelImpl] = []
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                with noticed(f"plugin {plugin} does not answer rlhf_kernels", time_limit(os.environ)):
+                with noticed(f"plugin {plugin} does not answer rlhf_kernels", time_limit(os.environ)), running(plugin):
                     offered = list(answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator))
                 found += [replace(received(kernel, KernelImpl), plugin=plugin) for kernel in offered]
             except (Exception, SystemExit) as error:

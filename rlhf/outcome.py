@@ -20,6 +20,7 @@ from pathlib import Path
 
 from typer import TyperException
 
+from accelerators.guard import lack_of_memory, text
 from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
 from rlhf.files import PARTIAL
 
@@ -27,8 +28,6 @@ FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank leaves its outcome."""
 
 USER, DEFECT, INTERRUPTED = 2, 1, 130
-# torch raises OutOfMemoryError for devices, and a plain RuntimeError for the host.
-_NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 # torch.save raises no OSError where the disk is full.
 _NO_ROOM = re.compile(r"PytorchStreamWriter failed|inline_container\.cc.* unexpected pos|no space left", re.IGNORECASE)
 _DISK = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
@@ -57,8 +56,7 @@ class Defect(Exception):
             where = f"its traceback is in {path}"
         except OSError:
             where = "its traceback could not be saved"
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return cls(f"this is a defect of rlhf: {_shortened(text)}; {where}; please report it")
+        return cls(f"this is a defect of rlhf: {_shortened(text(error))}; {where}; please report it")
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,11 @@ class Outcome:
         # A rank that only followed another is never the cause.
         known = math.inf if isinstance(error, FailedElsewhere) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
-        text = " ".join(str(error).split())
+        said = " ".join(str(error).split())
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
-            text = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        return cls(code, f"rlhf: interrupted; {text}" if code == INTERRUPTED else f"rlhf: error: {text}", known)
+            said = f"{error.format_message().rstrip('.')}; see `{command} --help`"
+        return cls(code, f"rlhf: interrupted; {said}" if code == INTERRUPTED else f"rlhf: error: {said}", known)
 
     def report(self) -> int:
         """Tell the launcher, or the user where there is none; gives the exit code."""
@@ -121,16 +119,14 @@ def shortage(error: BaseException, output: Path | None = None) -> RLHFError | No
         else:
             remedy = "choose another --output" if ours else "check the permissions of this path"
         return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if lacking or (of_a_library and _NO_MEMORY.search(text)):
+    if lack := lack_of_memory(error):
         return OutOfMemory(
-            f"not enough memory ({_shortened(text, 160)}); lower the stage's micro_batch_size or set "
+            f"not enough memory ({_shortened(text(lack), 160)}); lower the stage's micro_batch_size or set "
             "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
         )
-    if of_a_library and _NO_ROOM.search(text):
-        return RunError(f"the disk is full ({_shortened(text, 160)}); make room, then continue with --resume")
+    of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    if of_a_library and _NO_ROOM.search(text(error)):
+        return RunError(f"the disk is full ({_shortened(text(error), 160)}); make room, then continue with --resume")
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import accelerators
 from accelerators import discovery
 from tests.accelerators import misbehaving
 
@@ -94,6 +95,22 @@ def misbehaved(monkeypatch: pytest.MonkeyPatch):
 
     yield install
     misbehaving.ENDLESS.set()  # what hangs may end
+
+
+@pytest.fixture
+def created(misbehaved, monkeypatch):
+    """The CPU with these methods, as a plugin's backend; `contributed` are kernels that its plugin's hook offers."""
+
+    def create(contributed: tuple[Any, ...] = (), **methods: Any):
+        misbehaving.npu(monkeypatch, __module__="npu_backend", __qualname__="NPU", **methods)
+        hooks = {
+            "rlhf_accelerators": lambda: [accelerators.AcceleratorSpec(**misbehaving.NPU)],
+            "rlhf_kernels": lambda: list(contributed),
+        }
+        misbehaved(lambda: misbehaving.plugin(**hooks))
+        return accelerators.select("npu").create()
+
+    return create
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerators import AcceleratorSpec, Probe, hookimpl
+from accelerators import AcceleratorSpec, KernelImpl, Probe, Support, hookimpl
 
 ENDLESS = threading.Event()
 BAD = SimpleNamespace(name="bad", version="2.0")
@@ -23,6 +23,7 @@ GOOD: dict[str, Any] = {
     "probe": lambda: Probe(True, "found"),
     "priority": -10,
 }
+NPU = {**GOOD, "factory": "npu_backend:NPU"}
 
 
 def plugin(**hooks: Callable[..., Any]) -> ModuleType:
@@ -78,3 +79,9 @@ def npu(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     backend = ModuleType("npu_backend")
     backend.NPU = type("NPU", (importlib.import_module("accelerators.cpu").CPU,), {"name": "npu", **methods})
     monkeypatch.setitem(sys.modules, "npu_backend", backend)
+
+
+def fast(operation: str, made: Any, **fields: Any) -> KernelImpl:
+    """A kernel that is preferred to all others."""
+    usual = {"name": "fast", "factory": lambda accelerator: made, "supported": lambda accelerator: Support(True, "")}
+    return KernelImpl(**{"operation": operation, "priority": 99, **usual, **fields})

@@ -61,6 +61,7 @@ HOOKS = {
 }
 CAPTURES = {
     "capture gives None": "capture() gave None instead of a function",
+    "a recording raises": "capture(): its recording of 'decode 4 x 24 + 16' failed (OSError: no card)",
     "graph_capture gives None": "graph_capture kernel 'fast' of rlhf-faulty 1.2.3 gave None instead of a function",
 }
 
@@ -103,12 +104,26 @@ def test_an_objection_that_fails_stops_runs_on_its_own_backend(faulty, fault):
     assert HOOKS[fault] in refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
 
 
-@pytest.mark.parametrize("fault", CAPTURES)
-def test_a_capture_that_captures_nothing_is_the_plugins(faulty, finished_run, fault):
+@pytest.fixture
+def ppo(faulty, finished_run):
+    """The arguments of a run that captures."""
     models = [f"ppo.actor={finished_run}/sft/model", f"ppo.reward_model={finished_run}/reward/model"]
     settings = [part for model in models for part in ("--set", model)]
-    line = refusal(faulty(fault, "ppo", *faulty.sft[1:], *settings, "--accelerator", "faulty"))
-    assert CAPTURES[fault] in line
+    return ("ppo", *faulty.sft[1:], *settings, "--accelerator", "faulty")
+
+
+@pytest.mark.parametrize("fault", CAPTURES)
+def test_a_capture_that_goes_wrong_is_the_plugins(faulty, ppo, fault):
+    assert CAPTURES[fault] in refusal(faulty(fault, *ppo))
+
+
+def test_a_defect_of_rlhf_in_a_plugins_recording_is_not_the_plugins(faulty, ppo):
+    done = faulty("none, but rlhf has a defect", *ppo)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(
+        "rlhf: error: this is a defect of rlhf: KeyError: 'defect in the decoder'; its traceback is in "
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,16 +141,23 @@ def test_without_a_fault_the_plugin_trains(faulty):
     assert done.stderr == ""
 
 
-def test_a_lack_of_memory_is_nobodys_mistake(faulty):
-    line = refusal(faulty("out of memory", *faulty.sft, "--accelerator", "faulty"))
-    assert line.startswith("not enough memory (RuntimeError: CUDA out of memory.")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("out of memory", "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"),
+        ("out of memory in a runtime's own words", "DeviceOutOfMemory: Tried to allocate 2 GiB"),
+    ],
+)
+def test_a_lack_of_memory_is_nobodys_mistake(faulty, fault, said):
+    line = refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
+    assert line.startswith(f"not enough memory ({said}); lower the stage's micro_batch_size")
 
 
 def test_an_attention_that_transformers_does_not_know_gives_way(faulty):
     done = faulty("attention is not known", *faulty.sft, "--accelerator", "faulty")
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert "attention: fast is not used: its factory failed (TypeError: it made 'flash_atention', which trans" in line
+    assert "attention: fast is not used: its factory failed (it made 'flash_atention', which transformers" in line
     assert line.endswith("which is for the authors of rlhf-faulty 1.2.3")
 
 

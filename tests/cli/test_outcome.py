@@ -84,7 +84,25 @@ def lacking_memory() -> list[BaseException]:
         torch.empty(2**55)
     except RuntimeError as error:
         host = error
-    return [host, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()]
+
+    class DeviceOutOfMemory(RuntimeError):
+        """As a vendor's runtime may name it."""
+
+    device = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return [host, device, DeviceOutOfMemory("2 GiB"), MemoryError(), from_(host, said=True), from_(device, said=False)]
+
+
+def from_(cause: BaseException, said: bool) -> BaseException:
+    """A KeyError that an error led to, as it says (`raise ... from`) or as it shows."""
+    try:
+        try:
+            raise cause
+        except BaseException as error:
+            if said:
+                raise KeyError("cleaning up") from error
+            raise KeyError("cleaning up")  # noqa: B904
+    except KeyError as error:
+        return error
 
 
 def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -97,6 +115,25 @@ def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.Mo
             for key in ("micro_batch_size", "model.gradient_checkpointing=true", "--resume"):
                 assert key in outcome.line
         shutil.rmtree(tmp_path / "run")
+
+
+def test_a_lack_of_memory_that_was_answered_is_none() -> None:
+    hidden = from_(MemoryError(), said=False)
+    hidden.__suppress_context__ = True  # raise ... from None
+    assert Outcome.of(hidden).code == 1
+    lacking = from_(MemoryError(), said=True)
+    for answer in (DataError("use smaller rows"), AcceleratorError("use another card")):
+        answer.__cause__ = lacking
+        assert Outcome.of(answer).line == f"rlhf: error: {answer}"
+        following = KeyError("x")
+        following.__context__ = answer
+        assert Outcome.of(following).code == 1
+
+
+def test_errors_that_led_to_each_other_have_an_end() -> None:
+    first, second = KeyError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert Outcome.of(first).code == 1
 
 
 @pytest.mark.parametrize("library", ["torch", "safetensors"])

@@ -1,5 +1,6 @@
 """The backends of `rlhf_broken`: the CPU's, each but for one fault."""
 
+import contextlib
 import os
 import random
 from dataclasses import replace
@@ -330,10 +331,9 @@ class CaptureOtherError(CPU):
         checked = super().capture(fn, key)
 
         def call(*arguments):
-            try:
+            with contextlib.suppress(CaptureError):
                 return checked(*arguments)
-            except CaptureError as error:
-                raise RuntimeError("operation not permitted when stream is capturing") from error
+            raise RuntimeError("operation not permitted when stream is capturing")
 
         return call
 

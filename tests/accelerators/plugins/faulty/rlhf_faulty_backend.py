@@ -46,7 +46,40 @@ class Still(torch.optim.SGD):
         raise OSError("no card")
 
 
+def recorded(self, fn, key):
+    """Works, but for what `fn` raises: that it wraps."""
+
+    def replay():
+        try:
+            fn()
+        except Exception as error:
+            raise RuntimeError(f"{key}: the recording failed") from error
+
+    return replay
+
+
+def defective(session):
+    raise KeyError("defect in the decoder")
+
+
+def lacking(self, tag):
+    try:
+        raise DeviceOutOfMemory("Tried to allocate 2 GiB")
+    except RuntimeError as error:
+        raise OSError("step failed") from error
+
+
+class DeviceOutOfMemory(RuntimeError):
+    """As a vendor's runtime names it."""
+
+
+if FAULT == "none, but rlhf has a defect":
+    from rlhf.rollout import decoder
+
+    decoder._Session._step = defective
+
 FAULTS = {
+    "none, but rlhf has a defect": {"capture": recorded},
     "bind raises": {"bind": raises(OSError("no card"))},
     "bind gives 0": {"bind": gives(0)},
     "bind without local_rank": {"bind": lambda self: torch.device("cpu")},
@@ -59,6 +92,7 @@ FAULTS = {
     "step_boundary raises": {"step_boundary": raises(OSError("no card"))},
     "step_boundary without tag": {"step_boundary": lambda self: None},
     "step_boundery": {"step_boundery": gives(None)},
+    "a recording raises": {"capture": lambda self, fn, key: fails},
     "capture gives None": {"capture": gives(None)},
     "compilations gives a str": {"compilations": gives("3")},
     "precision raises": {"precision": raises(KeyError("fp32"))},
@@ -90,6 +124,7 @@ FAULTS = {
     "clip_grad_norm raises": {"kernels": offers("clip_grad_norm", fails)},
     "graph_capture gives None": {"kernels": offers("graph_capture", lambda fn, key: None)},
     "out of memory": {"step_boundary": raises(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))},
+    "out of memory in a runtime's own words": {"step_boundary": lacking},
     "attention is not known": {"kernels": offers("attention", "flash_atention")},
 }
 Faulty = type("Faulty", (CPU,), {"name": "faulty", "__module__": __name__, **FAULTS.get(FAULT, {})})
