@@ -82,7 +82,7 @@ def run(
         except KeyboardInterrupt as error:
             raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
-            if lack := shortage(error, directory.path):
+            if lack := shortage(error, directory.path, f"run: {_next_command(directory, stages, before)}"):
                 raise lack from error
             if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
@@ -158,21 +158,31 @@ def _show(config: Config, findings: preflight.Findings) -> None:
 
 
 def _how_to_go_on(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> str:
-    """What is saved, and the command that continues from there.
+    """What is saved, and the command that continues from there; see `_next_command`."""
+    saved = directory.saved_state() or f"nothing is saved yet in {directory.path}"
+    if _is_ours(directory, before) and all(directory.stage(stage).done for stage in stages):
+        return saved
+    elsewhere = "" if world_size() == 1 or started_by_us() else " (with the launcher that you used)"
+    verb = "continue" if _is_ours(directory, before) else "start again"
+    return f"{saved}; to {verb}{elsewhere}: {_next_command(directory, stages, before)}"
+
+
+def _next_command(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> str:
+    """The command that goes on with the settings of this run.
 
     Args:
         before: run.json as it was; where it is that again, so is all that this run was to replace or to go on from.
     """
-    saved = directory.saved_state() or f"nothing is saved yet in {directory.path}"
-    description = _contents(directory.description)
-    if description in (None, before):
-        return f"{saved}; to start again: {command_line()}"
-    if all(directory.stage(stage).done for stage in stages):
-        return saved
+    if not _is_ours(directory, before):
+        return command_line()
     words = ["rlhf", *(stages if len(stages) == 1 else ()), "--output", str(directory.path), "--resume"]
     words += ["--ranks", str(world_size())] if started_by_us() else []
-    elsewhere = "" if world_size() == 1 or started_by_us() else " (with the launcher that you used)"
-    return f"{saved}; to continue{elsewhere}: {shlex.join(words)}"
+    return shlex.join(words)
+
+
+def _is_ours(directory: RunDirectory, before: bytes | None) -> bool:
+    """Whether the folder holds what this run has left, and not what was there before it."""
+    return _contents(directory.description) not in (None, before)
 
 
 def _contents(path: Path) -> bytes | None:

@@ -30,7 +30,9 @@ FOLDER_VARIABLE = "RLHF_OUTCOMES"
 USER, DEFECT, INTERRUPTED = 2, 1, 130
 # torch.save raises no OSError where the disk is full.
 _NO_ROOM = re.compile(r"PytorchStreamWriter failed|inline_container\.cc.* unexpected pos|no space left", re.IGNORECASE)
-_DISK = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
+_FULL = {errno.EDQUOT, errno.ENOSPC, errno.EFBIG}
+_RIGHTS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 
 class Interrupted(Exception):
@@ -105,19 +107,24 @@ class Outcome:
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def shortage(error: BaseException, output: Path | None = None) -> RLHFError | None:
+def shortage(
+    error: BaseException, output: Path | None = None, go_on: str = "continue with --resume"
+) -> RLHFError | None:
     """What a user can do about an error that says that memory, disk or rights are lacking; None for any other error.
 
     Args:
         output: the folder of the run; files elsewhere are not helped by another one.
+        go_on: how the run continues when there is room again.
     """
-    if isinstance(error, OSError) and error.errno in _DISK:
-        named = error.filename
+    if isinstance(error, OSError) and error.errno in _FULL | _RIGHTS | _NO_PATH:
+        named = error.filename or output
         ours = named is None or (output and Path(str(named)).absolute().is_relative_to(output.absolute()))
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            remedy = "make room, then continue with --resume" if ours else "make room there"
+        if error.errno in _FULL:
+            remedy = f"make room, then {go_on}" if ours else "make room there"
+        elif ours:
+            remedy = "choose another --output"
         else:
-            remedy = "choose another --output" if ours else "check the permissions of this path"
+            remedy = "check the permissions of this path" if error.errno in _RIGHTS else "check this path"
         return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
     if lack := lack_of_memory(error):
         return OutOfMemory(
@@ -126,7 +133,8 @@ def shortage(error: BaseException, output: Path | None = None) -> RLHFError | No
         )
     of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
     if of_a_library and _NO_ROOM.search(text(error)):
-        return RunError(f"the disk is full ({_shortened(text(error), 160)}); make room, then continue with --resume")
+        place = f"{output}: " if output else ""
+        return RunError(f"{place}the disk is full ({_shortened(text(error), 160)}); make room, then {go_on}")
     return None
 
 

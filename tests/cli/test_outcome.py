@@ -222,7 +222,7 @@ def test_an_error_of_a_plugin_with_a_code_of_its_own_is_reported() -> None:
     ("number", "place", "remedy"),
     [
         (errno.EACCES, "run/sft", "choose another --output"),
-        (errno.ENOSPC, "run/sft", "make room, then continue with --resume"),
+        (errno.ENOSPC, "run/sft", "make room, then run: rlhf --output {run} --resume"),
         (errno.EACCES, "cache", "check the permissions of this path"),
         (errno.ENOSPC, "cache", "make room there"),
         (errno.EROFS, None, "choose another --output"),
@@ -234,7 +234,7 @@ def test_another_output_is_advised_only_where_it_helps(
     error = OSError(number, os.strerror(number), *([str(tmp_path / place)] if place else []))
     with pytest.raises(RLHFError) as caught:
         run_that(monkeypatch, tmp_path, error)
-    assert str(caught.value).endswith(f"{os.strerror(number)}; {remedy}")
+    assert str(caught.value).endswith(f"{os.strerror(number)}; {remedy.format(run=tmp_path / 'run')}")
 
 
 def test_any_other_error_of_the_system_is_a_defect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
