@@ -99,7 +99,7 @@ def check(
                 sources.check(source.path)
                 sources.check(source.heldout or source.path)
         if not overwrite:
-            directory.stage(stage).check_ranks(ranks)
+            directory.stage(stage).check_checkpoint(ranks)
     return pending
 
 

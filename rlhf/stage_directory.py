@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,24 @@ class StageDirectory:
         """The newest complete checkpoint."""
         return max(self.all_checkpoints, default=None)
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raise `RunError` where the newest checkpoint was written by another number of ranks than `ranks`."""
+    def check_checkpoint(self, ranks: int) -> None:
+        """Raise `RunError` where the newest checkpoint was not written by `ranks` ranks, or is not whole."""
         path = self.latest_checkpoint
-        wrote = len(list(path.glob(STATE.format(rank="*")))) if path else 0
+        if path is None:
+            return
+        wrote = len(list(path.glob(STATE.format(rank="*"))))
         if wrote not in (0, ranks):
             raise RunError(f"{path}: written by {wrote} ranks, resumed by {ranks}; resume with --ranks {wrote}")
+        for file in sorted(path.rglob("*.pt")):
+            if not zipfile.is_zipfile(file):  # what torch.save writes ends with the list of its parts
+                raise self.unreadable(f"{file.name} is damaged or cut short")
+
+    def unreadable(self, why: str) -> RunError:
+        """The error that the newest checkpoint cannot be read, with what else there is."""
+        path = self.latest_checkpoint
+        earlier = [other.name for other in self.all_checkpoints if other != path]
+        what = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage anew; there is no other"
+        return RunError(f"{path}: cannot be read ({why}); move this folder away to {what}")
 
     def check_steps(self, steps: int) -> None:
         """Raise `RunError` where the newest checkpoint is of a later step than the last of `steps`."""

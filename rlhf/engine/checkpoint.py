@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf.engine import distributed
-from rlhf.errors import RunError
 from rlhf.files import PARTIAL, publish
 from rlhf.outcome import shortage
 from rlhf.stage_directory import STATE, step_of
@@ -64,7 +63,7 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
     path = directory.latest_checkpoint
     if path is None:
         return None
-    directory.check_ranks(distributed.world().size)
+    directory.check_checkpoint(distributed.world().size)
     try:
         for name, engine in engines.items():
             whole = engine.parameter_counts["trainable"] == engine.parameter_counts["all"]
@@ -73,14 +72,12 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
     except Exception as error:  # whatever the reader met in the files, the remedy is the same
         if shortage(error) or isinstance(error, PermissionError):  # they may be in order
             raise
-        earlier = [other.name for other in directory.all_checkpoints if other != path]
-        what = f"resume from {earlier[-1]}" if earlier else f"start the {directory.name} stage anew; there is no other"
-        raise RunError(f"{path}: cannot be read ({_reason(error)}); move this folder away to {what}") from error
+        raise directory.unreadable(_reason(error)) from error
     return step_of(path), state
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
 
 
 def _partial(path: Path) -> Path:
