@@ -7,7 +7,7 @@ import torch: some runtimes read their environment at that moment, and the chose
 from typing import TYPE_CHECKING, Any
 
 from accelerators.discovery import Report, available
-from accelerators.guard import stdout_to_stderr
+from accelerators.guard import lack_of_memory, stdout_to_stderr
 from accelerators.hookspecs import hookimpl, hookspec
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
@@ -55,6 +55,7 @@ __all__ = [
     "available",
     "hookimpl",
     "hookspec",
+    "lack_of_memory",
     "select",
     "stdout_to_stderr",
     "verify_agreement",

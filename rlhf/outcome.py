@@ -20,7 +20,7 @@ from pathlib import Path
 
 from typer import TyperException
 
-from accelerators.guard import lack_of_memory, text
+from accelerators import lack_of_memory
 from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
 from rlhf.files import PARTIAL
 
@@ -58,7 +58,7 @@ class Defect(Exception):
             where = f"its traceback is in {path}"
         except OSError:
             where = "its traceback could not be saved"
-        return cls(f"this is a defect of rlhf: {_shortened(text(error))}; {where}; please report it")
+        return cls(f"this is a defect of rlhf: {_shortened(_text(error))}; {where}; please report it")
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ def shortage(
         return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
     if lack := lack_of_memory(error):
         return OutOfMemory(
-            f"not enough memory ({_shortened(text(lack), 160)}); lower the stage's micro_batch_size or set "
+            f"not enough memory ({_shortened(_text(lack), 160)}); lower the stage's micro_batch_size or set "
             "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
         )
     of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if of_a_library and _NO_ROOM.search(text(error)):
+    if of_a_library and _NO_ROOM.search(_text(error)):
         place = f"{output}: " if output else ""
-        return RunError(f"{place}the disk is full ({_shortened(text(error), 160)}); make room, then {go_on}")
+        return RunError(f"{place}the disk is full ({_shortened(_text(error), 160)}); make room, then {go_on}")
     return None
 
 
@@ -142,6 +142,11 @@ def cause(outcomes: list[Outcome]) -> Outcome:
     """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
     order = {USER: 0, INTERRUPTED: 1}  # then defects; a plugin's error may have any code
     return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
+
+
+def _text(error: BaseException) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def _shortened(text: str, length: int = 300) -> str:
