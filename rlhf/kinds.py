@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
@@ -38,8 +38,9 @@ class Section(BaseModel):
         if not isinstance(values, Mapping):
             return {} if values is None else values
         for name, value in values.items():
-            annotation = str(cls.model_fields[name].annotation) if name in cls.model_fields else ""
-            if isinstance(value, bool) and "bool" not in annotation and re.search(r"\b(int|float)\b", annotation):
+            annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
+            kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+            if isinstance(value, bool) and (int in kinds or float in kinds):
                 raise at(str(name), f"expected a number, found {shown(value)}")
             if isinstance(value, int) and abs(value) > _MOST:
                 raise at(str(name), f"expected a number of at most {_MOST:,}, found {shown(value)}")

@@ -69,7 +69,7 @@ def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_p
     output = tmp_path / "run"
     terminal, other = os.openpty()
     arguments = [*ppo_arguments(finished_run, output, steps=500), "--set", "ppo.checkpoint_every=0"]
-    process = start(rlhf, *arguments, stdin=other, stdout=other, stderr=other, preexec_fn=lambda: os.login_tty(0))
+    process = start(rlhf, *arguments, stdin=other, stdout=other, stderr=other, preexec_fn=on_terminal)
     os.close(other)
     closing = threading.Event()
     reader = threading.Thread(target=drain, args=(terminal, closing))  # or the process would wait for a reader
@@ -106,6 +106,12 @@ os._exit(7)
 """
     done = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True)
     assert done.returncode == 7, done
+
+
+def on_terminal():
+    """In a process about to be started: standard input is its terminal, of which it hears also under `nohup`."""
+    os.login_tty(0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def drain(terminal, closing):
