@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel
 
+from rlhf.config import build_config
+from rlhf.files import atomic_write
+
 _WIDTH = 100
+_ABOUT_A_RUN = (
+    "The settings of the run in this folder. `rlhf --resume` and later stages go on with them where --config names no "
+    "other recipe."
+)
 
 
 def recipe_text(config: BaseModel, about: str) -> str:
     """A configuration as a recipe; `about` stands in a comment at its top."""
     return "\n".join([*_comment(about), "", to_yaml(config)])
+
+
+def write_recipe(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write a run's settings, nested as `run.json` has them, as the recipe in its folder; whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        ConfigError: the settings are not of this version.
+    """
+    atomic_write(path, recipe_text(build_config(settings), _ABOUT_A_RUN))
 
 
 def to_yaml(section: BaseModel) -> str:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rlhf.aside import Aside
-from rlhf.config import STAGES, Config, Stage, build_config
-from rlhf.errors import RunError
-from rlhf.files import PARTIAL, atomic_write, atomic_write_json, check_writable, read_json
+from rlhf.config import STAGES, Config, Stage
+from rlhf.errors import ConfigError, RunError
+from rlhf.files import PARTIAL, atomic_write_json, check_writable, read_json
 from rlhf.invocation import command_line
 from rlhf.lock import LOCK, locked
 from rlhf.ranks import current_rank
-from rlhf.recipe import recipe_text
+from rlhf.recipe import write_recipe
 from rlhf.settings import (
     Fingerprints,
     changed_data,
@@ -35,10 +35,6 @@ from rlhf.settings import (
 from rlhf.stage_directory import StageDirectory
 
 _SECONDS_TO_RECOVER = 30.0
-_ABOUT_RECIPE = (
-    "The settings of the run in this folder. `rlhf --resume` and later stages go on with them where --config names no "
-    "other recipe."
-)
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,13 @@ class RunDirectory:
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
         """Whether something of the run stays when `stages` are run."""
         return any(stage.begun and not (overwrite and stage.name in stages) for stage in self.stages)
+
+    def own_recipe(self) -> Path | None:
+        """`recipe.yaml`, written anew from `run.json` where it is missing; None where there is no run."""
+        if self.description.is_file() and not self.recipe.is_file():
+            with suppress(OSError, ConfigError):  # a disk that is read-only; keys of another version
+                write_recipe(self.recipe, read_json(self.description).get("config", {}))
+        return self.recipe if self.description.is_file() and self.recipe.is_file() else None
 
     @contextmanager
     def opened(
@@ -245,10 +248,9 @@ class RunDirectory:
         complete = [stage.name for stage in taken if stage.done]
         resumed = [stage.name for stage in taken if not stage.done]
         if differing := differences(recorded, config, resumed, precision):
-            lost = "" if self.recipe.is_file() else " (with --config, for its own recipe.yaml is missing)"
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
-                f"give the same settings{lost} or choose another --output"
+                "give the same settings or choose another --output"
             )
         self.check_rows(config, data)
         if differing := differences_of_complete(recorded, config, complete, all_of_it=len(complete) == len(stages)):
@@ -297,7 +299,7 @@ class RunDirectory:
                 "invocations": [*(recorded.get("invocations", []) if goes_on else []), invocation],
             }
             atomic_write_json(self.description, description)
-            atomic_write(self.recipe, recipe_text(build_config(described), _ABOUT_RECIPE))
+            write_recipe(self.recipe, described)
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
 

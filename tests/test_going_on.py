@@ -98,6 +98,13 @@ def test_what_a_killed_run_was_to_replace_is_back_before_its_recipe_is_read(tmp_
     opened.__exit__(None, None, None)
 
 
+def test_a_recipe_that_is_lost_is_written_anew(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), "sft")
+    run.recipe.unlink()
+    assert Options(output=run.path).of_run(("reward",)).load().ppo.kl_coef == 0.3
+    assert run.recipe.is_file()
+
+
 def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     own = tmp_path / "own.yaml"

@@ -71,9 +71,8 @@ class Options:
         run = RunDirectory(Path(os.path.expanduser(folder)))
         run.recover()
         goes_on = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
-        if not (goes_on and run.recipe.is_file() and run.description.is_file()):
-            return self
-        return replace(self, config=run.recipe, output=run.path)
+        recipe = run.own_recipe() if goes_on else None
+        return replace(self, config=recipe, output=run.path) if recipe else self
 
     def load(self, *, example: bool = True) -> Config:
         """The configuration: defaults, then the file, then `--set`, then the options that are keys.

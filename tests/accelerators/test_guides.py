@@ -64,6 +64,7 @@ def test_the_example_plugin_is_installed_explained_and_checked_as_the_readme_say
     assert "failed" not in output
 
 
+@pytest.mark.slow  # nearly a minute; it passes the same checks as the README's example, in a copy
 def test_a_plugin_is_made_from_the_template_as_contributing_says(shell):
     make, prove = commands("CONTRIBUTING.md", "Add a backend")
     output = shell([*make, *prove])
