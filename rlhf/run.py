@@ -172,8 +172,9 @@ class RunDirectory:
         return str(self.stage(stage).model)
 
     def check_rows(self, config: Config, data: Fingerprints) -> None:
-        """Raise `RunError` where the rows of a source are not those that the run was made with."""
-        if changed := changed_data(read_json(self.description), config, data):
+        """Raise `RunError` where the rows of a source are not those that the run was made with, as far as it says."""
+        recorded = read_json(self.description) if self.description.is_file() else {}
+        if changed := changed_data(recorded, config, data):
             raise RunError(
                 f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
                 "bring back the data of then or choose another --output"
