@@ -21,6 +21,7 @@ cat <<END
 
 Everything is in $output:
   run.json                   settings, versions and hardware of this run
+  recipe.yaml                its settings as a recipe, which --resume goes on with
   sft/ reward/ ppo/
     model/                   plain transformers loads it
     metrics.jsonl            every number of every step
