@@ -85,7 +85,7 @@ class RunDirectory:
         """
         run = cls(config.output)
         run.recover()
-        run._check(config, stages, resume=resume, overwrite=overwrite, precision=_precision(accelerator), data=data)
+        run._check(config, stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
         return run
 
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
@@ -126,8 +126,7 @@ class RunDirectory:
         """
         with locked(self.path):
             self._aside.restore()
-            resolved = _precision(accelerator)
-            self._check(config, stages, resume=resume, overwrite=overwrite, precision=resolved, data=data)
+            self._check(config, stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
             had_recipe = self.recipe.is_file()
             try:
                 self._begin(config, stages, overwrite, accelerator, data or {})
@@ -203,8 +202,8 @@ class RunDirectory:
         *,
         resume: bool,
         overwrite: bool,
-        precision: str | None = None,
-        data: Fingerprints | None = None,
+        accelerator: dict[str, Any] | None,
+        data: Fingerprints | None,
     ) -> None:
         if resume and overwrite:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
@@ -234,7 +233,7 @@ class RunDirectory:
                 "continue it with --resume, replace it with --overwrite, or choose another --output"
             )
         if present:
-            self._check_same(config, stages, taken, precision, data or {})
+            self._check_same(config, stages, taken, _precision(accelerator), data or {})
 
     def _check_same(
         self,

@@ -74,13 +74,7 @@ def differences(
     there, now = _recorded(recorded), config.model_dump(mode="json")
     found = [text for key in _SHARED for text in _differing(there, now, key)]
     for stage in resumed:
-        own = there | recorded.get("stages", {}).get(stage, {})
-        for key in _OF_EVERY_STAGE:
-            found += _differing(own, now, key)
-        there_was = own.get("precision")
-        if there_was == "auto":  # recorded as it was given; what it came to may stand with the hardware
-            there_was = ((recorded.get("accelerator") or {}).get("precision") or {}).get("name", "auto")
-        found += _precision(there_was, config.precision, precision)
+        found += _differing_beside(recorded, config, stage, precision)
         found += _differing(there, now, stage)
     return list(dict.fromkeys(found))
 
@@ -95,12 +89,8 @@ def differences_of_complete(
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
     found = [text for stage in complete for text in _differing(there, now, stage, _HARMLESS - _LENGTHS)]
-    if not all_of_it:
-        return found
-    for stage in complete:
-        own = there | recorded.get("stages", {}).get(stage, {})
-        found += [text for key in _OF_EVERY_STAGE for text in _differing(own, now, key)]
-        found += _precision(own.get("precision"), config.precision, None)
+    if all_of_it:
+        found += [text for stage in complete for text in _differing_beside(recorded, config, stage, None)]
     return list(dict.fromkeys(found))
 
 
@@ -133,6 +123,16 @@ def _recorded(recorded: dict[str, Any]) -> dict[str, Any]:
         return build_config(there).model_dump(mode="json")
     except ConfigError:  # keys that it no longer knows
         return there
+
+
+def _differing_beside(recorded: dict[str, Any], config: Config, stage: Stage, precision: str | None) -> list[str]:
+    """Differences in what a stage was trained with beside its own section: engine, LoRA and precision."""
+    own, now = _recorded(recorded) | recorded.get("stages", {}).get(stage, {}), config.model_dump(mode="json")
+    there = own.get("precision")
+    if there == "auto":  # recorded as it was given; what it came to may stand with the hardware
+        there = ((recorded.get("accelerator") or {}).get("precision") or {}).get("name", "auto")
+    found = [text for key in _OF_EVERY_STAGE for text in _differing(own, now, key)]
+    return found + _precision(there, config.precision, precision)
 
 
 def _precision(there: Any, given: str, resolved: str | None) -> list[str]:

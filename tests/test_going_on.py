@@ -182,6 +182,17 @@ def test_what_auto_came_to_is_no_other_precision(tmp_path: Path) -> None:
     RunDirectory.check(config, stages=("sft",), resume=True)
 
 
+def test_a_complete_run_of_an_earlier_version_has_the_precision_that_auto_came_to(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    recorded = json.loads(run.description.read_text())
+    del recorded["stages"]
+    recorded["accelerator"] = accelerator("bf16")
+    run.description.write_text(json.dumps(recorded))
+    RunDirectory.check(config_in(tmp_path / "run", "precision=bf16"), stages=("sft",), resume=True)
+    with pytest.raises(RunError, match=r"precision \('bf16' there, 'fp32' now\)"):
+        RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), stages=("sft",), resume=True)
+
+
 def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
     with run.opened(config, stages=("sft",), data=ROWS):

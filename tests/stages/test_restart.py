@@ -31,12 +31,17 @@ def ppo_arguments(finished_run, output, steps=6):
     return ["ppo", "--output", output, *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
 
 
-def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
-    rlhf(*ppo_arguments(finished_run, tmp_path / "whole"))
-    process = start(rlhf, *ppo_arguments(finished_run, tmp_path / "killed"))
-    wait_for(tmp_path / "killed" / "ppo" / "checkpoints" / "step-00000002", process)
+def kill_at(step, rlhf, finished_run, output, steps):
+    """Run PPO and kill it when it has saved a step."""
+    process = start(rlhf, *ppo_arguments(finished_run, output, steps))
+    wait_for(output / "ppo" / "checkpoints" / f"step-{step:08d}", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
+    rlhf(*ppo_arguments(finished_run, tmp_path / "whole"))
+    kill_at(2, rlhf, finished_run, tmp_path / "killed", steps=6)
     assert not (tmp_path / "killed" / "ppo" / "stage.json").exists()
     found = rlhf(*ppo_arguments(finished_run, tmp_path / "killed"), "--resume")
     assert "resumed after step" in found.stdout
@@ -136,20 +141,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
-    process = start(rlhf, *ppo_arguments(finished_run, output, steps=500))
-    wait_for(output / "ppo" / "checkpoints" / "step-00000001", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    kill_at(1, rlhf, finished_run, output, steps=500)
     found = rlhf(*ppo_arguments(finished_run, output, steps=500), "--resume", "--ranks", 2, check=False)
     assert found.returncode == 2 and "resume with --ranks 1" in found.stderr
 
 
 def test_a_stage_is_not_resumed_with_fewer_steps_than_are_done(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
-    process = start(rlhf, *ppo_arguments(finished_run, output, steps=500))
-    wait_for(output / "ppo" / "checkpoints" / "step-00000003", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    kill_at(3, rlhf, finished_run, output, steps=500)
     found = rlhf("ppo", "--output", output, "--resume", "--set", "ppo.steps=2", recipe=None, check=False)
     assert found.returncode == 2 and "ppo: training" not in found.stdout
     assert re.search(r"step-\d+: \d+ steps of ppo are done, and 2 are asked for; ask for \d+ or more", found.stderr)
