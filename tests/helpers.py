@@ -12,6 +12,17 @@ from typing import Any
 
 WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
 
+NAMES = [
+    "model.path",
+    "model.tokenizer",
+    "data.datasets.0.path",
+    "data.datasets.0.heldout",
+    "reward.model",
+    "ppo.actor",
+    "ppo.reward_model",
+]
+"""Keys of the settings that name a model or data."""
+
 
 def user_environment() -> dict[str, str]:
     """The environment of a user's shell: without what a process group in this process has set."""

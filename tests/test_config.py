@@ -16,6 +16,7 @@ from rlhf.config import (
     load_config,
 )
 from rlhf.errors import ConfigError
+from tests.helpers import NAMES
 
 
 def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
@@ -63,16 +64,7 @@ def test_another_key_of_these_sections_keeps_the_embedded_settings(override: str
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "output",
-        "model.path",
-        "model.tokenizer",
-        "data.datasets.0.path",
-        "data.datasets.0.heldout",
-        "reward.model",
-        "ppo.actor",
-        "ppo.reward_model",
-    ],
+    ["output", *NAMES],
 )
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("HOME", "/home/me")

@@ -10,16 +10,7 @@ from pydantic import BaseModel
 
 from rlhf.config import Config, DataConfig, DatasetConfig, ModelConfig, build_config, load_config
 from rlhf.errors import ConfigError
-
-NAMES = [
-    "model.path",
-    "model.tokenizer",
-    "data.datasets.0.path",
-    "data.datasets.0.heldout",
-    "reward.model",
-    "ppo.actor",
-    "ppo.reward_model",
-]
+from tests.helpers import NAMES
 
 
 @pytest.fixture(autouse=True)
