@@ -135,11 +135,7 @@ def _run(
                 findings = preflight.examine(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
-                wishes: dict[str, Any] = {
-                    "stages": request.stages,
-                    "resume": request.resume,
-                    "overwrite": request.overwrite,
-                }
+                wishes = {name: value for name, value in vars(request).items() if name != "dry_run"}
                 found: dict[str, Any] = {"accelerator": _report(accelerator, selection, config), "data": findings.data}
                 if request.dry_run:
                     RunDirectory.check(config, **wishes, **found)
