@@ -44,7 +44,13 @@ class CUDA(Accelerator):
         return nvidia.machine()
 
     def bind(self, local_rank: int) -> torch.device:
-        """The GPU of this rank; refused where there is none, or where torch has no code for it."""
+        """The GPU of this rank; refused where there is none, where torch has no code for it, or it is not NVIDIA's."""
+        if torch.version.hip or not torch.version.cuda:
+            other = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
+            raise AcceleratorError(
+                f"cuda: torch {torch.__version__} is built {other}, whatever torch.cuda says; "
+                f"{nvidia.torch_for(self.machine.weakest, self.machine.cuda)}"
+            )
         gpus = self.machine.gpus
         if local_rank >= len(gpus):
             wish = os.environ.get(nvidia.VISIBLE_ENV)
@@ -66,7 +72,22 @@ class CUDA(Accelerator):
                 f"cuda: device {local_rank} is {torch.cuda.get_device_name(local_rank)}, which NVML counts elsewhere; "
                 "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
             )
+        self._prove(local_rank)
         return torch.device("cuda", local_rank)
+
+    def _prove(self, local_rank: int) -> None:
+        """Refuse a device that NVIDIA's driver does not know: other vendors' builds of torch answer to `torch.cuda`.
+
+        The name is enough: of a board that is divided (MIG), either side may give the UUID of a part.
+        """
+        found = torch.cuda.get_device_properties(local_rank)
+        uuid = f"GPU-{getattr(found, 'uuid', '')}"
+        if not any(gpu.uuid == uuid or found.name.startswith(gpu.name) for gpu in self.machine.gpus):
+            known = " / ".join(f"{gpu.name} {gpu.uuid}" for gpu in self.machine.gpus)
+            raise AcceleratorError(
+                f"cuda: torch {torch.__version__} opened {found.name} ({uuid}), which NVIDIA's driver does not "
+                f"know (it has {known}); use the plugin of that device's vendor, or install NVIDIA's build of torch"
+            )
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
