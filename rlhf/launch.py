@@ -136,7 +136,9 @@ def _run(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
                 wishes = {name: value for name, value in vars(request).items() if name != "dry_run"}
-                found: dict[str, Any] = {"accelerator": _report(accelerator, selection, config), "data": findings.data}
+                report = _report(accelerator, selection, config)
+                report["attention"] = {model: asdict(choice) for model, choice in findings.attention.items()}
+                found: dict[str, Any] = {"accelerator": report, "data": findings.data}
                 if request.dry_run:
                     RunDirectory.check(config, **wishes, **found)
                     _show(config, findings)
