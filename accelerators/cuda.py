@@ -20,6 +20,9 @@ from accelerators.graphs import Graph
 from accelerators.shapes import ShapePolicy
 from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
+NO_MEMORY = "_STATUS_ALLOC_FAILED"
+"""As cuBLAS, cuDNN and cuSOLVER have it, each behind its own name."""
+
 NATIVE_BF16, FLASH_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (7, 0)
 
 
@@ -138,6 +141,10 @@ class CUDA(Accelerator):
     def empty_cache(self) -> None:
         gc.collect()  # a recorded function and the object that holds its buffers often refer to each other
         torch.cuda.empty_cache()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Libraries take memory past torch's allocator, and have words of their own where there is none."""
+        return super().is_out_of_memory(error) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
 
     def rng_state(self) -> dict[str, Any]:
         return super().rng_state() | {"cuda": torch.cuda.get_rng_state(self.device())}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, time_limit
-from accelerators.guard import lack_of_memory, noticed, text
+from accelerators.guard import lack_of_memory, let_judge, noticed, text
 from accelerators.types import (
     AUTHORS,
     AcceleratorError,
@@ -113,6 +113,7 @@ class Selection:
             raise PluginDefect(f"{where} failed ({text(error)}); {AUTHORS}") from error
         if not blame.ours(cls):
             blame.watch(accelerator, Accelerator, who)
+        let_judge(accelerator)
         accelerator.contribute(self._contributed_kernels(accelerator))
         return accelerator
 

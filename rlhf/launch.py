@@ -20,7 +20,7 @@ from rich.text import Text
 import rlhf
 from rlhf import hub, preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory
 from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
@@ -82,7 +82,10 @@ def run(
         except KeyboardInterrupt as error:
             raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
-            if lack := shortage(error, directory.path, f"run: {_next_command(directory, stages, before)}"):
+            go_on = f"run: {_next_command(directory, stages, before)}"
+            if isinstance(error, OutOfMemory):
+                raise OutOfMemory(f"{error}; {go_on}") from error
+            if lack := shortage(error, directory.path, go_on):
                 raise lack from error
             if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
