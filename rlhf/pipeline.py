@@ -98,7 +98,9 @@ def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=context.attention, path=path, seed=config.seed)
+    model = load_scalar_head(
+        config.model, tokenizer, attention=context.attention, path=path, seed=config.seed, say=context.say
+    )
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
