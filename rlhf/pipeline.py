@@ -104,7 +104,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed)
+    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed, say=context.say)
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 

@@ -11,6 +11,7 @@ import torch
 
 from rlhf.config import ModelConfig, SamplingConfig
 from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.models.scalar_head import made_class
 from rlhf.models.support import check_support
 from rlhf.rollout.decoder import Decoder
 
@@ -66,9 +67,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"num_key_value_heads": 2},
 }
 
-WITHOUT_CLASSIFIER = {"cohere2", "granite", "lfm2"}
-"""transformers has no sequence classifier of these: they can be fine-tuned, but not trained with PPO."""
-
 
 def build(config: Any, mapping: Any, seed: int = 0) -> Any:
     torch.manual_seed(seed)
@@ -110,7 +108,8 @@ def assert_head_scores_as_plain_transformers(config: Any) -> None:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    model = build(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    made = made_class(config)
+    model = build(config, {type(config): made} if made else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     ids, mask = rows()
     with torch.no_grad():
         found = ScalarHead(model).eval()(ids, mask)[0, -1]
@@ -144,7 +143,7 @@ def test_padding_changes_neither_scores_nor_what_is_drawn(accelerator: Any, name
 
     config = configuration(name)
     config.save_pretrained(tmp_path)
-    check_support(str(tmp_path), ModelConfig(), attention="sdpa", scalar_head=name not in WITHOUT_CLASSIFIER)
+    check_support(str(tmp_path), ModelConfig(), attention="sdpa", scalar_head=True)
     model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
     assert_scores_as_plain_transformers(model)
     assert_draws_as_generate(accelerator, model)
@@ -179,6 +178,6 @@ def test_the_text_part_of_a_composite_model_keeps_its_sliding_windows(accelerato
     assert_head_scores_as_plain_transformers(gemma3())
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WITHOUT_CLASSIFIER])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_padding_does_not_change_the_scores_of_a_scalar_head(name: str) -> None:
     assert_head_scores_as_plain_transformers(configuration(name))
