@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from accelerators import blame, graphs, kernels
-from accelerators.guard import text
+from accelerators.guard import is_lack_of_memory, text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     OPERATIONS,
@@ -237,6 +237,14 @@ class Accelerator(ABC):
 
     def empty_cache(self) -> None:
         """Return memory that is held but not in use."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device had too little memory, in whatever words its software has for that.
+
+        It is asked of every error that a run ends with, and of those that it came from; what torch and Python say of
+        themselves (`torch.OutOfMemoryError`, `MemoryError`) counts in any case.
+        """
+        return is_lack_of_memory(error)
 
     def seed(self, n: int) -> None:
         """Seed the generators of Python, torch and the device."""

@@ -58,6 +58,7 @@ METHODS: Mapping[str, Expected] = {
     "memory": _a(Memory),
     "reset_peak": ANYTHING,
     "empty_cache": ANYTHING,
+    "is_out_of_memory": _a(bool),
     "seed": ANYTHING,
     "rng_state": _a(dict),
     "set_rng_state": ANYTHING,

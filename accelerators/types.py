@@ -50,6 +50,14 @@ class AcceleratorError(Exception):
     exit_code = 2
 
 
+class HiddenError(AcceleratorError):
+    """The user's environment hides all of the `count` devices that are there."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+
+
 class PluginDefect(AcceleratorError):
     """A plugin failed, or gave what the interface does not allow; the message names the plugin and what it did."""
 
@@ -62,19 +70,27 @@ class CaptureError(AcceleratorError):
 class Probe:
     """Whether a backend can run here, found without importing torch or opening the device.
 
-    `count` devices of `model` were found; `reason` says why there are none, or how they were found.
+    `count` devices of `model` were found; `reason` says why there are none, or how they were found. Where the backend
+    cannot run, `present` says that a device is there all the same and only software is missing: `auto` then refuses
+    to take the CPU in its place. A device that the user has hidden, or that is too old, is counted, not `present`.
+    `devices` names the devices that the backend would use, each by its PCI address ("pci:0000:19:00.0"), or by its file
+    ("/dev/npu0") where it has none; among backends that name the same one, `auto` does not choose.
     """
 
     ok: bool
     reason: str
     count: int = 0
     model: str = ""
+    present: bool = False
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_types(self, ok=bool, reason=str, count=int, model=str)
+        _check_types(self, ok=bool, reason=str, count=int, model=str, present=bool, devices=tuple)
         _require_reason(self.ok, self.reason)
         if self.count < 0:
             raise ValueError(f"Probe: count is {self.count}, expected 0 or more")
+        if not all(isinstance(device, str) for device in self.devices):
+            raise TypeError(f"Probe: devices is {reprlib.repr(self.devices)}, expected a tuple of str")
 
 
 @dataclass(frozen=True)

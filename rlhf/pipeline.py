@@ -20,7 +20,7 @@ from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
-from rlhf.engine import distributed
+from rlhf.engine import distributed, memory
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
@@ -73,7 +73,8 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 
 def _run_stage(stage: Stage, context: StageContext) -> None:
     context.accelerator.reset_peak()
-    summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
+    with memory.explained(context):
+        summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
     context.accelerator.empty_cache()
     peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
@@ -103,7 +104,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed)
+    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed, say=context.say)
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 

@@ -15,7 +15,7 @@ from rlhf.config import Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
-from rlhf.ranks import current_rank
+from rlhf.place import here
 from rlhf.run import RunDirectory
 from rlhf.settings import STARTS, Fingerprints, Start
 
@@ -83,7 +83,7 @@ def check(
             data that the stages name is not there, or is what `overwrite` replaces.
     """
     directory = RunDirectory(config.output)
-    if current_rank() == 0:
+    if here().rank == 0:
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)

@@ -123,6 +123,7 @@ class ChatModel:
         from rlhf.models.attention import choose_attention
         from rlhf.models.loading import load_causal_lm, load_model_tokenizer
         from rlhf.models.placement import place
+        from rlhf.models.scalar_head import SUFFIX
         from rlhf.models.support import max_positions, read_config
         from rlhf.models.tokenizers import end_tokens
 
@@ -131,7 +132,7 @@ class ChatModel:
         self.accelerator.seed(config.seed)
         source = ModelConfig(path=str(folder))
         for architecture in read_config(str(folder), source).architectures or ():
-            if architecture.endswith("ForSequenceClassification"):
+            if architecture.endswith(("ForSequenceClassification", SUFFIX)):
                 raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
         self.tokenizer, _ = load_model_tokenizer(source)
         attention = choose_attention(self.accelerator, str(folder), source).name

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.reasons import reason, unreachable
@@ -18,7 +16,7 @@ from rlhf.models.reasons import reason, unreachable
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
 
-_STATIC_ALL_THE_SAME = frozenset(("doge", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
+_STATIC_ALL_THE_SAME = frozenset(("ctrl", "doge", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
 """Architectures of which transformers says that a static cache stops their compilation, and which are right with one
 (tests/families); GPT-Neo with the help of `rlhf.rollout.local_attention`."""
 
@@ -144,7 +142,7 @@ def _cannot_generate(found: Any, language_model: Any) -> str:
 
 def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool) -> str | None:
     """What the architecture lacks."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if config.trust_remote_code and getattr(found, "auto_map", None):
         return None  # its classes are in code that only loading runs
@@ -156,14 +154,10 @@ def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool)
     if why := _cannot_generate(found, language_model):
         return why
     if scalar_head:
-        classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(found), None)
-        if classifier is None:
-            return "transformers has no sequence classifier of it, which reward models and critics are"
+        from rlhf.models.scalar_head import made_class
+
         try:
-            with torch.device("meta"):
-                model = classifier(found)
-        except Exception as error:  # whatever the architecture's code says
-            return f"{classifier.__name__} cannot be built ({reason(error)})"
-        if not hasattr(model, "score"):
-            return f"{classifier.__name__} scores whole sequences, not tokens"
+            made_class(found)
+        except ValueError as error:
+            return str(error)
     return None

@@ -61,10 +61,10 @@ class Family:
 
     @property
     def has_classifier(self) -> bool:
-        """Whether transformers has a sequence classifier of it."""
-        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        """Whether transformers has a sequence classifier of it that scores tokens."""
+        from rlhf.models.scalar_head import made_class
 
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(self.configuration()), None) is not None
+        return made_class(self.configuration()) is None
 
 
 FAMILIES = (
@@ -96,6 +96,7 @@ FAMILIES = (
     Family("MPT", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}, "alibi", slow=True),
     Family("BioGPT", "biogpt", slow=True),
     Family("Cohere 2", "cohere2", GROUPED | WINDOW, "sliding window", slow=True),
+    Family("CTRL", "ctrl", {"dff": 48}, slow=True),
     Family("Doge", "doge", PAIRS, "grouped heads", slow=True),
     Family(
         "Falcon-H1", "falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64}, "recurrent layers beside attention", slow=True

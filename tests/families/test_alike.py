@@ -11,6 +11,7 @@ import torch
 
 from rlhf.config import ModelConfig, SamplingConfig
 from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.models.scalar_head import made_class
 from rlhf.models.support import check_support
 from rlhf.rollout.decoder import Decoder
 from tests.families.table import BY_NAME, FAMILIES, SIZES, build
@@ -41,7 +42,8 @@ def assert_head_scores_as_plain_transformers(config: Any) -> None:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    model = build(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    made = made_class(config)
+    model = build(config, {type(config): made} if made else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     ids, mask = rows()
     with torch.no_grad():
         found = ScalarHead(model).eval()(ids, mask)[0, -1]
@@ -73,16 +75,18 @@ def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
 def test_padding_changes_neither_scores_nor_what_is_drawn(accelerator: Any, name: str, tmp_path: Path) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    family, config = BY_NAME[name], BY_NAME[name].configuration()
+    config = BY_NAME[name].configuration()
     config.save_pretrained(tmp_path)
     model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
     attention = model.config._attn_implementation
-    check_support(str(tmp_path), ModelConfig(), attention=attention, scalar_head=family.has_classifier)
+    check_support(str(tmp_path), ModelConfig(), attention=attention, scalar_head=True)
     assert_scores_as_plain_transformers(model)
     assert_draws_as_generate(accelerator, model)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "JetMoE"]
+)  # tolist() reads on the host, unseen here
 def test_a_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What cannot be recorded is decoded as it is."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -95,7 +99,7 @@ def test_a_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: py
     assert_draws_as_generate(accelerator, model)
 
 
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.has_classifier])
+@pytest.mark.parametrize("name", NAMES)
 def test_padding_does_not_change_the_scores_of_a_scalar_head(name: str) -> None:
     assert_head_scores_as_plain_transformers(BY_NAME[name].configuration())
 

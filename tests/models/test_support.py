@@ -53,18 +53,15 @@ def test_what_cannot_be_trained_is_named_with_the_reason(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["granite", "cohere", "olmoe"])
-def test_an_architecture_without_a_classifier_serves_sft_alone(tmp_path: Path, name: str) -> None:
+def test_an_architecture_without_a_classifier_gets_a_scalar_head_all_the_same(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, name)
-    check_support(path, ModelConfig(), attention="sdpa")
-    assert f"architecture {name} is not supported yet: transformers has no sequence classifier" in refusal(
-        path, scalar_head=True
-    )
+    check_support(path, ModelConfig(), attention="sdpa", scalar_head=True)
 
 
-def test_a_head_over_whole_sequences_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path, "modernbert-decoder", **SIZES, global_attn_every_n_layers=1)
+def test_an_architecture_whose_backbone_transformers_does_not_load_alone_gets_none(tmp_path: Path) -> None:
+    path = saved(tmp_path, "mllama")
     check_support(path, ModelConfig(), attention="sdpa")
-    assert "scores whole sequences, not tokens" in refusal(path, scalar_head=True)
+    assert "no class of the backbone alone that MllamaForCausalLM builds on" in refusal(path, scalar_head=True)
 
 
 @pytest.mark.parametrize(
