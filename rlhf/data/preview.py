@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from rlhf.data.tokenization import Demonstration, Example, Pair, StageData
+from rlhf.data.examples import Demonstration, Pair, parts, percentiles, typical
+from rlhf.data.tokenization import StageData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,20 +17,15 @@ def lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
     Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` for the reward model. Each number is the
     length of a row that is there (of an even number of rows, the median is the lower of the middle two).
     """
-    found: dict[str, list[int]] = {}
-    for example in [*data.train, *data.heldout]:
-        for name, ids in _parts(example):
-            found.setdefault(name, []).append(len(ids))
-    return {name: (_rank(counts, 0.5), _rank(counts, 0.95), max(counts)) for name, counts in found.items()}
+    found = percentiles([*data.train, *data.heldout], 0.5, 0.95, 1.0)
+    return {name: (median, high, longest) for name, (median, high, longest) in found.items()}
 
 
 def example(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """A row of median length that is trained on: its parts, decoded from the tokens, control tokens among them."""
-    ranked = sorted(data.train, key=lambda example: sum(len(ids) for _, ids in _parts(example)))
-    typical = ranked[(len(ranked) - 1) // 2]
     return [
         (name, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for name, ids in _parts(typical)
+        for name, ids in parts(typical(data.train))
     ]
 
 
@@ -45,17 +39,3 @@ def learned(data: StageData, *, loss_on: Literal["completion", "all"] = "complet
     if isinstance(first, Demonstration):
         return ("prompt", "completion") if loss_on == "all" else ("completion",)
     return ("chosen", "rejected") if isinstance(first, Pair) else ()
-
-
-def _parts(example: Example) -> list[tuple[str, list[int]]]:
-    parts = [("prompt", example.prompt_ids)]
-    if isinstance(example, Demonstration):
-        parts += [("completion", example.completion_ids)]
-    elif isinstance(example, Pair):
-        parts += [("chosen", example.chosen_ids), ("rejected", example.rejected_ids)]
-    return parts
-
-
-def _rank(counts: Sequence[int], part: float) -> int:
-    """The smallest count that at least this part of them does not exceed."""
-    return sorted(counts)[math.ceil(part * len(counts)) - 1]

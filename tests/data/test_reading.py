@@ -110,7 +110,7 @@ def test_fingerprints_are_named_by_source_subset_split_and_columns(
     import datasets
 
     rows = {"train": ROWS, "test": ROWS[:3]}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: rows[split])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split, revision: rows[split])
     monkeypatch.setattr("rlhf.hub.ask", lambda name, kind: None)
     path = write(tmp_path / "rows.jsonl", ROWS)
     found = sources_of(

@@ -110,7 +110,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: [{"prompt": f"{names} {split}"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split, revision: [{"prompt": f"{names} {split}"}])
     assert values(read("org/name", split="dev")) == [{"prompt": "('org/name', None) dev"}]
     assert values(read("org/name", subset="main")) == [{"prompt": "('org/name', 'main') train"}]
 
@@ -137,7 +137,7 @@ def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8")
     load, cache = datasets.load_dataset, str(tmp_path / "cache")
 
-    def local(name: str, subset: str | None, split: str) -> Any:
+    def local(name: str, subset: str | None, split: str, revision: None) -> Any:
         return load(str(tmp_path), subset, split=split, cache_dir=cache)
 
     monkeypatch.setattr(datasets, "load_dataset", local)
@@ -171,7 +171,7 @@ def test_lines_of_jsonl_that_no_reader_takes_are_broken_lines(tmp_path: Path) ->
 def test_a_hub_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def broken(name: str, subset: str | None, split: str) -> None:
+    def broken(name: str, subset: str | None, split: str, revision: None) -> None:
         raise ConnectionError("no route to the hub\nand a long story")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
