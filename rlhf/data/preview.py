@@ -1,11 +1,17 @@
-"""A look at what a stage's rows became: how long they are in tokens, and one of them as the model sees it."""
+"""A look at what a stage's rows became: how long they are in tokens, and one of them as the model sees it.
+
+`described` says all of it as plain values, for JSON and for `rlhf.cli.data` to print.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf.config import STAGES, Config, DataConfig, Stage
 from rlhf.data.examples import Demonstration, Pair, parts, percentiles, typical
-from rlhf.data.tokenization import StageData
+from rlhf.data.report import DataReport
+from rlhf.data.tokenization import SHARES, StageData
+from rlhf.data.truncation import longest_completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,3 +45,58 @@ def learned(data: StageData, *, loss_on: Literal["completion", "all"] = "complet
     if isinstance(first, Demonstration):
         return ("prompt", "completion") if loss_on == "all" else ("completion",)
     return ("chosen", "rejected") if isinstance(first, Pair) else ()
+
+
+def described(stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Any]:
+    """What a stage gets from its sources: `{"stage", "prompts", "split", "train", "heldout", "sources": [...]}`."""
+    learns = learned(data, loss_on=config.sft.loss_on)
+    return {
+        "stage": stage,
+        "prompts": data.prompt_format,
+        "split": dict(zip(STAGES, config.data.stage_split, strict=True)),
+        "train": len(data.train),
+        "heldout": len(data.heldout),
+        "sources": [_source(report, tokenizer, learns, config.data) for report in data.reports],
+    }
+
+
+def _source(
+    report: DataReport, tokenizer: PreTrainedTokenizerBase, learns: tuple[str, ...], config: DataConfig
+) -> dict[str, Any]:
+    names = [f"p{share * 100:.0f}" if share < 1 else "max" for share in SHARES]
+    shown = report.example
+    completion = longest_completion(shown.row, shown.prompt_ids, config) if shown else config.max_completion_length
+    return {
+        "source": report.source,
+        "read_as": report.how,
+        "rows": report.rows,
+        "share": report.share,
+        "train": report.train,
+        "heldout": report.heldout,
+        "truncated": report.truncated,
+        "dropped": [
+            {"reason": reason, "rows": rows, "first": first} for reason, (rows, first) in report.dropped.items()
+        ],
+        "tokens": {part: dict(zip(names, counts, strict=True)) for part, counts in report.tokens.items()},
+        "limits": {part: config.max_prompt_length if part == "prompt" else completion for part in report.tokens},
+        "example": shown
+        and {
+            "row": shown.row.source,
+            "parts": [
+                {
+                    "part": part,
+                    "text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+                    "tokens": [token_text(tokenizer, token) for token in ids],
+                    "in_loss": part in learns,
+                }
+                for part, ids in parts(shown)
+            ],
+        },
+    }
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text of one token, with the space before it that some tokenizers drop where it stands alone."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text

@@ -34,6 +34,7 @@ class DataReport:
         train, heldout: rows that are used.
         unseen: rows of the stage's share that were not looked at, because a sample was asked for.
         dropped: why rows are left out.
+        rows, share: rows of the source that have a prompt, and those of them that the stage may use.
         truncated: rows that are used and were too long (data.too_long: truncate).
         how: what was read as what.
         tokens: of each part of the rows, the lengths that half, 90 %, 99 % and all of them do not exceed.
@@ -46,6 +47,8 @@ class DataReport:
     train: int = 0
     heldout: int = 0
     unseen: int = 0
+    rows: int = 0
+    share: int = 0
     truncated: int = 0
     how: str = ""
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)

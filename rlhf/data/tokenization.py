@@ -112,7 +112,7 @@ def load_stage(
             report.unseen = len(usable) - sample
             drawn = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
             usable = [usable[place] for place in sorted(drawn)]
-        report.how = source.how
+        report.how, report.rows, report.share = source.how, len(source.rows), len(rows)
         examples = _examples(usable, config, tokenizer, report, end_ids, show=read.show)
         if examples:
             report.tokens = percentiles(examples, *SHARES)
