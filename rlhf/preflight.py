@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.config import Config, Stage
+from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
@@ -150,6 +150,29 @@ def examine(
     needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
     return Findings(tuple(plans), read.fingerprints(), models.attention)
+
+
+def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> list[StagePlan]:
+    """What `stages` get from their sources, all rows tokenized; no weights are loaded and no run is looked at.
+
+    Args:
+        show: tell of reading that takes long.
+
+    Raises:
+        RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
+    """
+    from rlhf.data.reading import read_sources
+    from rlhf.data.tokenization import load_stage
+
+    models, values, directory = _Models(config, attention=""), config.model_dump(), RunDirectory(config.output)
+    sources = read_sources(config.data, stages, seed=config.seed, show=show)
+    plans = []
+    for stage in stages:
+        first = origin(directory, STARTS[stage][0], values, STAGES)
+        tokenizer, ends = models.tokenizer(first), models.end_tokens(first)
+        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
+        plans.append(StagePlan(stage, (first,), None, tokenizer, data))
+    return plans
 
 
 def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
