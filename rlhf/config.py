@@ -178,6 +178,12 @@ class EpochConfig(TrainingConfig):
 
     epochs: int = Field(1, ge=1, description="passes over the stage's rows")
     max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps; empty: after `epochs`")
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="part of each layer's activations dropped in training; empty: the model's own rates",
+    )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the stage."""
@@ -243,6 +249,16 @@ class PPOConfig(TrainingConfig):
     gamma: Fraction = Field(1.0, description="discount of later rewards")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
     clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    dropout: float | None = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout in the policy's updates; as rollouts are scored without, above 0 the policy ratio begins "
+        "near 1, not at it; empty: the model's own rates",
+    )
+    critic_dropout: float | None = Field(
+        0.0, ge=0, lt=1, description="dropout in the critic's updates; empty: its own rates"
+    )
     value_clip: float = Field(0.2, gt=0, description="clip range of the value update")
     whiten_advantages: bool = Field(True, description="scale each batch's advantages to mean 0, deviation 1")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")

@@ -106,6 +106,17 @@ def a_classifier_of_two_labels(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def dropout_where_there_is_none(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    folder = bench.copy(bench.model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    Lfm2ForCausalLM(Lfm2Config(vocab_size=len(build_tokenizer()), **sizes, **layers)).save_pretrained(folder)
+    return settings(ppo__actor=folder, ppo__dropout=0.1), ["ppo.dropout: 0.1, but Lfm2ForCausalLM has no dropout"]
+
+
+@mistake
 def another_vocabulary(bench: Bench) -> tuple[list[str], list[str]]:
     folder = bench.copy(bench.run / "reward" / "model")
     tokenizer = build_tokenizer()
