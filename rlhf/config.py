@@ -211,6 +211,10 @@ class RewardConfig(EpochConfig):
     model: OptionalName = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
     )
+    reset_final_norm: Literal["auto", True, False] = Field(
+        "auto",
+        description="untrained norm under a new head; auto: where very unequal gains would cost it bf16's accuracy",
+    )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
 

@@ -99,7 +99,13 @@ def _reward(context: StageContext) -> dict[str, Any]:
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     model = load_scalar_head(
-        config.model, tokenizer, attention=context.attention, path=path, seed=config.seed, say=context.say
+        config.model,
+        tokenizer,
+        attention=context.attention,
+        path=path,
+        seed=config.seed,
+        reset_norm=config.reward.reset_final_norm,
+        say=context.say,
     )
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}

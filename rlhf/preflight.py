@@ -171,6 +171,7 @@ class _Models:
     def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
         from rlhf.models.dropout import check_dropout
+        from rlhf.models.final_norm import check_final_norm
         from rlhf.models.loading import check_fits, check_same_vocabulary
         from rlhf.models.lora import check_targets
         from rlhf.models.support import check_positions
@@ -182,6 +183,8 @@ class _Models:
             check_positions(found.path, outline.config, self._config.data.max_length)
             check_fits(self.tokenizer(found), outline, found.path)
             check_dropout(outline, *_dropout(self._config, found.start))
+            if stage == "reward":
+                check_final_norm(outline, self._config.reward.reset_final_norm)
             if self._config.lora.rank:
                 check_targets(outline, self._config.lora)
         if stage == "ppo":

@@ -117,6 +117,17 @@ def dropout_where_there_is_none(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def no_norm_to_reset(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import OlmoConfig, OlmoForCausalLM
+
+    folder = bench.copy(bench.model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    OlmoForCausalLM(OlmoConfig(vocab_size=len(build_tokenizer()), **sizes)).save_pretrained(folder)
+    keys = settings(reward__model=folder, reward__reset_final_norm="true")
+    return keys, ["reward.reset_final_norm: true, but OlmoForSequenceClassification has no norm with weights"]
+
+
+@mistake
 def another_vocabulary(bench: Bench) -> tuple[list[str], list[str]]:
     folder = bench.copy(bench.run / "reward" / "model")
     tokenizer = build_tokenizer()
