@@ -26,8 +26,8 @@ _RESET = "_reset_under_a_new_head"
 def final_norm(model: Any) -> tuple[str, nn.Module] | None:
     """The norm whose output the scalar head of `model` reads, and its name; None where there is none with weights.
 
-    It stands beside the stack of layers, as a rule after it (OPT's before it), and is as wide as the head. So may a
-    norm of the embeddings (BLOOM's) be, which stands before it and is named for them.
+    It stands beside the stack of layers, as a rule after it (OPT's before it, where BLOOM has one of its embeddings),
+    and is as wide as the head.
     """
     found = []
     for name, module in model.base_model.named_modules():
@@ -40,7 +40,7 @@ def final_norm(model: Any) -> tuple[str, nn.Module] | None:
         found += [
             (name.count("."), index < stacks[-1], f"{name}.{own}".lstrip("."), child)
             for index, (own, child) in enumerate(children)
-            if _is_norm(child, model) and (index > stacks[-1] or "emb" not in own)
+            if _is_norm(child, model)
         ]
     if not found:
         return None

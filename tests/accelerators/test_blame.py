@@ -146,11 +146,30 @@ def test_without_a_fault_the_plugin_trains(faulty):
     [
         ("out of memory", "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"),
         ("out of memory in a runtime's own words", "DeviceOutOfMemory: Tried to allocate 2 GiB"),
+        ("out of memory as only the backend knows", "FullError: 7 tiles short"),
     ],
 )
 def test_a_lack_of_memory_is_nobodys_mistake(faulty, fault, said):
     line = refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
-    assert line.startswith(f"not enough memory ({said}); lower the stage's micro_batch_size")
+    assert line.startswith(f"out of memory on faulty in sft, set-up ({said}); peak ")
+    assert "; try, with --set and in this order: lora.rank=8; run: rlhf sft " in line
+
+
+def test_a_judgement_that_fails_is_no_lack_of_memory(faulty):
+    line = refusal(faulty("its judgement fails", *faulty.sft, "--accelerator", "faulty"))
+    assert "step_boundary() failed (FullError: 7 tiles short); report it" in line
+
+
+def test_an_allocation_that_fails_ends_with_what_would_help_here(faulty, tmp_path):
+    wishes = ("data.max_prompt_length=1000", "sft.batch_size=16", "model.gradient_checkpointing=false")
+    settings = [word for wish in wishes for word in ("--set", wish)]
+    line = refusal(faulty("memory is limited", *faulty.sft, *settings, "--accelerator", "faulty"))
+    assert line.startswith("out of memory on the host in sft, update (RuntimeError: [enforce fail at alloc_cpu.cpp")
+    assert "; weights, gradients and optimizer: sft 0." in line
+    assert line.partition("; try, with --set and in this order: ")[2].partition(";")[0].split(", ") == [
+        *("sft.micro_batch_size=8", "model.gradient_checkpointing=true", "lora.rank=8", "data.max_prompt_length=500")
+    ]
+    assert f"--output {tmp_path / 'run'}" in line.partition("; run: rlhf sft ")[2]
 
 
 def test_an_attention_that_transformers_does_not_know_gives_way(faulty):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,12 @@ def runtime(monkeypatch):
 
     def pretend(*chips: str, architectures: list[str] | None = None) -> list[tuple]:
         calls: list[tuple] = []
+        monkeypatch.setattr(torch.version, "cuda", "12.6")
+
+        def properties(index):
+            return SimpleNamespace(name=nvml.CHIPS[chips[index]].name, uuid="another", total_memory=1 << 34)
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
         def replace(name, answer):
             monkeypatch.setattr(torch.cuda, name, lambda *args: calls.append((name, *args)) or answer(*args))
@@ -145,7 +152,7 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     ],
 )
 def test_flash_attention_is_refused_with_its_reason(on, chip, reason):
-    (_, _), (refused, support) = on(chip).candidates("attention")
+    *_, (refused, support) = on(chip).candidates("attention")
     assert refused.name == "flash_attention_2"
     assert not support.ok
     assert support.reason.startswith(reason)
@@ -215,6 +222,37 @@ def test_a_gpu_that_nvml_counts_elsewhere_is_refused(on, runtime, monkeypatch):
     runtime("V100")  # what an order of its own makes of index 0
     with pytest.raises(AcceleratorError, match=r"device 0 is Tesla V100.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         on("A100", "V100").bind(0)
+
+
+@pytest.mark.parametrize(
+    ("versions", "complaint"),
+    [
+        ({"hip": "7.1.25424", "cuda": None}, "is built for ROCm 7.1.25424, whatever torch.cuda says"),
+        ({"hip": "7.1.25424", "cuda": "12.6"}, "is built for ROCm 7.1.25424, whatever torch.cuda says"),
+        ({"hip": None, "cuda": None}, "is built without CUDA, whatever torch.cuda says"),
+    ],
+)
+def test_another_vendors_build_of_torch_is_refused_before_its_device_is_opened(
+    on, runtime, monkeypatch, versions, complaint
+):
+    calls = runtime("A100")
+    for name, version in versions.items():
+        monkeypatch.setattr(torch.version, name, version)
+    with pytest.raises(AcceleratorError, match=f"{complaint}; install a build of torch for CUDA 12"):
+        on("A100").bind(0)
+    assert calls == []
+
+
+def test_a_device_that_nvidias_driver_does_not_know_is_refused(on, runtime, monkeypatch):
+    runtime("A100")
+    other = SimpleNamespace(name="BI-V150", uuid="77777777-7777")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: other)
+    with pytest.raises(AcceleratorError, match=r"opened BI-V150 \(GPU-77777777-7777\), which NVIDIA's driver does not"):
+        on("A100").bind(0)
+    other.uuid = "00000000-0000"  # as NVML has it, whatever its name
+    on("A100").bind(0)
+    other.uuid, other.name = "of-a-part", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
+    on("A100").bind(0)
 
 
 def test_the_device_is_described_without_binding_it(on):

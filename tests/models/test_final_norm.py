@@ -206,9 +206,8 @@ def test_under_lora_the_reset_norm_is_trained_as_the_head_is(tmp_path: Path) -> 
 def test_the_setting_is_auto_true_or_false() -> None:
     for value in ("auto", True, False):
         assert build_config({"reward": {"reset_final_norm": value}}).reward.reset_final_norm is value
-    for value in ("never", 1):
-        with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: expected 'auto', True or False, found"):
-            build_config({"reward": {"reset_final_norm": value}})
+    with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: expected 'auto', True or False, found 'never'"):
+        build_config({"reward": {"reset_final_norm": "never"}})
 
 
 @pytest.mark.parametrize("keys", [[], ["engine.zero_stage=3", "lora.rank=2"]])
