@@ -197,6 +197,8 @@ class _Models:
 
     def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
+        from rlhf.models.dropout import check_dropout
+        from rlhf.models.final_norm import check_final_norm
         from rlhf.models.loading import check_fits, check_same_vocabulary
         from rlhf.models.lora import check_targets
         from rlhf.models.support import check_positions
@@ -207,6 +209,9 @@ class _Models:
                 continue
             check_positions(found.path, outline.config, self._config.data.max_length)
             check_fits(self.tokenizer(found), outline, found.path)
+            check_dropout(outline, *_dropout(self._config, found.start))
+            if stage == "reward":
+                check_final_norm(outline, self._config.reward.reset_final_norm)
             if self._config.lora.rank:
                 check_targets(outline, self._config.lora)
         if stage == "ppo":
@@ -266,6 +271,17 @@ class _Models:
 
         settings = generation_settings(found.path, self._config.model) if found.path else None
         return end_tokens(self.tokenizer(found), settings)
+
+
+def _dropout(config: Config, start: Start) -> tuple[float | None, str]:
+    """(rate, its key) of the model that is trained from `start`."""
+    if start.key == "model.path":
+        return config.sft.dropout, "sft.dropout"
+    if start.key == "reward.model":
+        return config.reward.dropout, "reward.dropout"
+    if start.key == "ppo.actor":
+        return config.ppo.dropout, "ppo.dropout"
+    return config.ppo.critic_dropout, "ppo.critic_dropout"
 
 
 def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
