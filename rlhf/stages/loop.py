@@ -21,7 +21,7 @@ from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import checkpoint, distributed
 from rlhf.engine.statistics import Sums
-from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.engine.training import Batch, TrainingEngine, freeze
 from rlhf.errors import DivergedError
 from rlhf.files import atomic_write_json, read_json
 from rlhf.metrics.progress import console, progress
@@ -61,6 +61,8 @@ class StageContext:
     directory: StageDirectory
     recorder: Recorder
     clock: Clock = field(default_factory=Clock)
+    models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
+    """What `engine` and `frozen` have made, by role."""
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -71,11 +73,6 @@ class StageContext:
         """Let go of what this stage replaces, once it has something to show."""
         if self.world.is_main:
             self.run.settle(self.directory)
-
-    @property
-    def attention(self) -> str:
-        """transformers' name of the attention implementation."""
-        return self.accelerator.kernel("attention", required=True)
 
     def engine(
         self,
@@ -95,7 +92,7 @@ class StageContext:
         lora = self.config.lora
         if lora.rank:
             add_adapters(model.model if isinstance(model, ScalarHead) else model, lora, seed=self.config.seed)
-        engine = TrainingEngine(
+        engine = self.models[name] = TrainingEngine(
             name,
             model,
             accelerator=self.accelerator,
@@ -110,6 +107,13 @@ class StageContext:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
         return engine
+
+    def frozen(self, name: str, model: nn.Module) -> nn.Module:
+        """A model for scoring only; see `freeze`."""
+        self.models[name] = freeze(
+            model, accelerator=self.accelerator, precision=self.precision, engine=self.config.engine
+        )
+        return self.models[name]
 
     def batches(
         self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool

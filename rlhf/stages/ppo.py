@@ -20,7 +20,7 @@ from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
-from rlhf.engine.training import Batch, freeze
+from rlhf.engine.training import Batch
 from rlhf.models.dropout import disable_dropout
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead, completion_log_probs, last_token_scores
@@ -73,11 +73,8 @@ class PPO:
         self.critic = context.engine("critic", ScalarHead(models.critic), settings.critic_optimizer, **sizes)
         for engine in (self.actor, self.critic):
             disable_dropout(engine.module)  # before the first update the ratio of new to old policy is 1
-        frozen = partial(
-            freeze, accelerator=context.accelerator, precision=context.precision, engine=context.config.engine
-        )
-        self.reference = frozen(models.reference) if models.reference is not None else None
-        self.reward = frozen(ScalarHead(models.reward))
+        self.reference = context.frozen("reference", models.reference) if models.reference is not None else None
+        self.reward = context.frozen("reward", ScalarHead(models.reward))
 
         collate = partial(
             collate_ppo,
