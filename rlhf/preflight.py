@@ -6,7 +6,7 @@ answered by the part that would meet the problem later, with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -152,8 +152,8 @@ def examine(
     return Findings(tuple(plans), read.fingerprints(), models.attention)
 
 
-def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> list[StagePlan]:
-    """What `stages` get from their sources, all rows tokenized; no weights are loaded and no run is looked at.
+def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
+    """What `stages` get from their sources, one by one, all rows tokenized; no weights are loaded, no run is looked at.
 
     Args:
         show: tell of reading that takes long.
@@ -166,13 +166,11 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
 
     models, values, directory = _Models(config, attention=""), config.model_dump(), RunDirectory(config.output)
     sources = read_sources(config.data, stages, seed=config.seed, show=show)
-    plans = []
     for stage in stages:
         first = origin(directory, STARTS[stage][0], values, STAGES)
         tokenizer, ends = models.tokenizer(first), models.end_tokens(first)
         data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
-        plans.append(StagePlan(stage, (first,), None, tokenizer, data))
-    return plans
+        yield StagePlan(stage, (first,), None, tokenizer, data)
 
 
 def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
