@@ -137,12 +137,18 @@ class AcceleratorSpec:
             raise ValueError(f"AcceleratorSpec: name is {self.name!r}, expected one word other than auto")
 
 
+def _nothing(model: Any) -> str:
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelImpl:
     """One implementation of an operation; the supported one with the highest priority is used.
 
     `factory(accelerator)` returns the implementation itself; it is called when a trainer asks for it. If it fails, the
-    next implementation is used, with a warning. `plugin`, the plugin that offers it, is filled in when it is loaded.
+    next implementation is used, with a warning. `refuses(model)`, for operation `attention`, says of a model why this
+    one cannot serve it, given transformers' configuration of it, and "" where it can; the model gets the next one then.
+    `plugin`, the plugin that offers it, is filled in when it is loaded.
     """
 
     operation: str
@@ -150,10 +156,12 @@ class KernelImpl:
     factory: Callable[[Accelerator], Any]
     supported: Callable[[Accelerator], Support]
     priority: int = 0
+    refuses: Callable[[Any], str] = _nothing
     plugin: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
+        _check_types(self, refuses=Callable)
         if self.operation not in OPERATIONS:
             meant = nearest(self.operation, OPERATIONS)
             hint = f"did you mean {meant!r}? " if meant else ""

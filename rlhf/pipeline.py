@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerators
@@ -23,6 +24,7 @@ from rlhf.engine import distributed, memory
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
+from rlhf.models.attention import choose_attention, describe
 from rlhf.models.embedded import build_llama
 from rlhf.models.loading import (
     load_causal_lm,
@@ -87,10 +89,12 @@ def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
     if config.model.path is None:
         tokenizer = world_tokenizer()
-        model = build_llama(tokenizer, attention=context.attention, seed=config.seed, max_length=config.data.max_length)
+        attention = context.accelerator.kernel("attention", required=True)
+        model = build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
     else:
         tokenizer = _tokenizer(context)
-        model = load_causal_lm(config.model, tokenizer, attention=context.attention)
+        (attention,) = _attention(context, config.model.path)
+        model = load_causal_lm(config.model, tokenizer, attention=attention)
     data = _data(context, tokenizer, model.generation_config)
     return sft.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
@@ -99,7 +103,8 @@ def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=context.attention, path=path, seed=config.seed)
+    (attention,) = _attention(context, path)
+    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed, say=context.say)
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
@@ -108,8 +113,9 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     config = context.config
     actor_path, reward_path = _starts(context, "ppo")
     tokenizer = _tokenizer(context, actor_path)
-    policy = partial(load_causal_lm, config.model, tokenizer, attention=context.attention, path=actor_path)
-    scalar = partial(load_scalar_head, config.model, tokenizer, attention=context.attention, path=reward_path)
+    attention, of_reward = _attention(context, actor_path, reward_path)
+    policy = partial(load_causal_lm, config.model, tokenizer, attention=attention, path=actor_path)
+    scalar = partial(load_scalar_head, config.model, tokenizer, attention=of_reward, path=reward_path)
     reference = None if config.lora.rank else policy()  # with LoRA the actor is its own
     models = ppo.Models(actor=policy(), reference=reference, critic=scalar(), reward=scalar())
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
@@ -126,6 +132,15 @@ def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]
         for start in STARTS[stage]
         if start.earlier is not None
     ]
+
+
+def _attention(context: StageContext, *paths: str) -> list[str]:
+    """transformers' name of the attention of each model; one line says where that is not the backend's first choice."""
+    found = {path: choose_attention(context.accelerator, path, context.config.model) for path in paths}
+    named = {"/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]): found[path] for path in paths}
+    if said := describe(named):
+        context.say(said)
+    return [found[path].name for path in paths]
 
 
 def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:

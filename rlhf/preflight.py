@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.config import Config, Stage
+from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
-from rlhf.ranks import current_rank
+from rlhf.place import here
 from rlhf.run import RunDirectory
 from rlhf.settings import STARTS, Fingerprints, Start
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from accelerators import Accelerator
     from rlhf.data.tokenization import StageData
+    from rlhf.models.attention import Choice
 
 
 class Origin(NamedTuple):
@@ -62,10 +63,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `examine` found: a plan for each stage, and what the rows of each source are."""
+    """What `examine` found: a plan for each stage, what the rows of each source are, and each model's attention."""
 
     plans: tuple[StagePlan, ...]
     data: Fingerprints
+    attention: dict[str, Choice]
 
 
 def check(
@@ -81,7 +83,7 @@ def check(
             data that the stages name is not there, or is what `overwrite` replaces.
     """
     directory = RunDirectory(config.output)
-    if current_rank() == 0:
+    if here().rank == 0:
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
@@ -128,7 +130,8 @@ def examine(
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
-    models = _Models(config, accelerator.kernel("attention", required=True))
+    accelerator.kernel("attention", required=True)
+    models = _Models(config, accelerator)
     values = config.model_dump()
     origins = {stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending}
     for stage in pending:
@@ -146,7 +149,30 @@ def examine(
         plans.append(plan)
     needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
-    return Findings(tuple(plans), read.fingerprints())
+    return Findings(tuple(plans), read.fingerprints(), models.attention)
+
+
+def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> list[StagePlan]:
+    """What `stages` get from their sources, all rows tokenized; no weights are loaded and no run is looked at.
+
+    Args:
+        show: tell of reading that takes long.
+
+    Raises:
+        RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
+    """
+    from rlhf.data.reading import read_sources
+    from rlhf.data.tokenization import load_stage
+
+    models, values, directory = _Models(config, attention=""), config.model_dump(), RunDirectory(config.output)
+    sources = read_sources(config.data, stages, seed=config.seed, show=show)
+    plans = []
+    for stage in stages:
+        first = origin(directory, STARTS[stage][0], values, STAGES)
+        tokenizer, ends = models.tokenizer(first), models.end_tokens(first)
+        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
+        plans.append(StagePlan(stage, (first,), None, tokenizer, data))
+    return plans
 
 
 def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
@@ -163,8 +189,9 @@ def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pendin
 class _Models:
     """The models and tokenizers that the stages start from, each looked at once and without its weights."""
 
-    def __init__(self, config: Config, attention: str) -> None:
-        self._config, self._attention = config, attention
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        self._config, self._accelerator = config, accelerator
+        self.attention: dict[str, Choice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
         self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
 
@@ -189,6 +216,7 @@ class _Models:
 
     def outline(self, found: Origin) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""
+        from rlhf.models.attention import choose_attention
         from rlhf.models.loading import outline
 
         if found.path is None:
@@ -197,10 +225,12 @@ class _Models:
         trained = not found.start.scalar_head or (found.start.key == "ppo.reward_model" and not found.through)
         key = found.path, found.start.scalar_head, trained
         if key not in self._outlines:
+            if found.path not in self.attention:
+                self.attention[found.path] = choose_attention(self._accelerator, found.path, self._config.model)
             self._outlines[key] = outline(
                 found.path,
                 self._config.model,
-                attention=self._attention,
+                attention=self.attention[found.path].name,
                 scalar_head=found.start.scalar_head,
                 trained=trained,
             )

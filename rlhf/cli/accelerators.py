@@ -136,6 +136,8 @@ def _candidates(ranked: Sequence[tuple[KernelImpl, Support]], asked: bool) -> li
     for place, (implementation, support) in enumerate(ranked):
         beaten = place > 0 and support.ok
         reason = f"{ranked[0][0].name} has the higher priority" if beaten else support.reason
+        if beaten and implementation.operation == "attention":
+            reason += "; this one is for models that it does not serve"
         listed.append(
             {
                 "name": implementation.name,

@@ -74,11 +74,6 @@ class StageContext:
         if self.world.is_main:
             self.run.settle(self.directory)
 
-    @property
-    def attention(self) -> str:
-        """transformers' name of the attention implementation."""
-        return self.accelerator.kernel("attention", required=True)
-
     def engine(
         self,
         name: str,

@@ -188,6 +188,25 @@ def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature
         attend(SimpleNamespace(), query, query, query, None, **{feature: torch.ones(2)})
 
 
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("Llama", ""),
+        ("Gemma3Text", ""),
+        ("Gemma2", "FusedSDPA has no softcap"),
+        ("GptOss", "FusedSDPA has no s_aux"),
+        ("Mpt", "FusedSDPA has no position_bias"),
+    ],
+)
+def test_a_model_that_needs_more_than_the_fused_attention_has_is_told_by_its_configuration(machine, family, refusal):
+    import transformers
+
+    hpu = machine()
+    ((best, _), *_) = hpu.candidates("attention")
+    assert best.name == "habana-fused"
+    assert hpu.refusal(best, getattr(transformers, f"{family}Config")()) == refusal
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_a_model_on_the_fused_attention_gives_the_logits_and_gradients_of_sdpa(machine, heads):
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -148,12 +148,17 @@ def test_a_good_plugin_wins_by_priority_and_its_backend_can_be_created(rlhf, run
     facts = json.loads(rlhf("accelerators", "explain", "good", "--json", plugins=["good"]).stdout)
     assert facts["device"] == {"model": "Good One", "count": 2, "software": "none"}
     assert facts["operations"]["attention"]["implementation"] == "good-attention"
-    assert [found["name"] for found in facts["operations"]["attention"]["candidates"]] == ["good-attention", "sdpa"]
+    assert [found["name"] for found in facts["operations"]["attention"]["candidates"]] == [
+        "good-attention",
+        "sdpa",
+        "eager",
+    ]
 
 
 def test_a_kernel_for_another_backend_says_why_it_is_not_used(rlhf):
     facts = json.loads(rlhf("accelerators", "explain", "cpu", "--json", plugins=["good"]).stdout)
-    used, other = facts["operations"]["attention"]["candidates"]
+    used, portable, other = facts["operations"]["attention"]["candidates"]
+    assert portable["reason"] == "sdpa has the higher priority; this one is for models that it does not serve"
     assert (used["name"], used["used"]) == ("sdpa", True)
     assert (other["name"], other["used"], other["reason"]) == ("good-attention", False, "only on a Good One")
 
