@@ -164,11 +164,11 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
     from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import load_stage
 
-    models, values, directory = _Models(config, attention=""), config.model_dump(), RunDirectory(config.output)
+    tokenizers, values, directory = _Tokenizers(config), config.model_dump(), RunDirectory(config.output)
     sources = read_sources(config.data, stages, seed=config.seed, show=show)
     for stage in stages:
         first = origin(directory, STARTS[stage][0], values, STAGES)
-        tokenizer, ends = models.tokenizer(first), models.end_tokens(first)
+        tokenizer, ends = tokenizers.tokenizer(first), tokenizers.end_tokens(first)
         data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
         yield StagePlan(stage, (first,), None, tokenizer, data)
 
@@ -184,14 +184,56 @@ def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pendin
     return Origin(start, before.path, (*before.through, start.earlier))
 
 
-class _Models:
+class _Tokenizers:
+    """The tokenizers of the models that the stages start from, each loaded once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
+
+    def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
+        """The tokenizer that the stage will load with the model."""
+        from rlhf.data.tokenizer import world_tokenizer
+        from rlhf.models.loading import load_model_tokenizer
+
+        # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
+        first = found.start.key == "model.path" or "sft" in found.through
+        key = None if first else found.path
+        if key not in self._tokenizers:
+            if found.path is None:
+                self._tokenizers[key] = world_tokenizer()
+            else:
+                self._tokenizers[key] = load_model_tokenizer(self._config.model, key)[0]
+        return self._tokenizers[key]
+
+    def end_tokens(self, found: Origin) -> list[int]:
+        """Ids that end a reply of the model."""
+        from rlhf.models.support import generation_settings
+        from rlhf.models.tokenizers import end_tokens
+
+        settings = generation_settings(found.path, self._config.model) if found.path else None
+        return end_tokens(self.tokenizer(found), settings)
+
+
+def _dropout(config: Config, start: Start) -> tuple[float | None, str]:
+    """(rate, its key) of the model that is trained from `start`."""
+    if start.key == "model.path":
+        return config.sft.dropout, "sft.dropout"
+    if start.key == "reward.model":
+        return config.reward.dropout, "reward.dropout"
+    if start.key == "ppo.actor":
+        return config.ppo.dropout, "ppo.dropout"
+    return config.ppo.critic_dropout, "ppo.critic_dropout"
+
+
+class _Models(_Tokenizers):
     """The models and tokenizers that the stages start from, each looked at once and without its weights."""
 
     def __init__(self, config: Config, accelerator: Accelerator) -> None:
-        self._config, self._accelerator = config, accelerator
+        super().__init__(config)
+        self._accelerator = accelerator
         self.attention: dict[str, Choice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
-        self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
 
     def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
@@ -246,40 +288,6 @@ class _Models:
     def parameters(self, found: Origin) -> int | None:
         outline = self.outline(found)
         return None if outline is None else outline.num_parameters()
-
-    def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
-        """The tokenizer that the stage will load with the model."""
-        from rlhf.data.tokenizer import world_tokenizer
-        from rlhf.models.loading import load_model_tokenizer
-
-        # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
-        first = found.start.key == "model.path" or "sft" in found.through
-        key = None if first else found.path
-        if key not in self._tokenizers:
-            if found.path is None:
-                self._tokenizers[key] = world_tokenizer()
-            else:
-                self._tokenizers[key] = load_model_tokenizer(self._config.model, key)[0]
-        return self._tokenizers[key]
-
-    def end_tokens(self, found: Origin) -> list[int]:
-        """Ids that end a reply of the model."""
-        from rlhf.models.support import generation_settings
-        from rlhf.models.tokenizers import end_tokens
-
-        settings = generation_settings(found.path, self._config.model) if found.path else None
-        return end_tokens(self.tokenizer(found), settings)
-
-
-def _dropout(config: Config, start: Start) -> tuple[float | None, str]:
-    """(rate, its key) of the model that is trained from `start`."""
-    if start.key == "model.path":
-        return config.sft.dropout, "sft.dropout"
-    if start.key == "reward.model":
-        return config.reward.dropout, "reward.dropout"
-    if start.key == "ppo.actor":
-        return config.ppo.dropout, "ppo.dropout"
-    return config.ppo.critic_dropout, "ppo.critic_dropout"
 
 
 def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
