@@ -261,21 +261,22 @@ class _Models(_Tokenizers):
 
     def outline(self, found: Origin) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""
-        from rlhf.models.attention import choose_attention
+        from rlhf.models.attention import EMBEDDED, choose_attention
         from rlhf.models.loading import outline
 
+        name = found.path or EMBEDDED
+        if name not in self.attention:
+            self.attention[name] = choose_attention(self._accelerator, found.path, self._config.model)
         if found.path is None:
             return None
         # A head is drawn anew but for PPO's reward model, which some stage has left.
         trained = not found.start.scalar_head or (found.start.key == "ppo.reward_model" and not found.through)
         key = found.path, found.start.scalar_head, trained
         if key not in self._outlines:
-            if found.path not in self.attention:
-                self.attention[found.path] = choose_attention(self._accelerator, found.path, self._config.model)
             self._outlines[key] = outline(
                 found.path,
                 self._config.model,
-                attention=self.attention[found.path].name,
+                attention=self.attention[name].name,
                 scalar_head=found.start.scalar_head,
                 trained=trained,
             )

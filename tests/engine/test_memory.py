@@ -7,11 +7,13 @@ import inspect
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from rlhf.config import EngineConfig, load_config
+from rlhf.config import EngineConfig, ModelConfig, load_config
 from rlhf.engine import memory
 from rlhf.engine.memory import Situation, advice, bytes_held
 from rlhf.engine.training import freeze
+from rlhf.models.loading import load_causal_lm
 from rlhf.stages.loop import StageContext
 from rlhf.stages.ppo import PPO
 from tests.engine.test_training import build, train
@@ -100,6 +102,15 @@ def test_phases_are_those_of_functions_that_exist(name):
     classes = [StageContext, PPO, *(part for part in vars(found).values() if inspect.isclass(part))]
     own = [getattr(place, function, None) for place in (found, *classes)]
     assert any(inspect.isfunction(part) and part.__module__ == module for part in own)
+
+
+def test_a_model_that_memory_does_not_hold_is_not_called_damaged(model_folder, tokenizer, monkeypatch):
+    def full(*arguments, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 524288000 bytes.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        load_causal_lm(ModelConfig(path=str(model_folder)), tokenizer, attention="sdpa")
 
 
 # bytes
