@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from accelerators import lack_of_memory
 from rlhf import hub
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
@@ -166,6 +167,8 @@ def _load(
             **options,
         )
     except Exception as error:
+        if lack_of_memory(error):  # its files may be in order
+            raise
         if not Path(path).exists():
             raise unreachable(path, error) from error
         raise ModelError(

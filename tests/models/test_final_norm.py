@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.test_architectures import configuration
+from tests.models.test_architectures import gemma3 as composite
 
 from rlhf.config import LoraConfig, ModelConfig, build_config
 from rlhf.errors import ConfigError
@@ -17,8 +19,6 @@ from rlhf.models.loading import load_scalar_head
 from rlhf.models.lora import add_adapters
 from rlhf.models.scalar_head import made_class
 from tests.helpers import build_tokenizer, llama
-from tests.models.test_architectures import configuration
-from tests.models.test_architectures import gemma3 as composite
 
 NAMES = {
     "bloom": "ln_f",
