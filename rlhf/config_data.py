@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -17,6 +18,7 @@ from rlhf.values import as_sources
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Cleaning = Literal["citations", "speaker"]
+_WHOLE = re.compile(r"^(-?\d+)\.0+$")
 
 
 class ColumnsConfig(Section):
@@ -56,8 +58,8 @@ def label_text(value: Any) -> Any:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
-        return f"{value:g}"
-    return value.strip() if isinstance(value, str) else value
+        value = str(value)
+    return _WHOLE.sub(r"\1", value.strip()) if isinstance(value, str) else value
 
 
 Label = Annotated[str | None, BeforeValidator(label_text)]

@@ -24,7 +24,7 @@ from rlhf.engine import distributed, memory
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
-from rlhf.models.attention import choose_attention, describe
+from rlhf.models.attention import EMBEDDED, choose_attention, describe
 from rlhf.models.embedded import build_llama
 from rlhf.models.loading import (
     load_causal_lm,
@@ -87,13 +87,12 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
 
 def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
+    (attention,) = _attention(context, config.model.path)
     if config.model.path is None:
         tokenizer = world_tokenizer()
-        attention = context.accelerator.kernel("attention", required=True)
         model = build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
     else:
         tokenizer = _tokenizer(context)
-        (attention,) = _attention(context, config.model.path)
         model = load_causal_lm(config.model, tokenizer, attention=attention)
     data = _data(context, tokenizer, model.generation_config)
     return sft.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
@@ -104,7 +103,15 @@ def _reward(context: StageContext) -> dict[str, Any]:
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed, say=context.say)
+    model = load_scalar_head(
+        config.model,
+        tokenizer,
+        attention=attention,
+        path=path,
+        seed=config.seed,
+        reset_norm=config.reward.reset_final_norm,
+        say=context.say,
+    )
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
@@ -134,13 +141,17 @@ def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]
     ]
 
 
-def _attention(context: StageContext, *paths: str) -> list[str]:
+def _attention(context: StageContext, *paths: str | None) -> list[str]:
     """transformers' name of the attention of each model; one line says where that is not the backend's first choice."""
     found = {path: choose_attention(context.accelerator, path, context.config.model) for path in paths}
-    named = {"/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]): found[path] for path in paths}
-    if said := describe(named):
+    if said := describe({_short(path): choice for path, choice in found.items()}):
         context.say(said)
     return [found[path].name for path in paths]
+
+
+def _short(path: str | None) -> str:
+    """How lines call a model: by the end of its name, and one that a stage left by the stage's too."""
+    return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED
 
 
 def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:

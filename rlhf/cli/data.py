@@ -48,13 +48,15 @@ def data(
 
     wanted = _stages(stage or STAGES)
     config = options.load()
-    plans = preflight.look_at_data(config, wanted, show=not as_json)
-    found = [described(plan.stage, plan.data, plan.tokenizer, config) for plan in plans]
+    found = (
+        described(plan.stage, plan.data, plan.tokenizer, config)
+        for plan in preflight.look_at_data(config, wanted, show=not as_json)
+    )
     if as_json:
-        print_json(found)
-    else:
-        for described_stage in found:
-            _print(described_stage)
+        print_json(list(found))
+        return
+    for one in found:  # those before one that fails are shown
+        _print(one)
 
 
 def _stages(names: Sequence[str]) -> list[Stage]:

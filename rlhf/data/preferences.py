@@ -45,7 +45,8 @@ class ByLabel:
         return bool(value == self.first)
 
     def __str__(self) -> str:
-        return f"{self.column} (first where {self.first}, second where {self.second})"
+        second = f", second where {self.second}" if self.second else ""
+        return f"{self.column} (first where {self.first}{second})"
 
 
 @dataclass(frozen=True)

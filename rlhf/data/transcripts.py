@@ -27,7 +27,8 @@ class Message:
 
 def is_transcript(text: str) -> bool:
     """Whether a text is a conversation: it begins with `Human:`, or with `USER:` and ends with `ASSISTANT:`."""
-    return text.lstrip().startswith("Human:") or (text.lstrip().startswith("USER:") and is_open(text))
+    begins, ends = text.lstrip().startswith, text.rstrip().endswith
+    return begins("Human:") or (begins("USER:") and ends("ASSISTANT:"))
 
 
 def is_open(text: str) -> bool:
@@ -57,20 +58,18 @@ def turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
     name, last = found.pop()
     if asks and name == human:
         last += f" {assistant}:"
-    if last.endswith(f"{assistant}:"):
-        found += _inline(name, last, human, assistant)
-    else:
-        found.append((name, last))
+    open_here = name == human and last.endswith(f"{assistant}:")
+    found += _inline(last, human, assistant) if open_here else [(name, last)]
     return tuple(Message(_ROLES[name], content) for name, content in found)
 
 
-def _inline(name: str, text: str, human: str, assistant: str) -> list[tuple[str, str]]:
-    """The turns in a text of `name` that ends with the assistant's name."""
+def _inline(text: str, human: str, assistant: str) -> list[tuple[str, str]]:
+    """The turns in a text of the user's that ends with the assistant's name."""
     pieces = re.split(rf"(?:\s+|</s>\s*)({human}|{assistant}):", text)
-    names = [name, *pieces[1::2]]
+    names = [human, *pieces[1::2]]
     if names[-1] == assistant and not pieces[-1] and all(one != other for one, other in pairwise(names)):
         return [(name, content.strip()) for name, content in zip(names, pieces[::2], strict=True)]
-    return [(name, text.removesuffix(f"{assistant}:").rstrip() if name == human else text)]
+    return [(human, text.removesuffix(f"{assistant}:").rstrip())]
 
 
 def transcript(messages: Collection[Message]) -> str:

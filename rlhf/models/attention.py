@@ -28,13 +28,20 @@ class Choice:
     refused: Mapping[str, str]
 
 
-def choose_attention(accelerator: Accelerator, path: str, config: ModelConfig) -> Choice:
-    """What the model at `path` gets of what the backend offers.
+EMBEDDED = "the embedded model"
+
+
+def choose_attention(accelerator: Accelerator, path: str | None, config: ModelConfig) -> Choice:
+    """What the model at `path`, or the embedded one, gets of what the backend offers.
 
     Raises:
         ModelError: its configuration cannot be read, or nothing that the backend offers serves it.
         AcceleratorError: the backend offers nothing.
     """
+    if path is None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return choose_for(accelerator, LlamaConfig(), EMBEDDED, LlamaForCausalLM)
     check_model_folder(path)
     hub.ask(path, "model")
     found = read_config(path, config)

@@ -37,6 +37,7 @@ def prompt_of(*contents: str) -> tuple[Message, ...]:
         # No transcript at all.
         ("Please end with Assistant:", ["Please end with Assistant:"]),
         ("USER: a name in capitals", ["USER: a name in capitals"]),
+        ("USER: no such Assistant:", ["USER: no such Assistant:"]),
     ],
 )
 def test_a_prompt_is_read_as_turns(text: str, turns: list[str]) -> None:
@@ -83,6 +84,12 @@ def test_where_all_replies_of_a_source_begin_with_the_name_none_keeps_it() -> No
     record = {"prompt": "Hi", "chosen": "Assistant: a", "rejected": "Assistant: b"}
     row = parse(record, Columns(prompt="prompt", chosen="chosen", rejected="rejected", led=True), "")
     assert (row.prompt, row.chosen, row.rejected) == (prompt_of("Hi"), "a", "b")
+
+
+def test_a_reply_in_a_transcript_is_not_cut_where_it_speaks_of_turns() -> None:
+    text = "\n\nHuman: Show me.\n\nAssistant: So: Human: hi Assistant:"
+    row = parse({"chosen": text, "rejected": f"{text} no"}, Columns(chosen="chosen", rejected="rejected"), "")
+    assert (row.chosen, row.rejected) == ("So: Human: hi Assistant:", "So: Human: hi Assistant: no")
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerators import KernelImpl
 
 SIZES = {
     "vocab_size": 64,
@@ -58,6 +61,18 @@ class Family:
         from transformers import CONFIG_MAPPING
 
         return CONFIG_MAPPING[self.architecture](**SIZES | dict(self.values) | changes)
+
+    def attention(self, fused: KernelImpl | None = None) -> str:
+        """The attention that it gets: sdpa or eager, or "fused" where a backend's own, of that name, serves it."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        from rlhf.models.support import lacks_attention
+
+        config = self.configuration()
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if fused and not lacks_attention(architecture, fused.name) and not fused.refuses(config):
+            return "fused"
+        return "eager" if lacks_attention(architecture, "sdpa") else "sdpa"
 
     @property
     def has_classifier(self) -> bool:
