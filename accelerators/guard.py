@@ -157,7 +157,7 @@ def let_judge(backend: Judge) -> None:
 
 def _judged_by_backend(error: BaseException) -> bool:
     """A judgement that fails is none; what fails within it is not judged."""
-    backend = _backend and _backend()
+    backend = _backend() if _backend is not None else None
     if backend is None or getattr(_judging, "now", False):
         return False
     _judging.now = True

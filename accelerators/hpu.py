@@ -26,7 +26,8 @@ COMPILER = "hpu_backend"
 """Gaudi's backend of torch.compile."""
 
 _NO_MEMORY = re.compile(
-    r"PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory", re.IGNORECASE
+    r"PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory",
+    re.IGNORECASE | re.DOTALL,
 )
 
 

@@ -120,6 +120,12 @@ class EpochConfig(TrainingConfig):
 
     epochs: int = Field(1, ge=1, description="passes over the stage's rows")
     max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps; empty: after `epochs`")
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="part of each layer's activations dropped in training; empty: the model's own rates",
+    )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the stage."""
@@ -146,6 +152,10 @@ class RewardConfig(EpochConfig):
     eval_rows: int = Field(256, ge=1, description="held-out pairs used for evaluation, at most")
     model: OptionalName = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
+    )
+    reset_final_norm: Literal["auto", True, False] = Field(
+        "auto",
+        description="untrained norm under a new head; auto: where very unequal gains would cost it bf16's accuracy",
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
@@ -185,6 +195,16 @@ class PPOConfig(TrainingConfig):
     gamma: Fraction = Field(1.0, description="discount of later rewards")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
     clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    dropout: float | None = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout in the policy's updates; as rollouts are scored without, above 0 the policy ratio begins "
+        "near 1, not at it; empty: the model's own rates",
+    )
+    critic_dropout: float | None = Field(
+        0.0, ge=0, lt=1, description="dropout in the critic's updates; empty: its own rates"
+    )
     value_clip: float = Field(0.2, gt=0, description="clip range of the value update")
     whiten_advantages: bool = Field(True, description="scale each batch's advantages to mean 0, deviation 1")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")

@@ -103,7 +103,15 @@ def _reward(context: StageContext) -> dict[str, Any]:
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=attention, path=path, seed=config.seed, say=context.say)
+    model = load_scalar_head(
+        config.model,
+        tokenizer,
+        attention=attention,
+        path=path,
+        seed=config.seed,
+        reset_norm=config.reward.reset_final_norm,
+        say=context.say,
+    )
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 

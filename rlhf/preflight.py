@@ -6,12 +6,12 @@ answered by the part that would meet the problem later, with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.config import Config, Stage
+from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
@@ -152,6 +152,27 @@ def examine(
     return Findings(tuple(plans), read.fingerprints(), models.attention)
 
 
+def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
+    """What `stages` get from their sources, one by one, all rows tokenized; no weights are loaded, no run is looked at.
+
+    Args:
+        show: tell of reading that takes long.
+
+    Raises:
+        RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
+    """
+    from rlhf.data.reading import read_sources
+    from rlhf.data.tokenization import load_stage
+
+    tokenizers, values, directory = _Tokenizers(config), config.model_dump(), RunDirectory(config.output)
+    sources = read_sources(config.data, stages, seed=config.seed, show=show)
+    for stage in stages:
+        first = origin(directory, STARTS[stage][0], values, STAGES)
+        tokenizer, ends = tokenizers.tokenizer(first), tokenizers.end_tokens(first)
+        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
+        yield StagePlan(stage, (first,), None, tokenizer, data)
+
+
 def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
     """Where the weights come from that `start` names, in a run whose `pending` stages are still to come."""
     named = start.named(values)
@@ -163,17 +184,61 @@ def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pendin
     return Origin(start, before.path, (*before.through, start.earlier))
 
 
-class _Models:
+class _Tokenizers:
+    """The tokenizers of the models that the stages start from, each loaded once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
+
+    def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
+        """The tokenizer that the stage will load with the model."""
+        from rlhf.data.tokenizer import world_tokenizer
+        from rlhf.models.loading import load_model_tokenizer
+
+        # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
+        first = found.start.key == "model.path" or "sft" in found.through
+        key = None if first else found.path
+        if key not in self._tokenizers:
+            if found.path is None:
+                self._tokenizers[key] = world_tokenizer()
+            else:
+                self._tokenizers[key] = load_model_tokenizer(self._config.model, key)[0]
+        return self._tokenizers[key]
+
+    def end_tokens(self, found: Origin) -> list[int]:
+        """Ids that end a reply of the model."""
+        from rlhf.models.support import generation_settings
+        from rlhf.models.tokenizers import end_tokens
+
+        settings = generation_settings(found.path, self._config.model) if found.path else None
+        return end_tokens(self.tokenizer(found), settings)
+
+
+def _dropout(config: Config, start: Start) -> tuple[float | None, str]:
+    """(rate, its key) of the model that is trained from `start`."""
+    if start.key == "model.path":
+        return config.sft.dropout, "sft.dropout"
+    if start.key == "reward.model":
+        return config.reward.dropout, "reward.dropout"
+    if start.key == "ppo.actor":
+        return config.ppo.dropout, "ppo.dropout"
+    return config.ppo.critic_dropout, "ppo.critic_dropout"
+
+
+class _Models(_Tokenizers):
     """The models and tokenizers that the stages start from, each looked at once and without its weights."""
 
     def __init__(self, config: Config, accelerator: Accelerator) -> None:
-        self._config, self._accelerator = config, accelerator
+        super().__init__(config)
+        self._accelerator = accelerator
         self.attention: dict[str, Choice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
-        self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
 
     def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
+        from rlhf.models.dropout import check_dropout
+        from rlhf.models.final_norm import check_final_norm
         from rlhf.models.loading import check_fits, check_same_vocabulary
         from rlhf.models.lora import check_targets
         from rlhf.models.support import check_positions
@@ -184,6 +249,9 @@ class _Models:
                 continue
             check_positions(found.path, outline.config, self._config.data.max_length)
             check_fits(self.tokenizer(found), outline, found.path)
+            check_dropout(outline, *_dropout(self._config, found.start))
+            if stage == "reward":
+                check_final_norm(outline, self._config.reward.reset_final_norm)
             if self._config.lora.rank:
                 check_targets(outline, self._config.lora)
         if stage == "ppo":
@@ -221,29 +289,6 @@ class _Models:
     def parameters(self, found: Origin) -> int | None:
         outline = self.outline(found)
         return None if outline is None else outline.num_parameters()
-
-    def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
-        """The tokenizer that the stage will load with the model."""
-        from rlhf.data.tokenizer import world_tokenizer
-        from rlhf.models.loading import load_model_tokenizer
-
-        # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
-        first = found.start.key == "model.path" or "sft" in found.through
-        key = None if first else found.path
-        if key not in self._tokenizers:
-            if found.path is None:
-                self._tokenizers[key] = world_tokenizer()
-            else:
-                self._tokenizers[key] = load_model_tokenizer(self._config.model, key)[0]
-        return self._tokenizers[key]
-
-    def end_tokens(self, found: Origin) -> list[int]:
-        """Ids that end a reply of the model."""
-        from rlhf.models.support import generation_settings
-        from rlhf.models.tokenizers import end_tokens
-
-        settings = generation_settings(found.path, self._config.model) if found.path else None
-        return end_tokens(self.tokenizer(found), settings)
 
 
 def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:

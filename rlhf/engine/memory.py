@@ -127,10 +127,9 @@ def explained(context: StageContext) -> Iterator[None]:
             continued=any(stage.begun for stage in context.run.stages),
         )
         where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"
-        if world.size > 1:
-            where = f"on rank {world.rank}, {where}"
+        rank = f"rank {world.rank}: " if world.size > 1 else ""
         held = {role: bytes_held(model) for role, model in context.models.items()}
-        raise OutOfMemory(line(lack, where, _figures(accelerator), held, advice(situation))) from error
+        raise OutOfMemory(rank + line(lack, where, _figures(accelerator), held, advice(situation))) from error
 
 
 def bytes_held(model: TrainingEngine | nn.Module) -> int:

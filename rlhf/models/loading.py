@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from accelerators import lack_of_memory
 from rlhf import hub
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
+from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.folder import check_model_folder
 from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
@@ -61,6 +63,7 @@ def load_scalar_head(
     attention: str,
     path: str,
     seed: int | None = None,
+    reset_norm: Literal["auto", True, False] = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
     """The sequence-classification model with one output at `path`.
@@ -68,16 +71,20 @@ def load_scalar_head(
     Args:
         seed: draws a new head where `path` holds a language model without one, or one with several outputs; None:
             `path` must hold a trained reward model.
+        reset_norm: whether the norm before a new head is reset; `auto`: where its gains are very unequal.
         say: is given a line about each thing that is not as it was saved.
 
     Raises:
         ModelError: as `load_causal_lm`; or there is no scalar head, in the architecture or in the weights.
+        ConfigError: `reset_norm` is true, and there is no norm before the head.
     """
     if seed is not None:
         torch.manual_seed(seed)
     model, report = _load(path, config, attention, trained=seed is None, scalar_head=True)
     for _, there, _ in report["mismatched_keys"]:  # of the head alone: others are errors
         say(f"note: {path}: its head has {there[0]} outputs, a reward model has one; a new head is drawn from the seed")
+    if (report["missing_keys"] or report["mismatched_keys"]) and (line := reset_final_norm(model, reset_norm)):
+        say(f"note: {path}: {line}")
     return _fit(model, tokenizer, config)
 
 
@@ -160,6 +167,8 @@ def _load(
             **options,
         )
     except Exception as error:
+        if lack_of_memory(error):  # its files may be in order
+            raise
         if not Path(path).exists():
             raise unreachable(path, error) from error
         raise ModelError(

@@ -26,6 +26,7 @@ from rlhf.errors import DivergedError
 from rlhf.files import atomic_write_json, read_json
 from rlhf.metrics.progress import console, progress
 from rlhf.metrics.recorder import Recorder
+from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
 
@@ -83,13 +84,21 @@ class StageContext:
         total_steps: int,
         batch_size: int,
         micro_batch_size: int,
+        dropout: float | None,
     ) -> TrainingEngine:
         """A training engine for global batches of `batch_size` rows; it trains adapters where the run uses LoRA.
+
+        Args:
+            dropout: the model's rate in training; None: its own. That of adapters is `lora.dropout`, and 0 in PPO.
 
         Raises:
             RLHFError: the model has no layers that `lora` could adapt.
         """
+        if dropout is not None:
+            set_dropout(model, dropout)
         lora = self.config.lora
+        if self.directory.name == "ppo":
+            lora = lora.model_copy(update={"dropout": 0.0})
         if lora.rank:
             add_adapters(model.model if isinstance(model, ScalarHead) else model, lora, seed=self.config.seed)
         engine = self.models[name] = TrainingEngine(

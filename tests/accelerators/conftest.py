@@ -72,7 +72,7 @@ def run_python(install: Callable[[str], Path]) -> Run:
             env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,  # DeepSpeed compiles an operator once; killed in it, it leaves a lock that stops all others
         )
 
     return run

@@ -295,6 +295,21 @@ def test_memory_is_that_of_the_bound_device(bound, monkeypatch):
     assert (memory.allocated, memory.peak, memory.total) == (100, 200, 300)
 
 
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.27.3: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (KeyError("CUBLAS_STATUS_ALLOC_FAILED"), False),
+    ],
+)
+def test_a_lack_of_memory_is_told_in_the_words_of_nvidias_libraries(on, error, lacking):
+    assert on("A100").is_out_of_memory(error) is lacking
+
+
 def test_the_state_of_the_devices_generator_survives_a_checkpoint(bound, monkeypatch, tmp_path):
     states = {1: torch.tensor([1, 2, 3], dtype=torch.uint8)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])

@@ -1,5 +1,6 @@
 """The backend of `rlhf_faulty`: the CPU's, with what FAULTS says of the variable FAULT."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -87,6 +88,16 @@ def limited(self, seed):
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def full_when_scored(self, tag):
+    if tag == "score/reward":
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+
+def full_on_rank_1(self, tag):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+
 class DeviceOutOfMemory(RuntimeError):
     """As a vendor's runtime names it."""
 
@@ -151,6 +162,8 @@ FAULTS = {
         "step_boundary": raises(FullError("7 tiles short")),
         "is_out_of_memory": raises(KeyError("tiles")),
     },
+    "out of memory when scored": {"step_boundary": full_when_scored},
+    "out of memory on rank 1": {"step_boundary": full_on_rank_1},
     "memory is limited": {"seed": limited},
     "attention is not known": {"kernels": offers("attention", "flash_atention")},
 }
