@@ -20,13 +20,13 @@ from rich.text import Text
 import rlhf
 from rlhf import hub, preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory
 from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
 from rlhf.metrics.summary import print_summary
 from rlhf.outcome import Defect, Interrupted, shortage
-from rlhf.ranks import current_rank, started_by_us, world_size
+from rlhf.place import here
 from rlhf.run import RunDirectory
 from rlhf.settings import disagreement
 
@@ -66,23 +66,27 @@ def run(
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     request = Request(stages, resume, overwrite, dry_run)
-    pending = preflight.check(config, stages, ranks or world_size(), resume=resume, overwrite=overwrite)
+    pending = preflight.check(config, stages, ranks or here().size, resume=resume, overwrite=overwrite)
     if not pending:
-        if current_rank() == 0:
+        if here().rank == 0:
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
     before = _contents(directory.description)
     with _left_as_found():
+        os.environ.update(here().variables())  # before a runtime that reads them is loaded
         selection = select(config, accelerator)
-        if current_rank() == 0:
+        if here().rank == 0:
             _announce(config, selection, stages, pending, recipe)
         try:
             _run(config, selection, directory, request, pending)
         except KeyboardInterrupt as error:
             raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
-            if lack := shortage(error, directory.path, f"run: {_next_command(directory, stages, before)}"):
+            go_on = f"run: {_next_command(directory, stages, before)}"
+            if isinstance(error, OutOfMemory):
+                raise OutOfMemory(f"{error}; {go_on}") from error
+            if lack := shortage(error, directory.path, go_on):
                 raise lack from error
             if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
@@ -136,7 +140,9 @@ def _run(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
                 wishes = {name: value for name, value in vars(request).items() if name != "dry_run"}
-                found: dict[str, Any] = {"accelerator": _report(accelerator, selection, config), "data": findings.data}
+                report = _report(accelerator, selection, config)
+                report["attention"] = {model: asdict(choice) for model, choice in findings.attention.items()}
+                found: dict[str, Any] = {"accelerator": report, "data": findings.data}
                 if request.dry_run:
                     RunDirectory.check(config, **wishes, **found)
                     _show(config, findings)
@@ -158,7 +164,7 @@ def _how_to_go_on(directory: RunDirectory, stages: Sequence[Stage], before: byte
     saved = directory.saved_state() or f"nothing is saved yet in {directory.path}"
     if _is_ours(directory, before) and all(directory.stage(stage).done for stage in stages):
         return saved
-    elsewhere = "" if world_size() == 1 or started_by_us() else " (with the launcher that you used)"
+    elsewhere = "" if here().size == 1 or here().launcher == "rlhf" else " (with the launcher that you used)"
     verb = "continue" if _is_ours(directory, before) else "start again"
     return f"{saved}; to {verb}{elsewhere}: {_next_command(directory, stages, before)}"
 
@@ -172,7 +178,7 @@ def _next_command(directory: RunDirectory, stages: Sequence[Stage], before: byte
     if not _is_ours(directory, before):
         return command_line()
     words = ["rlhf", *(stages if len(stages) == 1 else ()), "--output", str(directory.path), "--resume"]
-    words += ["--ranks", str(world_size())] if started_by_us() else []
+    words += ["--ranks", str(here().size)] if here().launcher == "rlhf" else []
     return shlex.join(words)
 
 

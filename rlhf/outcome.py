@@ -21,11 +21,9 @@ from pathlib import Path
 from typer import TyperException
 
 from accelerators import lack_of_memory
-from rlhf.errors import FailedElsewhere, OutOfMemory, RLHFError, RunError
+from rlhf.errors import ConfigError, FailedElsewhere, OutOfMemory, RLHFError, RunError
 from rlhf.files import PARTIAL
-
-FOLDER_VARIABLE = "RLHF_OUTCOMES"
-"""Environment variable that names the folder in which a rank leaves its outcome."""
+from rlhf.place import FOLDER_VARIABLE, here
 
 USER, DEFECT, INTERRUPTED = 2, 1, 130
 # torch.save raises no OSError where the disk is full.
@@ -49,11 +47,11 @@ class Defect(Exception):
     @classmethod
     def of(cls, error: BaseException, folder: Path | None = None) -> Defect:
         """Save the traceback of `error` in `folder`, or where temporary files go."""
-        rank = os.environ.get("RANK", "0")
+        rank = _rank()
         try:
             if folder is None or not folder.is_dir():
                 folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
-            path = folder / (f"traceback-rank{rank}.txt" if rank != "0" else "traceback.txt")
+            path = folder / (f"traceback-rank{rank}.txt" if rank else "traceback.txt")
             path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
             where = f"its traceback is in {path}"
         except OSError:
@@ -89,7 +87,7 @@ class Outcome:
         """Tell the launcher, or the user where there is none; gives the exit code."""
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder:
-            self.leave(Path(folder), int(os.environ.get("RANK", "0")))
+            self.leave(Path(folder), _rank())
         else:
             print(self.line, file=sys.stderr)
         return self.code
@@ -142,6 +140,13 @@ def cause(outcomes: list[Outcome]) -> Outcome:
     """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
     order = {USER: 0, INTERRUPTED: 1}  # then defects; a plugin's error may have any code
     return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
+
+
+def _rank() -> int:
+    try:
+        return here().rank
+    except ConfigError:  # which is the outcome
+        return 0
 
 
 def _text(error: BaseException) -> str:

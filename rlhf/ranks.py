@@ -24,27 +24,13 @@ from pathlib import Path
 
 from rlhf import signals
 from rlhf.errors import ConfigError
-from rlhf.outcome import DEFECT, FOLDER_VARIABLE, INTERRUPTED, Outcome, cause
+from rlhf.outcome import DEFECT, INTERRUPTED, Outcome, cause
+from rlhf.place import FOLDER_VARIABLE, here
 
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
 # Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
-
-
-def current_rank() -> int:
-    """This process's rank, as its launcher set it; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """Processes of this run, as their launcher set it; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def started_by_us() -> bool:
-    """Whether this process is a rank that `start` started."""
-    return FOLDER_VARIABLE in os.environ
 
 
 def must_start(ranks: int | None) -> bool:
@@ -53,11 +39,11 @@ def must_start(ranks: int | None) -> bool:
     Raises:
         ConfigError: a launcher started another number of them.
     """
-    if "RANK" not in os.environ:
+    place = here()
+    if not place.launcher:
         return ranks is not None and ranks > 1
-    started = world_size()
-    if ranks is not None and ranks != started:
-        raise ConfigError(f"--ranks {ranks}: a launcher has started {started} already; leave --ranks out")
+    if ranks is not None and ranks != place.size:
+        raise ConfigError(f"--ranks {ranks}: a launcher has started {place.size} already; leave --ranks out")
     return False
 
 

@@ -21,7 +21,7 @@ from rlhf.errors import ConfigError, RunError
 from rlhf.files import PARTIAL, atomic_write_json, check_writable, read_json
 from rlhf.invocation import command_line
 from rlhf.lock import LOCK, locked
-from rlhf.ranks import current_rank
+from rlhf.place import here
 from rlhf.recipe import write_recipe
 from rlhf.settings import (
     Fingerprints,
@@ -145,7 +145,7 @@ class RunDirectory:
         Raises:
             RunError: a living process writes to the folder.
         """
-        if current_rank():
+        if here().rank:
             deadline = time.monotonic() + _SECONDS_TO_RECOVER
             while self._aside.exists and time.monotonic() < deadline:
                 time.sleep(0.05)

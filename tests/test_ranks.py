@@ -235,7 +235,8 @@ def test_ranks_are_started_unless_a_launcher_has_done_so(monkeypatch: pytest.Mon
     assert not ranks.must_start(1)
     assert not ranks.must_start(None)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert not ranks.must_start(2)
     with pytest.raises(ConfigError, match="a launcher has started 2 already"):
         ranks.must_start(4)

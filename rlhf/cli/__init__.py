@@ -16,12 +16,14 @@ def main() -> None:
     from rlhf import invocation, quiet
     from rlhf.cli.app import app
     from rlhf.outcome import Outcome
+    from rlhf.place import without_local_rank
 
     debug = "--debug" in sys.argv
-    invocation.remember(sys.argv[1:])
     quiet.command(debug=debug)
     try:
-        code = get_command(app).main(prog_name="rlhf", standalone_mode=False)
+        arguments = without_local_rank(sys.argv[1:])
+        invocation.remember(arguments)
+        code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()

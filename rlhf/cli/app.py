@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import rlhf
-from rlhf.cli import accelerators, chat, schema
+from rlhf.cli import accelerators, chat, data, schema
 from rlhf.cli.options import RUN, Options, shared
 from rlhf.config import STAGES, Stage
 from rlhf.errors import RunError
@@ -30,6 +30,7 @@ _EXAMPLES = {
     "rlhf --output runs/a --resume": "continue, with the run's own settings",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf chat runs/a": "talk to the result",
+    "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
     "rlhf config --example": "the embedded example's recipe",
 }
@@ -92,6 +93,7 @@ def ppo(context: typer.Context, options: Options) -> None:
 
 app.command()(chat.chat)
 app.command()(schema.config)
+app.command()(data.data)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
 
 

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from accelerators import verify_agreement
 from rlhf import quiet
 from rlhf.errors import FailedElsewhere
+from rlhf.place import here
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -53,15 +54,16 @@ def session(selection: Selection) -> Iterator[Accelerator]:
             different backends.
     """
     accelerator = selection.create()
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if "RANK" not in os.environ else {}
-    os.environ.update(alone)
-    accelerator.bind(int(os.environ["LOCAL_RANK"]))
+    place = here()
+    before = dict(os.environ)
+    os.environ.update(place.variables() or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    accelerator.bind(place.local_rank)
     with quiet.unheard():
         accelerator.prepare_deepspeed()
         import deepspeed
 
     with tempfile.TemporaryDirectory() as folder:
-        if int(os.environ["WORLD_SIZE"]) == 1:  # no launcher, so no address to meet at: a file will do
+        if place.size == 1:  # no launcher, so no address to meet at: a file will do
             dist.init_process_group(
                 accelerator.dist_backend(), init_method=f"file://{Path(folder)}/rendezvous", rank=0, world_size=1
             )
@@ -75,8 +77,9 @@ def session(selection: Selection) -> Iterator[Accelerator]:
             # Collectives of a failed rank may be pending; the group ends with the process either way.
             dist.destroy_process_group()
             _forget_groups()
-            for name in alone:  # a process that this one starts is not one of its ranks
-                os.environ.pop(name, None)
+            for name in place.variables() or ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                if name not in before:  # a process that this one starts is not one of its ranks
+                    os.environ.pop(name, None)
 
 
 def _forget_groups() -> None:

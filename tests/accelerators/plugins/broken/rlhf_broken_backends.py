@@ -41,6 +41,32 @@ class ProbeOpensDevice(CPU):
         return super().bind(local_rank)
 
 
+class ProbeNumbersDevices(CPU):
+    name = "probe-numbers-devices"
+
+
+# memory that is lacking
+
+
+class AnyErrorIsLack(CPU):
+    name = "any-error-is-lack"
+
+    def is_out_of_memory(self, error):
+        return True
+
+
+class LackNotTold(CPU):
+    """Its runtime has words of its own."""
+
+    name = "lack-not-told"
+
+    def bind(self, local_rank):
+        return torch.device("meta")
+
+    def step_boundary(self, tag):
+        raise ValueError("tiles")
+
+
 # operations
 
 

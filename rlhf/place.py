@@ -1,0 +1,236 @@
+"""Where this process stands among those of a run, whichever launcher started it.
+
+The environment flows in: what torchrun and the deepspeed launcher set (RANK, ...), what `srun` (SLURM_*) and `mpirun`
+(OMPI_*, PMI_*) tell the processes that they start, or nothing. Out comes one `Place`, which everything that asks for a
+rank reads, and the variables that libraries want. What is half set, or contradicts itself, is refused: a process that
+believes that it is alone would write to the folder of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import ConfigError
+
+FOLDER_VARIABLE = "RLHF_OUTCOMES"
+"""Environment variable that names the folder in which a rank of ours leaves its outcome."""
+
+_TORCH = {
+    "rank": ("RANK",),
+    "size": ("WORLD_SIZE",),
+    "local_rank": ("LOCAL_RANK",),
+    "local_size": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    "node": ("GROUP_RANK", "CROSS_RANK"),
+}
+_MPIRUN = {
+    "rank": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    "size": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+}
+_SRUN = {
+    "rank": ("SLURM_PROCID",),
+    "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "local_rank": ("SLURM_LOCALID",),
+    "local_size": ("SLURM_NTASKS_PER_NODE",),
+    "node": ("SLURM_NODEID",),
+}
+"""For each number of a place, the variables that may say it."""
+_MARKS = {FOLDER_VARIABLE: "rlhf", "TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
+_SOMEBODY = "the environment"  # sets RANK and is no launcher that we know
+_PORT = 29500  # where torch meets by default
+_NO_STEP = 0xFFFFFFF0  # steps from here on are SLURM's for the shell of a job, which `srun` did not start
+
+Numbers = dict[str, int | None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those of a run; alone where no launcher started it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int | None = None
+    """Processes on this machine, where the launcher says."""
+    node: int | None = None
+    """Which machine, where the launcher says."""
+    address: str | None = None
+    port: int | None = None
+    """Where all meet: on the machine of rank 0."""
+    launcher: str | None = None
+
+    def variables(self) -> dict[str, str]:
+        """What torch, DeepSpeed and the runtimes of devices read; empty without a launcher."""
+        if not self.launcher:
+            return {}
+        found = {names[0]: getattr(self, name) for name, names in _TORCH.items()}
+        found |= {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        return {variable: str(value) for variable, value in found.items() if value is not None}
+
+
+def here(environ: Mapping[str, str] | None = None) -> Place:
+    """This process's place.
+
+    Raises:
+        ConfigError: the environment says it by halves, or contradicts itself.
+    """
+    environ = os.environ if environ is None else environ
+    # A launcher may have been started by another: mpirun starts its helpers with srun. The innermost comes first.
+    found = [place for place in (_from_torch(environ), _from_mpirun(environ), _from_srun(environ)) if place]
+    if not found:
+        _check_none(environ)
+        return Place()
+    place = found[0]
+    if place.launcher == _SOMEBODY:
+        for other in found[1:2]:  # a script may set RANK to what it says
+            if (place.rank, place.size) != (other.rank, other.size):
+                raise ConfigError(
+                    f"RANK and WORLD_SIZE say rank {place.rank} of {place.size}, {other.launcher} says rank "
+                    f"{other.rank} of {other.size}; unset RANK, WORLD_SIZE and LOCAL_RANK"
+                )
+    elif "RANK" not in environ and _number(environ, "WORLD_SIZE") not in (None, place.size):
+        raise ConfigError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} started {place.size} processes; unset it"
+        )
+    if not 0 <= place.rank < place.size or not 0 <= place.local_rank < (place.local_size or place.size):
+        raise ConfigError(
+            f"{place.launcher} says rank {place.rank} of {place.size}, local rank {place.local_rank} of "
+            f"{place.local_size or place.size}, which cannot be; mend or unset these variables"
+        )
+    if place.size > 1 and not (place.address and place.port):
+        raise ConfigError(
+            f"{place.launcher} says that there are {place.size} processes, but not where they meet; "
+            "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there"
+        )
+    return place
+
+
+def without_local_rank(arguments: Sequence[str]) -> list[str]:
+    """A command line without the `--local_rank=N` that the deepspeed launcher adds to that of a script.
+
+    Raises:
+        ConfigError: LOCAL_RANK does not say the same.
+    """
+    kept = list(arguments)
+    for position, argument in enumerate(arguments):
+        if named := re.fullmatch(r"--local[_-]rank(?:=(.*))?", argument):
+            words = 2 if named[1] is None else 1
+            given = named[1] if words == 1 else "".join(arguments[position + 1 : position + 2])
+            if given != (set_to := os.environ.get("LOCAL_RANK")):
+                raise ConfigError(
+                    f"--local_rank {given}: launchers give it along with LOCAL_RANK, which is {set_to or 'not set'}; "
+                    "leave it out, --ranks N starts N processes"
+                )
+            del kept[position : position + words]
+            break
+    return kept
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a SLURM list: `node01` of `node[01-03,7],login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _from_torch(environ: Mapping[str, str]) -> Place | None:
+    """From the variables of torchrun, the deepspeed launcher and our own, and of scripts that set the same."""
+    if "RANK" not in environ:
+        return None
+    launcher = next((name for mark, name in _MARKS.items() if mark in environ), _SOMEBODY)
+    return _place(environ, launcher, _TORCH, {}, *_meeting(environ))
+
+
+def _from_mpirun(environ: Mapping[str, str]) -> Place | None:
+    """From Open MPI, or from what starts processes as it does (MPICH, Intel, PMIx)."""
+    numbers = _numbers(environ, _MPIRUN)
+    # srun sets PMI_RANK or PMIX_RANK too, for programs that use MPI
+    if numbers["rank"] is None or numbers["size"] == 1 or (numbers["local_rank"] is None and _is_task(environ)):
+        return None
+    address, port = _meeting(environ)
+    if numbers["size"] == numbers["local_size"]:  # one machine
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+        address, port = address or "127.0.0.1", port or (_port_of(job) if job else _PORT)
+    return _place(environ, "mpirun", _MPIRUN, {}, address, port or (_PORT if address else None))
+
+
+def _from_srun(environ: Mapping[str, str]) -> Place | None:
+    if not _is_task(environ):
+        return None
+    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
+    on_nodes = [int(number) for number, times in tasks for _ in range(int(times or 1))]
+    node = _number(environ, "SLURM_NODEID") or 0
+    known: Numbers = {"local_size": on_nodes[node]} if node < len(on_nodes) else {}
+    address, port = _meeting(environ)
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    address = address or first_host(hosts) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    job = f"{environ.get('SLURM_JOB_ID')}.{_number(environ, 'SLURM_STEP_ID', 'SLURM_STEPID')}"
+    return _place(environ, "srun", _SRUN, known, address, port or _port_of(job))
+
+
+def _is_task(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process as one of several.
+
+    The shell of a job (sbatch, salloc) is none, though SLURM_NTASKS may be 8 there and SLURM_PROCID 0: no step is
+    named, or one of SLURM's own. A step of one task is a shell too (`srun --pty`), or this process alone.
+    """
+    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    of_srun = step is not None and 0 <= step < _NO_STEP
+    return of_srun and "SLURM_PROCID" in environ and _number(environ, *_SRUN["size"]) != 1
+
+
+def _check_none(environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` where no launcher says a rank, but something that only launchers say."""
+    if found := [f"{name}={environ[name]}" for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
+        raise ConfigError(f"RANK is not set, but {' and '.join(found)}: set RANK, WORLD_SIZE and LOCAL_RANK, or none")
+
+
+def _place(
+    environ: Mapping[str, str],
+    launcher: str,
+    table: Mapping[str, tuple[str, ...]],
+    known: Numbers,
+    address: str | None,
+    port: int | None,
+) -> Place:
+    numbers = _numbers(environ, table) | known
+    rank, size, local_rank = (numbers[name] for name in ("rank", "size", "local_rank"))
+    if rank is None or size is None or local_rank is None:
+        missing = next(names for name, names in table.items() if numbers[name] is None)
+        found = [f"{name}={environ[name]}" for names in table.values() for name in names if name in environ]
+        raise ConfigError(f"{' or '.join(missing)} is not set, but {' and '.join(found)}: set all of them, or none")
+    return Place(rank, size, local_rank, numbers.get("local_size"), numbers.get("node"), address, port, launcher)
+
+
+def _numbers(environ: Mapping[str, str], table: Mapping[str, tuple[str, ...]]) -> Numbers:
+    return {name: _number(environ, *names) for name, names in table.items()}
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The first of the variables that is set."""
+    name = next((name for name in names if name in environ), None)
+    if name is None:
+        return None
+    try:
+        return int(environ[name])
+    except ValueError:
+        if name == "SLURM_NTASKS_PER_NODE":  # a limit, in words of its own
+            return None
+        raise ConfigError(f"{name} is {environ[name]!r}, and no whole number; mend or unset it") from None
+
+
+def _meeting(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """Where to meet, as users may set it for any launcher."""
+    port = _number(environ, "MASTER_PORT")
+    if port is not None and not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT is {port}, which is no port; set it to one from 1024 to 65535")
+    return environ.get("MASTER_ADDR"), port
+
+
+def _port_of(job: str) -> int:
+    """A port that all processes of a job come to, below those that systems lend to anybody."""
+    return 10_000 + zlib.crc32(job.encode()) % 20_000
