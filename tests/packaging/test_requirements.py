@@ -57,7 +57,7 @@ def test_every_requirement_has_a_lowest_version_which_is_admitted(project: Path)
 def test_pip_leaves_a_vendors_torch_and_what_else_is_admitted(
     project: Path, wheels: Path, tmp_path: Path, version: str
 ) -> None:
-    there = {"torch": version, "deepspeed": "0.19.1+hpu.1", "transformers": "5.18.0"}
+    there = {"torch": version, "deepspeed": "0.19.8+hpu.1", "transformers": "5.18.0"}
     vendors = [wheel(tmp_path / "vendor", name, found, places.NEEDS.get(name, ())) for name, found in there.items()]
     python = places.interpreter(tmp_path / "base", vendors)
     assert would_install(project, python, wheels) == {

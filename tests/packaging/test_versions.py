@@ -67,7 +67,7 @@ def test_torch_its_bridge_what_they_need_and_admitted_requirements_stay(tmp_path
         "transformers==5.18.0",
         "typing-extensions==4.12.2",
     ]
-    assert others == ["deepspeed (rlhf needs deepspeed<0.20,>=0.19, found 0.16.1+hpu.1)"]
+    assert others == ["deepspeed (rlhf needs deepspeed<0.20,>=0.19.8, found 0.16.1+hpu.1)"]
 
 
 def test_a_vendors_torch_that_is_too_old_is_refused(tmp_path: Path) -> None:
