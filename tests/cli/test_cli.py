@@ -169,7 +169,7 @@ def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nope"], "No such option: --nope; see `rlhf --help`"),
+        (["--zzz"], "No such option: --zzz; see `rlhf --help`"),
         (["train"], "No such command 'train'"),
         (["sft", "--seed", "x"], "Invalid value for '--seed'"),
         (["--set", "ppo.stepz=5"], "unknown key 'ppo.stepz'; did you mean 'steps'?"),
