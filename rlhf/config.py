@@ -78,6 +78,7 @@ class EngineConfig(Section):
     shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
         "auto", description="how batches are padded; auto: the accelerator's own policy"
     )
+    timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for one that is late, before all end")
 
 
 class OptimizerConfig(Section):
