@@ -198,7 +198,7 @@ def _saved_folder(path: Path, split: str) -> Any:
         raise DataError(f"{path}: cannot be read as a saved data set ({_first_line(error)})") from error
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
-            raise DataError(f"{path}: no split {split!r}; found: {', '.join(dataset)}; set `split`")
+            raise DataError(f"{path}: no split {split!r}; found: {', '.join(dataset)}; {_set('split')}")
         return dataset[split]
     return dataset
 
@@ -215,17 +215,21 @@ def _hub(name: str, subset: str | None, split: str, revision: str | None) -> Any
         if known := _known(error):
             key, listed = known
             wrong = f"no split {split!r}" if key == "split" else f"no subset {subset!r}" if subset else "has subsets"
-            raise DataError(f"{name}: {wrong}; found: {listed}; set `{key}`") from error
+            raise DataError(f"{name}: {wrong}; found: {listed}; {_set(key)}") from error
         if _SCRIPT in str(error):
             raise DataError(
                 f"{name}: comes with a loading script, which is not run; set `revision` to {_CONVERSION}, the hub's "
                 "own conversion of it"
             ) from error
         if revision and "revision" in str(error).lower():
-            raise DataError(f"{name}: no revision {revision!r}; set `revision`") from error
+            raise DataError(f"{name}: no revision {revision!r}; {_set('revision')}") from error
         raise DataError(
             f"{name}: not loaded from the hub ({_first_line(error)}); check the network, or name a local copy"
         ) from error
+
+
+def _set(key: str) -> str:
+    return f"set `{key}`, or `heldout_{key}` where it is the held-out source"
 
 
 def _known(error: Exception) -> tuple[str, str] | None:

@@ -128,9 +128,15 @@ def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"subset": "main", "split": "dev"}, "org/name: no split 'dev'; found: test, train; set `split`$"),
-        ({"subset": "other"}, "org/name: no subset 'other'; found: main, socratic; set `subset`$"),
-        ({}, "org/name: has subsets; found: main, socratic; set `subset`$"),
+        (
+            {"subset": "main", "split": "dev"},
+            "org/name: no split 'dev'; found: test, train; set `split`, or `heldout_split` where",
+        ),
+        (
+            {"subset": "other"},
+            "org/name: no subset 'other'; found: main, socratic; set `subset`, or `heldout_subset` where",
+        ),
+        ({}, "org/name: has subsets; found: main, socratic; set `subset`, or `heldout_subset` where"),
     ],
 )
 def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
@@ -189,7 +195,10 @@ def test_a_limit_draws_rows_from_the_whole_source_in_its_order(tmp_path: Path) -
             "Dataset scripts are no longer supported, but found name.py",
             "org/name: comes with a loading script, which is not run; set `revision` to refs/convert/parquet",
         ),
-        ("Revision 'v1' doesn't exist for dataset 'org/name'", "org/name: no revision 'v1'; set `revision`"),
+        (
+            "Revision 'v1' doesn't exist for dataset 'org/name'",
+            "org/name: no revision 'v1'; set `revision`, or `heldout_revision` where",
+        ),
     ],
 )
 def test_what_the_revision_has_to_do_with_a_failure_is_said(
