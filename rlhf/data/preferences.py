@@ -111,6 +111,16 @@ def overlooked(found: Collection[str], used: Collection[str], replies: Collectio
     return next(clear, None) or (None if set(replies) == {"chosen", "rejected"} else next(likely, None))
 
 
+def check_wanted(records: Iterable[Mapping[str, Any]], column: str, source: str) -> None:
+    """Raise `DataError` where a column says by true and false which single replies are wanted: SFT would learn all."""
+    labels = {label_text(record.get(column)) for record in records if _is_label(record, column)}
+    if labels and labels <= {"true", "false"}:
+        raise DataError(
+            f"{source}: {column} looks as if it told wanted replies from others, and would not be asked; leave those "
+            "others out, or set prefer: none if it does not"
+        )
+
+
 def _is_label(record: Mapping[str, Any], column: str) -> bool:
     """Whether a record has a label; an empty cell of a table may be None, NaN or an empty text."""
     value = record.get(column)

@@ -16,7 +16,7 @@ from rlhf.config_data import Cleaning, PreferConfig
 from rlhf.data.columns import Values, lay_flat
 from rlhf.data.formats import Columns, keys_of, recognize
 from rlhf.data.known import Known, known
-from rlhf.data.preferences import decision
+from rlhf.data.preferences import check_wanted, decision
 from rlhf.data.reasons import EMPTY_PROMPT
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Rejected, Row, parse
@@ -29,6 +29,7 @@ from rlhf.names import absolute, is_path
 LONG = 20_000
 """Rows from which on a pass over them takes long enough to show how far it is."""
 _PACE = 1000  # rows between two counts
+_LABEL = "label"  # of a single reply, as sets for KTO have it
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,9 @@ def _recognized(source: Source, records: list[Values | None]) -> tuple[list[Valu
     if not found:
         return records, None
     columns = recognize(found, source.columns, source.path, source.prefer)
+    alone = columns.replies == (columns.response,) != (_LABEL,)
+    if alone and _LABEL in found and not source.prefer.nothing:
+        check_wanted(whole, _LABEL, source.path)
     texts = (record[name] for record in whole for name in columns.replies if isinstance(record.get(name), str))
     replies = (text for text in texts if text.strip())
     some = next(replies, None)

@@ -158,6 +158,25 @@ def test_a_column_that_is_read_as_something_else_decides_nothing(tmp_path: Path)
     assert found.rows[0].response == "r"
 
 
+@pytest.mark.parametrize(("values", "decides"), [((True, False), 1), (("True", "FALSE"), 1), ((1, 0), 0), ("ab", 0)])
+def test_a_label_of_single_replies_is_not_ignored(tmp_path: Path, values: Any, decides: bool) -> None:
+    """Half of what SFT would imitate is there as what it should not do."""
+    rows = [{"completion": "r", "label": value} for value in values]
+
+    def replies(columns: dict[str, str], **prefer: str) -> list[str | None]:
+        path = write(tmp_path / "rows.jsonl", [{"prompt": "p"} | row for row in rows])
+        dataset = {"path": path, "columns": columns, **prefer}
+        (found,) = read_sources(DataConfig(datasets=[dataset]), ["sft"], seed=0)._read.values()
+        return [row.response for row in found.rows]
+
+    if decides:
+        with pytest.raises(DataError, match=r"rows.jsonl: label looks as if it told wanted .* prefer: none"):
+            replies({})
+    assert replies({}, prefer="none") == ["r", "r"]
+    if isinstance(values[0], str):
+        assert replies({"response": "label"}) == list(values)
+
+
 def test_another_label_gives_another_fingerprint(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "a": "A", "b": "B", "x": n, "y": 1 - n} for n in range(2)])
 

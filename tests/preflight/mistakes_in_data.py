@@ -171,6 +171,12 @@ def a_label_that_is_ignored(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def a_label_of_single_replies(bench: Bench) -> tuple[list[str], list[str]]:
+    path = _pairs(bench, label=[True, False])
+    return for_reward_with(path, columns="{response: a}"), ["label looks as if it told wanted replies from others"]
+
+
+@mistake
 def a_label_of_three_values(bench: Bench) -> tuple[list[str], list[str]]:
     path = _pairs(bench, winner=["a", "b", "tie"])
     found = for_reward_with(path, columns=PAIR, prefer="{label: winner, first: a}")
