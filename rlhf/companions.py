@@ -142,7 +142,7 @@ class Hub(threading.Thread):
         if self._first is not None:
             sure = any(outcome.time < math.inf for outcome in outcomes)
             if everybody or now - self._first > (_SECONDS_TO_FAIL if sure else _SECONDS_TO_FOLLOW):
-                return self._judge(cause(outcomes) if sure else self._missed() or cause(outcomes))
+                return self._judge(self._missed() if self._places and not sure else cause(outcomes))
         elif len(self._members) < self._count:
             if now - self._begun > self._patience:
                 absent = [str(number) for number in range(self._count) if number not in self._members]
@@ -169,10 +169,12 @@ class Hub(threading.Thread):
         late = behind or silent
         return self._hang(min(late, key=lambda member: member.place)) if late else None
 
-    def _missed(self) -> Outcome | None:
-        """The member that says nothing while others report that they have waited or lost somebody."""
+    def _missed(self) -> Outcome:
+        """What is wrong with the member that says nothing, where others say that they have waited or lost somebody."""
         silent = [member for member in self._members.values() if not member.concluded]
-        return self._hang(min(silent, key=lambda member: member.place)) if silent else None
+        if silent:
+            return self._hang(min(silent, key=lambda member: member.place))
+        return cause([member.outcome for member in self._members.values() if member.outcome])
 
     def _hang(self, member: _Member) -> Outcome:
         line = f"{member.name} hangs: the others waited for it for {self._patience:.0f} s (engine.timeout)"
