@@ -14,13 +14,13 @@ import logging
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from accelerators import blame, graphs, kernels
-from accelerators.guard import text
+from accelerators.guard import is_lack_of_memory, text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     OPERATIONS,
@@ -165,12 +165,21 @@ class Accelerator(ABC):
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.
         """
-        for implementation, support in self.candidates(operation):
-            if support.ok and (made := self._made(implementation)) is not None:
-                return made
+        for _, made in self.offers(operation):
+            return made
         if required:
             raise AcceleratorError(f"{self.name}: no {operation} here: {self._capability(operation).reason}")
         return None
+
+    def offers(self, operation: str) -> Iterator[tuple[KernelImpl, Any]]:
+        """The supported implementations that can be made, best first, each with what `kernel` would give of it."""
+        for implementation, support in self.candidates(operation):
+            if support.ok and (made := self._made(implementation)) is not None:
+                yield implementation, made
+
+    def refusal(self, implementation: KernelImpl, model: Any) -> str:
+        """Why an implementation cannot serve a model, given transformers' configuration of it; empty where it can."""
+        return blame.refusal(implementation, model, implementation.plugin or self.provider)
 
     def _offered(self) -> list[KernelImpl]:
         """Its own implementations, and those of plugins."""
@@ -228,6 +237,14 @@ class Accelerator(ABC):
 
     def empty_cache(self) -> None:
         """Return memory that is held but not in use."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device had too little memory, in whatever words its software has for that.
+
+        It is asked of every error that a run ends with, and of those that it came from; what torch and Python say of
+        themselves (`torch.OutOfMemoryError`, `MemoryError`) counts in any case.
+        """
+        return is_lack_of_memory(error)
 
     def seed(self, n: int) -> None:
         """Seed the generators of Python, torch and the device."""

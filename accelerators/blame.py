@@ -27,9 +27,10 @@ from accelerators.types import (
     Memory,
     PluginDefect,
     Precision,
+    one_line,
     received,
 )
-from accelerators.watched import ANYTHING, Expected, Watched, WatchedRecorder, ours, shown
+from accelerators.watched import ANYTHING, Expected, Watched, WatchedRecorder, ours, running, shown
 
 
 def _a(*kinds: type) -> Expected:
@@ -57,6 +58,7 @@ METHODS: Mapping[str, Expected] = {
     "memory": _a(Memory),
     "reset_peak": ANYTHING,
     "empty_cache": ANYTHING,
+    "is_out_of_memory": _a(bool),
     "seed": ANYTHING,
     "rng_state": _a(dict),
     "set_rng_state": ANYTHING,
@@ -98,6 +100,10 @@ _GIVES: Mapping[str, Expected] = {
     "graph_capture": _FUNCTION,
 }
 """What a kernel gives when it is called."""
+
+
+CHECK_OF_A_MODEL = "its check of the model"
+"""How a refusal begins that is a mistake of the plugin's."""
 
 
 def mistake(cls: type, interface: type) -> str:
@@ -173,6 +179,18 @@ def wrongly_made(implementation: KernelImpl, made: Any) -> str:
         if made not in known and "/" not in made:  # a name with a slash is a kernel's on the hub
             return f"it made {made!r}, which transformers does not know; known: {', '.join(known)}"
     return ""
+
+
+def refusal(implementation: KernelImpl, model: Any, plugin: str) -> str:
+    """Why an implementation cannot serve a model; a check of `plugin`'s that fails is a refusal too."""
+    try:
+        with running(plugin):
+            found = implementation.refuses(model)
+    except (Exception, SystemExit) as error:
+        return f"{CHECK_OF_A_MODEL} failed ({text(error)}), which is for the authors of {plugin}"
+    if isinstance(found, str):
+        return one_line(found)
+    return f"{CHECK_OF_A_MODEL} gave {shown(found)} instead of a str, which is for the authors of {plugin}"
 
 
 def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:

@@ -20,6 +20,9 @@ from accelerators.graphs import Graph
 from accelerators.shapes import ShapePolicy
 from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
+NO_MEMORY = "_STATUS_ALLOC_FAILED"
+"""As cuBLAS, cuDNN and cuSOLVER have it, each behind its own name."""
+
 NATIVE_BF16, FLASH_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (7, 0)
 
 
@@ -44,7 +47,13 @@ class CUDA(Accelerator):
         return nvidia.machine()
 
     def bind(self, local_rank: int) -> torch.device:
-        """The GPU of this rank; refused where there is none, or where torch has no code for it."""
+        """The GPU of this rank; refused where there is none, where torch has no code for it, or it is not NVIDIA's."""
+        if torch.version.hip or not torch.version.cuda:
+            other = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
+            raise AcceleratorError(
+                f"cuda: torch {torch.__version__} is built {other}, whatever torch.cuda says; "
+                f"{nvidia.torch_for(self.machine.weakest, self.machine.cuda)}"
+            )
         gpus = self.machine.gpus
         if local_rank >= len(gpus):
             wish = os.environ.get(nvidia.VISIBLE_ENV)
@@ -66,7 +75,22 @@ class CUDA(Accelerator):
                 f"cuda: device {local_rank} is {torch.cuda.get_device_name(local_rank)}, which NVML counts elsewhere; "
                 "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
             )
+        self._prove(local_rank)
         return torch.device("cuda", local_rank)
+
+    def _prove(self, local_rank: int) -> None:
+        """Refuse a device that NVIDIA's driver does not know: other vendors' builds of torch answer to `torch.cuda`.
+
+        The name is enough: of a board that is divided (MIG), either side may give the UUID of a part.
+        """
+        found = torch.cuda.get_device_properties(local_rank)
+        uuid = f"GPU-{getattr(found, 'uuid', '')}"
+        if not any(gpu.uuid == uuid or found.name.startswith(gpu.name) for gpu in self.machine.gpus):
+            known = " / ".join(f"{gpu.name} {gpu.uuid}" for gpu in self.machine.gpus)
+            raise AcceleratorError(
+                f"cuda: torch {torch.__version__} opened {found.name} ({uuid}), which NVIDIA's driver does not "
+                f"know (it has {known}); use the plugin of that device's vendor, or install NVIDIA's build of torch"
+            )
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
@@ -117,6 +141,10 @@ class CUDA(Accelerator):
     def empty_cache(self) -> None:
         gc.collect()  # a recorded function and the object that holds its buffers often refer to each other
         torch.cuda.empty_cache()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Libraries take memory past torch's allocator, and have words of their own where there is none."""
+        return super().is_out_of_memory(error) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
 
     def rng_state(self) -> dict[str, Any]:
         return super().rng_state() | {"cuda": torch.cuda.get_rng_state(self.device())}

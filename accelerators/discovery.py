@@ -64,6 +64,11 @@ class Report:
         return f"{self.distribution} {self.version}".strip()
 
     @property
+    def found(self) -> str:
+        """The devices that were found, usable or not, as "2 x Model"; empty where there is none."""
+        return f"{self.probe.count} x {self.probe.model or 'device'}" if self.probe and self.probe.count else ""
+
+    @property
     def reason(self) -> str:
         """Why the backend is, or is not, available."""
         return self.probe.reason if self.probe else f"broken: {self.error}"

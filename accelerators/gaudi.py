@@ -12,11 +12,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerators.types import AcceleratorError, Probe
+from accelerators.types import AcceleratorError, HiddenError, Probe
 
 RUNTIME = "habana_frameworks"
 VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
@@ -25,6 +25,7 @@ SECONDS = 10.0
 
 ACCEL = Path("/sys/class/accel")
 DRIVER = Path("/sys/module/habanalabs")
+DEV = Path("/dev")
 
 _QUERY = ("-Q", "module_id,name,driver_version", "-f", "csv,noheader")
 # Boards as `hl-smi` names them, chips as the driver does. Gaudi: HL-200, HL-205; Gaudi2: HL-225, HL-288 (PCIe);
@@ -41,6 +42,8 @@ class Cards:
     driver: str
     source: str
     """Who said so: hl-smi or the driver's files."""
+    modules: tuple[str, ...] = field(default=(), compare=False)
+    """Their numbers on this machine."""
 
 
 class _Card(NamedTuple):
@@ -58,19 +61,31 @@ def cards() -> Cards:
     tool = shutil.which("hl-smi")
     source, found = ("hl-smi", _listed_by(tool)) if tool else (str(ACCEL), _listed_by_driver())
     visible = _visible(found)
-    return Cards(len(visible), _model(visible[0].name), visible[0].driver, source)
+    modules = tuple(card.module for card in visible)
+    return Cards(len(visible), _model(visible[0].name), visible[0].driver, source, modules)
 
 
 def probe() -> Probe:
     """Whether the hpu backend can run here: there is a card, and the runtime that drives it is installed."""
+    files = _device_files()
     try:
         found = cards()
+    except HiddenError as error:
+        return Probe(ok=False, reason=str(error), count=error.count)
     except AcceleratorError as error:
-        return Probe(ok=False, reason=str(error))
+        wish = os.environ.get(VISIBLE_MODULES)
+        shown = f" (cards are there: {', '.join(map(str, files))})" if files else ""
+        present = bool(files) and not (wish is not None and not wish.strip())
+        return Probe(ok=False, reason=f"{error}{shown}", count=len(files), present=present)
+    known: dict[str, Any] = {"count": found.count, "model": found.model}
     if importlib.util.find_spec(RUNTIME) is None:
-        reason = f"{found.count} x {found.model} found, but {RUNTIME} (Gaudi's PyTorch bridge) is not installed here"
-        return Probe(ok=False, reason=reason, count=found.count, model=found.model)
-    return Probe(ok=True, reason=f"{found.source}: driver {found.driver}", count=found.count, model=found.model)
+        reason = (
+            f"{RUNTIME} (Gaudi's PyTorch bridge) is not installed here; use Intel's container for driver "
+            f"{found.driver}, or install its habana-torch-plugin beside its torch"
+        )
+        return Probe(ok=False, reason=reason, present=found.source == "hl-smi" or bool(files), **known)
+    reason = f"{found.source}: driver {found.driver}"
+    return Probe(ok=True, reason=reason, devices=_identities(found.modules), **known)
 
 
 def environment(run: Mapping[str, Any]) -> dict[str, str]:
@@ -109,11 +124,32 @@ def _listed_by_driver() -> list[_Card]:
     if not DRIVER.exists():
         raise AcceleratorError(f"no Gaudi driver: no hl-smi on PATH, no {DRIVER}")
     driver = _read(DRIVER / "version")
-    devices = [path / "device" for path in sorted(ACCEL.glob("accel[0-9]*"))]
-    found = [_Card(_read(device / "module_id"), _read(device / "device_type"), driver) for device in devices]
-    # Accelerators of other vendors are in the same folder.
-    return _some(
-        [card for card in found if "GAUDI" in card.name], f"the Gaudi driver is loaded, but {ACCEL} has no card"
+    found = [
+        _Card(_read(path / "device" / "module_id"), _read(path / "device" / "device_type"), driver)
+        for path in _listed_files()
+    ]
+    return _some(found, f"the Gaudi driver is loaded, but {ACCEL} has no card")
+
+
+def _listed_files() -> list[Path]:
+    """The driver's folder of each card; accelerators of other vendors have theirs beside them."""
+    paths = sorted(ACCEL.glob("accel[0-9]*"))
+    return [path for path in paths if "GAUDI" in _read(path / "device" / "device_type")]
+
+
+def _device_files() -> list[Path]:
+    """What a process would open. The driver's folders alone are no card: containers without one show them too."""
+    current = [DEV / "accel" / path.name for path in _listed_files()]
+    return [path for path in current if path.exists()] or sorted(DEV.glob("hl[0-9]*"))
+
+
+def _identities(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """PCI addresses, else files, of the cards with these numbers, as far as the driver's folders tell."""
+    found = [path for path in _listed_files() if _read(path / "device" / "module_id") in modules]
+    addresses = {path: (path / "device").resolve().name for path in found}
+    return tuple(
+        f"pci:{address}" if re.fullmatch(r"[0-9a-f]{4}(:[0-9a-f]{2}){2}\.[0-7]", address) else f"/dev/accel/{path.name}"
+        for path, address in addresses.items()
     )
 
 
@@ -133,7 +169,7 @@ def _visible(found: list[_Card]) -> list[_Card]:
     visible = [card for card in found if card.module in wanted]
     if not visible:
         listed = ", ".join(card.module for card in found)
-        raise AcceleratorError(f"{VISIBLE_MODULES}={wish} hides every card; their modules are {listed}")
+        raise HiddenError(f"{VISIBLE_MODULES}={wish} hides every card; their modules are {listed}", len(found))
     return visible
 
 

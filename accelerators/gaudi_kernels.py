@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +21,9 @@ from accelerators.types import AcceleratorError, KernelImpl, Support
 
 ATTENTION = "gaudi_fused_sdpa"
 """FusedSDPA's name among transformers' attention implementations."""
+
+_LACKING = ("position_bias", "s_aux", "softcap")
+"""What transformers may hand to an attention implementation and FusedSDPA does not take."""
 
 
 def runtime(module: str) -> Any:
@@ -136,7 +141,7 @@ def fused_sdpa(accelerator: Accelerator) -> str:
     ) -> tuple[torch.Tensor, None]:
         """query [B, H, T, D], key and value [B, G, S, D] (the kernel itself groups the H heads over G), mask
         [B, 1 or H, T, S] -> [B, T, H, D]."""
-        for feature in ("position_bias", "s_aux", "softcap"):
+        for feature in _LACKING:
             if features.get(feature) is not None:
                 raise AcceleratorError(f"attention {ATTENTION}: FusedSDPA has no {feature}; use a model without it")
         if attention_mask is not None and attention_mask.dtype == torch.bool:
@@ -155,12 +160,24 @@ def fused_sdpa(accelerator: Accelerator) -> str:
     return ATTENTION
 
 
+def _beyond_fused_sdpa(model: Any) -> str:
+    """What a model hands to its attention that FusedSDPA has not; told by its configuration and its code."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    softcap = getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    code = inspect.getsource(sys.modules[cls.__module__]) if cls else ""
+    lacking = [name for name in _LACKING if (softcap if name == "softcap" else f" {name}=" in code)]
+    return f"FusedSDPA has no {', '.join(lacking)}" if lacking else ""
+
+
 FUSED_SDPA = KernelImpl(
     operation="attention",
     name="habana-fused",
     factory=fused_sdpa,
     supported=_importable("hpex.kernels", "FusedSDPA", "attention in one kernel, keys and values grouped as they are"),
     priority=10,
+    refuses=_beyond_fused_sdpa,
 )
 
 

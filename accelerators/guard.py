@@ -14,8 +14,9 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from accelerators.types import one_line
 
@@ -26,6 +27,16 @@ logger = logging.getLogger(__name__)
 TIME_LIMIT_ENV = "RLHF_PROBE_TIMEOUT"
 
 _NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+
+
+class Judge(Protocol):
+    """What can tell of an error whether memory was lacking: a backend."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool: ...
+
+
+_backend: weakref.ref[Judge] | None = None
+_judging = threading.local()
 
 
 class PluginError(Exception):
@@ -115,18 +126,47 @@ def origins(error: BaseException) -> Iterator[BaseException]:
 def lack_of_memory(error: BaseException) -> BaseException | None:
     """The lack of memory that an error is or came from; None where it is of another kind.
 
-    torch raises OutOfMemoryError for devices and a plain RuntimeError for the host, safetensors an error of its own,
-    and plugins their own kinds of RuntimeError. An error that was worded for the user says itself what to do.
+    The backend that runs here is asked too, for its device may have words of its own. An error that was worded for
+    the user says itself what to do.
     """
     for origin in origins(error):
         if hasattr(origin, "exit_code"):
             return None
-        of_a_library = isinstance(origin, RuntimeError) or type(origin).__name__ == "SafetensorError"
-        if isinstance(origin, MemoryError) or (isinstance(origin, OSError) and origin.errno == errno.ENOMEM):
-            return origin
-        if of_a_library and _NO_MEMORY.search(text(origin)):
+        if is_lack_of_memory(origin) or _judged_by_backend(origin):
             return origin
     return None
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says so itself.
+
+    torch raises OutOfMemoryError for devices and a plain RuntimeError for the host, safetensors an error of its own,
+    and plugins their own kinds of RuntimeError.
+    """
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    return of_a_library and _NO_MEMORY.search(text(error)) is not None
+
+
+def let_judge(backend: Judge) -> None:
+    """From now on `lack_of_memory` asks this backend, as long as it is in use."""
+    global _backend
+    _backend = weakref.ref(backend)
+
+
+def _judged_by_backend(error: BaseException) -> bool:
+    """A judgement that fails is none; what fails within it is not judged."""
+    backend = _backend() if _backend is not None else None
+    if backend is None or getattr(_judging, "now", False):
+        return False
+    _judging.now = True
+    try:
+        return backend.is_out_of_memory(error) is True
+    except (Exception, SystemExit):
+        return False
+    finally:
+        _judging.now = False
 
 
 def _flush() -> None:

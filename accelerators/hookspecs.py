@@ -37,7 +37,8 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body
 
         def probe():
             nodes = list(Path("/dev").glob("npu[0-9]*"))
-            return Probe(ok=bool(nodes), reason=f"{len(nodes)} files /dev/npu*", count=len(nodes), model="NPU")
+            files = tuple(map(str, nodes))
+            return Probe(bool(nodes), f"{len(nodes)} files /dev/npu*", count=len(nodes), model="NPU", devices=files)
 
         @hookimpl
         def rlhf_accelerators():

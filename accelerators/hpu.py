@@ -7,6 +7,7 @@ which one is asked from the runtime. Its fused AdamW, clipping and attention are
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +24,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILER = "hpu_backend"
 """Gaudi's backend of torch.compile."""
+
+_NO_MEMORY = re.compile(
+    r"PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 class HPU(Accelerator):
@@ -151,6 +157,12 @@ class HPU(Accelerator):
 
     def reset_peak(self) -> None:
         runtime("hpu").reset_peak_memory_stats()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """The bridge's allocator raises a RuntimeError; Synapse's states come in it by name or as text."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+        )
 
     def seed(self, n: int) -> None:
         super().seed(n)

@@ -1,6 +1,7 @@
 """Implementations that run on any device with plain PyTorch.
 
 They are every backend's defaults: a backend or a plugin that has something faster offers it with a higher priority.
+At the bottom for attention is `eager`, which every architecture has and some have alone.
 """
 
 from __future__ import annotations
@@ -56,5 +57,12 @@ PORTABLE = (
         name="sdpa",
         factory=lambda accelerator: "sdpa",
         supported=_always("torch's scaled_dot_product_attention picks its own kernel"),
+    ),
+    KernelImpl(
+        operation="attention",
+        name="eager",
+        factory=lambda accelerator: "eager",
+        supported=_always("every architecture's own operators"),
+        priority=-1000,
     ),
 )

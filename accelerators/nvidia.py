@@ -7,19 +7,26 @@ the cuda backend decides by, and the `Probe` that says whether it can run, or wh
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerators import host
-from accelerators.types import AcceleratorError, Probe
+from accelerators.types import AcceleratorError, HiddenError, Probe
 
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
+DEV = Path("/dev")
+PCI = Path("/sys/bus/pci/devices")
+VENDOR = 0x10DE
+"""NVIDIA's number on the PCI bus."""
+
+WORTH_A_BUILD = (7, 0)
+"""Chips for which another build of torch is worth asking for; older ones are left to the CPU."""
 
 # NVML's return codes (nvmlReturn_t) that mean something to a user.
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
@@ -41,6 +48,8 @@ class GPU:
     uuid: str
     capability: Version
     memory: int
+    bus: str = ""
+    """PCI address, as in "0000:19:00.0"; empty for chips that are not on that bus."""
 
     def __str__(self) -> str:
         return f"{self.sm} ({self.name})"
@@ -83,12 +92,23 @@ def probe() -> Probe:
     """Whether the cuda backend can run here; where it cannot, the most fundamental of the reasons."""
     try:
         found = machine()
+    except HiddenError as error:
+        return Probe(False, str(error), count=error.count)
+    except AcceleratorError as error:
+        # The files are a device's, whatever keeps the driver's library from telling; `/proc/driver/nvidia` is not:
+        # containers that were given no GPU show it too.
+        files = sorted(DEV.glob("nvidia[0-9]*"))
+        shown = f" (GPUs are there: {', '.join(map(str, files))})" if files else ""
+        wanted = os.environ.get(VISIBLE_ENV, "all").strip() not in ("", "-1")
+        return Probe(False, f"{error}{shown}", count=len(files), present=bool(files) and wanted)
+    known: dict[str, Any] = {"count": len(found.gpus), "model": found.model}
+    try:
         build = _usable_torch(found)
     except AcceleratorError as error:
-        return Probe(False, str(error))
+        return Probe(False, str(error), present=any(gpu.capability >= WORTH_A_BUILD for gpu in found.gpus), **known)
     weakest = f"{found.weakest.sm} with {found.weakest.memory / 2**30:.0f} GiB"
     reason = f"{weakest}, driver {found.driver} for CUDA up to {_dotted(found.cuda)}, torch {build.version}"
-    return Probe(True, reason, count=len(found.gpus), model=found.model)
+    return Probe(True, reason, devices=tuple(f"pci:{gpu.bus}" for gpu in found.gpus if gpu.bus), **known)
 
 
 def device_order(run: Mapping[str, Any]) -> dict[str, str]:
@@ -111,9 +131,10 @@ def machine(environ: Mapping[str, str] = os.environ) -> Machine:
         if wish is not None:
             gpus = _instance(nvml, wish) if wish.startswith("MIG-") else visible(gpus, wish)
         if not gpus:
-            raise AcceleratorError(
+            raise HiddenError(
                 f"{VISIBLE_ENV}={wish!r} hides all GPUs, of which there are {len(handles)}; "
-                "unset it, or name some by index or UUID"
+                "unset it, or name some by index or UUID",
+                len(handles),
             )
         version = nvml.nvmlSystemGetCudaDriverVersion()  # 12080 is 12.8
         return Machine(_str(nvml.nvmlSystemGetDriverVersion()), (version // 1000, version % 1000 // 10), gpus)
@@ -197,7 +218,7 @@ def _usable_torch(found: Machine) -> TorchBuild:
     return build
 
 
-@contextmanager
+@contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
     """The initialized library; what it cannot do becomes an AcceleratorError."""
     try:
@@ -224,7 +245,32 @@ def _gpu(nvml: Any, index: int, board: Any, unit: Any) -> GPU:
             raise
         memory = host.total_memory()  # chips without memory of their own, such as GB10
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
-    return GPU(index, _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit)), capability, memory)
+    name, uuid = _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit))
+    return GPU(index, name, uuid, capability, memory, _bus(nvml, board, name))
+
+
+def _bus(nvml: Any, board: Any, name: str) -> str:
+    """The PCI address of a GPU, whose vendor is NVIDIA: other vendors' libraries go by the same names.
+
+    Raises:
+        AcceleratorError: it is another's, by the library's own word or the kernel's.
+    """
+    try:
+        info = nvml.nvmlDeviceGetPciInfo(board)
+    except nvml.NVMLError as error:
+        if error.value != _NOT_SUPPORTED:
+            raise
+        return ""
+    bus = re.sub(r"^[0-9a-f]{4}(?=[0-9a-f]{4}:)", "", _str(info.busId).lower())  # NVML's domains have eight digits
+    vendors = {info.pciDeviceId & 0xFFFF}
+    with contextlib.suppress(OSError, ValueError):
+        vendors.add(int((PCI / bus / "vendor").read_text(), 16))
+    if wrong := vendors - {VENDOR}:
+        raise AcceleratorError(
+            f"{name} at {bus} calls itself an NVIDIA GPU, but its PCI vendor is {min(wrong):#06x} and not "
+            f"{VENDOR:#06x}; use the plugin of its vendor"
+        )
+    return bus
 
 
 def _instance(nvml: Any, wish: str) -> tuple[GPU, ...]:

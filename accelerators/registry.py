@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, time_limit
-from accelerators.guard import lack_of_memory, noticed, text
+from accelerators.guard import lack_of_memory, let_judge, noticed, text
 from accelerators.types import (
     AUTHORS,
     AcceleratorError,
@@ -113,6 +113,7 @@ class Selection:
             raise PluginDefect(f"{where} failed ({text(error)}); {AUTHORS}") from error
         if not blame.ours(cls):
             blame.watch(accelerator, Accelerator, who)
+        let_judge(accelerator)
         accelerator.contribute(self._contributed_kernels(accelerator))
         return accelerator
 
@@ -252,11 +253,23 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
         raise AcceleratorError(
             f"{rivals} are both available with priority {best.priority}; name one with --accelerator {best.name}"
         )
+    if sharing := [report for report in usable[1:] if _shared(best, report)]:
+        rivals = " and ".join(f"{report.name} ({report.provider})" for report in (best, *sharing))
+        raise AcceleratorError(
+            f"{rivals} claim the same device, {_shared(best, sharing[0])}; name one with --accelerator {best.name}, or "
+            f"leave a plugin out with {ALLOWLIST_ENV}"
+        )
     if best.name == CPU and broken:
         listed = "; ".join(f"{report.provider} is {report.reason}" for report in broken)
         raise AcceleratorError(
             f"only the cpu is left, while a plugin could not be used: {listed}; "
             f"repair or uninstall it, or ask for the CPU with --accelerator {CPU}"
+        )
+    if best.name == CPU and (idle := [report for report in reports if report.probe and report.probe.present]):
+        listed = "; ".join(f"{report.name} ({report.found}): {report.reason}" for report in idle)
+        raise AcceleratorError(
+            f"only the cpu is left, while a device is there that cannot be used: {listed}; "
+            f"or ask for the CPU with --accelerator {CPU}"
         )
     others = [
         f"{report.name} has priority {report.priority}" if report.available else f"{report.name}: {report.reason}"
@@ -272,8 +285,19 @@ def _summary(best: Report, reports: list[Report]) -> str:
     missing = [report.name for report in reports if not report.available]
     if best.name != CPU or not missing:
         return "auto: the best available"
+    unused = [
+        f"{report.name} is not used: {report.reason}" for report in reports if not report.available and report.found
+    ]
+    if unused:  # hidden by the user, or too old
+        return f"auto: {'; '.join(unused)}"
     verb = "is" if len(missing) == 1 else "are"
     return f"auto: {', '.join(missing)} {verb} not available, `rlhf accelerators explain` tells why"
+
+
+def _shared(one: Report, other: Report) -> str:
+    """A device that both backends name; empty where there is none."""
+    named = other.probe.devices if other.probe else ()
+    return next((device for device in one.probe.devices if device in named), "") if one.probe else ""
 
 
 def _whole(reports: list[Report]) -> list[Report]:

@@ -50,6 +50,14 @@ class AcceleratorError(Exception):
     exit_code = 2
 
 
+class HiddenError(AcceleratorError):
+    """The user's environment hides all of the `count` devices that are there."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+
+
 class PluginDefect(AcceleratorError):
     """A plugin failed, or gave what the interface does not allow; the message names the plugin and what it did."""
 
@@ -62,19 +70,27 @@ class CaptureError(AcceleratorError):
 class Probe:
     """Whether a backend can run here, found without importing torch or opening the device.
 
-    `count` devices of `model` were found; `reason` says why there are none, or how they were found.
+    `count` devices of `model` were found; `reason` says why there are none, or how they were found. Where the backend
+    cannot run, `present` says that a device is there all the same and only software is missing: `auto` then refuses
+    to take the CPU in its place. A device that the user has hidden, or that is too old, is counted, not `present`.
+    `devices` names the devices that the backend would use, each by its PCI address ("pci:0000:19:00.0"), or by its file
+    ("/dev/npu0") where it has none; among backends that name the same one, `auto` does not choose.
     """
 
     ok: bool
     reason: str
     count: int = 0
     model: str = ""
+    present: bool = False
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_types(self, ok=bool, reason=str, count=int, model=str)
+        _check_types(self, ok=bool, reason=str, count=int, model=str, present=bool, devices=tuple)
         _require_reason(self.ok, self.reason)
         if self.count < 0:
             raise ValueError(f"Probe: count is {self.count}, expected 0 or more")
+        if not all(isinstance(device, str) for device in self.devices):
+            raise TypeError(f"Probe: devices is {reprlib.repr(self.devices)}, expected a tuple of str")
 
 
 @dataclass(frozen=True)
@@ -121,12 +137,18 @@ class AcceleratorSpec:
             raise ValueError(f"AcceleratorSpec: name is {self.name!r}, expected one word other than auto")
 
 
+def _nothing(model: Any) -> str:
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelImpl:
     """One implementation of an operation; the supported one with the highest priority is used.
 
     `factory(accelerator)` returns the implementation itself; it is called when a trainer asks for it. If it fails, the
-    next implementation is used, with a warning. `plugin`, the plugin that offers it, is filled in when it is loaded.
+    next implementation is used, with a warning. `refuses(model)`, for operation `attention`, says of a model why this
+    one cannot serve it, given transformers' configuration of it, and "" where it can; the model gets the next one then.
+    `plugin`, the plugin that offers it, is filled in when it is loaded.
     """
 
     operation: str
@@ -134,10 +156,12 @@ class KernelImpl:
     factory: Callable[[Accelerator], Any]
     supported: Callable[[Accelerator], Support]
     priority: int = 0
+    refuses: Callable[[Any], str] = _nothing
     plugin: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
+        _check_types(self, refuses=Callable)
         if self.operation not in OPERATIONS:
             meant = nearest(self.operation, OPERATIONS)
             hint = f"did you mean {meant!r}? " if meant else ""

@@ -1,11 +1,16 @@
 # Makes or reuses .venv in the repository root, with torch first and then this project.
-# Sourced, from the root:   make_environment EXTRAS      (for example: make_environment test,dev)
+# Sourced, from the root:   make_environment EXTRAS              (for example: make_environment test,dev)
+#                           make_environment EXTRAS --lowest     .venv-lowest, with the lowest admitted versions
 #
-# RLHF_TORCH   the torch to install, as pip names it; by default the CPU build where no GPU is found and one
-#              of pip's package indexes has it, else the default build.
+# PYTHON       the interpreter to make it with; python3 by default.
+# RLHF_TORCH   the torch to install, as pip names it, or `installed`: the one that PYTHON has, whatever it is.
+#              By default: a vendor's torch where PYTHON has one (what tells it: ci/versions.py); .venv is then built
+#              on it, and neither it nor what it needs is replaced. Else the CPU build where no NVIDIA GPU is found and
+#              one of pip's package indexes has it, else the default build.
 
 make_environment() {
-    local extras=$1 python=${PYTHON:-python3}
+    local extras=$1 lowest=${2:-} python=${PYTHON:-python3} folder=.venv
+    [ -z "$lowest" ] || folder=.venv-lowest
     if ! "$python" -c '' 2>/dev/null; then
         echo "error: $python cannot be run; install Python 3.10 or later, or name it: PYTHON=/path/to/python3" >&2
         return 2
@@ -18,39 +23,98 @@ make_environment() {
         echo "error: $python cannot make virtual environments; install its venv and pip packages (python3-venv)" >&2
         return 2
     fi
-    if [ ! -x .venv/bin/python ]; then
-        echo "making .venv with $("$python" --version)"
-        "$python" -m venv .venv
+
+    # The torch to build on, and why; empty: this environment has its own.
+    local base="" why=""
+    if [ "${RLHF_TORCH:-}" = installed ]; then
+        why="as RLHF_TORCH=installed says"
+        if ! base=$(version_of torch "$python"); then
+            echo "error: RLHF_TORCH=installed, and $python has no torch; install one there, or name one: RLHF_TORCH=torch" >&2
+            return 2
+        fi
+    elif [ -z "${RLHF_TORCH:-}$lowest" ]; then
+        IFS=$'\t' read -r base why < <("$python" ci/versions.py vendor) || true
+        why="a vendor's build, known $why"
+    fi
+    if [ ! -x $folder/bin/python ]; then
+        echo "making $folder with $("$python" --version)"
+        "$python" -m venv ${base:+--system-site-packages} $folder
     fi
 
     # What was installed is noted, so that a second run is quick and needs no network.
-    local wanted noted=.venv/installed-for
-    wanted=$(printf '%s\n' "$PWD" "$extras" "${RLHF_TORCH:-}" | cat - pyproject.toml | cksum)
+    local wanted noted=$folder/installed-for new=true
+    wanted=$(printf '%s\n' "$PWD" "$extras" "${RLHF_TORCH:-}" "$base" | cat - pyproject.toml | cksum)
     if [ -f "$noted" ] && grep -qxF "$wanted" "$noted"; then
-        return 0
-    fi
-    if ! .venv/bin/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || [ -n "${RLHF_TORCH:-}" ]; then
-        install_torch
-    fi
-    echo "installing rlhf"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check -e ".${extras:+[$extras]}"
-    echo "$wanted" >>"$noted"
-}
-
-install_torch() {
-    local pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check)
-    if [ -n "${RLHF_TORCH:-}" ]; then
-        echo "installing $RLHF_TORCH"
-        "${pip[@]}" "$RLHF_TORCH"
-    elif has_gpu; then
-        echo "installing torch"
-        "${pip[@]}" "torch==2.13.0"
+        new=false
+    elif [ -n "$base" ]; then
+        build_on "$base" "$python" || return
+        echo "that of $python, $why; it stays as it is" >$folder/which-torch
     else
-        echo "installing torch for the CPU"
-        "${pip[@]}" "torch==2.13.0+cpu" 2>/dev/null || "${pip[@]}" "torch==2.13.0"
+        : >$folder/constraints
+        [ -z "$lowest" ] || $folder/bin/python ci/versions.py lowest >$folder/constraints
+        if ! version_of torch $folder/bin/python >/dev/null || [ -n "${RLHF_TORCH:-}" ]; then
+            install_torch
+        fi
+    fi
+    echo "torch $(version_of torch $folder/bin/python): $(cat $folder/which-torch 2>/dev/null || echo "found in $folder")"
+    if $new; then
+        echo "installing rlhf"
+        pip_install -c $folder/constraints -e ".${extras:+[$extras]}"
+        echo "$wanted" >>"$noted"
     fi
 }
 
-has_gpu() {
-    { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1 || { command -v hl-smi && hl-smi -L; } >/dev/null 2>&1
+# Lets .venv see the torch of $python, in version $base, and notes what must stay as it is there.
+build_on() {
+    local base=$1 python=$2 seen packages problem
+    seen=$(version_of torch .venv/bin/python) || true
+    if [ "$seen" != "$base" ]; then # $python may be a virtual environment itself, which a second one does not see
+        packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        "$python" -c 'import importlib.metadata as m; print(m.distribution("torch").locate_file(""))' >"$packages/below.pth"
+        seen=$(version_of torch .venv/bin/python) || true
+    fi
+    if [ "$seen" != "$base" ]; then
+        rm "$packages/below.pth"
+        echo "error: .venv has torch $seen, and $python has torch $base, $why; to build on that: rm -r .venv; to keep .venv: RLHF_TORCH=torch==$seen" >&2
+        return 2
+    fi
+    if ! problem=$(.venv/bin/python ci/versions.py constraints .venv/constraints); then
+        echo "error: $python has torch $base, and $problem; take an image of the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch" >&2
+        return 2
+    fi
+    [ -z "$problem" ] || echo "$problem"
+}
+
+# Installs a torch of this environment's own, and notes why that one.
+install_torch() {
+    local torch=torch==2.13.0 which
+    [ -z "$lowest" ] || torch=$(grep '^torch==' $folder/constraints)
+    if [ -n "${RLHF_TORCH:-}" ]; then
+        which="RLHF_TORCH names it"
+        torch=$RLHF_TORCH
+    elif { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; then
+        which="the default build; nvidia-smi lists a GPU"
+    else
+        which="the CPU build; no NVIDIA GPU is found"
+        echo "installing $torch for the CPU"
+        if pip_install "$torch+cpu" 2>/dev/null; then
+            torch=""
+        else
+            which="the default build; no NVIDIA GPU is found, and no package index has the CPU build"
+        fi
+    fi
+    if [ -n "$torch" ]; then
+        echo "installing $torch"
+        pip_install "$torch"
+    fi
+    echo "$which" >$folder/which-torch
+}
+
+pip_install() {
+    $folder/bin/python -m pip install -qq --disable-pip-version-check "$@"
+}
+
+# The version of a distribution that an interpreter has; 1 where it has none.
+version_of() {
+    "$2" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null
 }

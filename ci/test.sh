@@ -3,34 +3,44 @@
 #
 #   bash ci/test.sh            what every change must pass
 #   bash ci/test.sh --all      slow tests too
+#   bash ci/test.sh --lowest   the tests alone, on the lowest versions that pyproject.toml admits, in .venv-lowest
 #   bash ci/test.sh ARGUMENTS  further arguments go to pytest, without the plugins' tests:
 #                              bash ci/test.sh tests/data -k split
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source ci/environment.sh
-make_environment test,dev
-export PATH="$PWD/.venv/bin:$PATH"
 
 # Workers share the cores, so each uses one; nothing may reach for a network.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 arguments=()
-plugins=true
+plugins=true lowest=false
 for argument in "$@"; do
-    if [ "$argument" = --all ]; then arguments+=(-m ""); else arguments+=("$argument") plugins=false; fi
+    case $argument in
+    --all) arguments+=(-m "") ;;
+    --lowest) lowest=true ;;
+    *) arguments+=("$argument") plugins=false ;;
+    esac
 done
 
-echo "== lint"
-ruff check .
-ruff format --check .
-echo "== types"
-mypy
+source ci/environment.sh
+if $lowest; then
+    make_environment test --lowest
+    export PATH="$PWD/.venv-lowest/bin:$PATH"
+else
+    make_environment test,dev
+    export PATH="$PWD/.venv/bin:$PATH"
+    echo "== lint"
+    ruff check .
+    ruff format --check .
+    echo "== types"
+    mypy
+fi
 echo "== tests"
 pytest -n auto ${arguments[@]+"${arguments[@]}"}
 $plugins || exit 0
 
 echo "== tests of the simulated Gaudi"
-if command -v "${CXX:-g++}" >/dev/null && .venv/bin/python -c \
+if command -v "${CXX:-g++}" >/dev/null && python -c \
     'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'; then
     cd plugins/rlhf-gaudi-sim # its device is compiled first, in about a minute, once
     pytest -n auto --dist loadfile ${arguments[@]+"${arguments[@]}"}

@@ -3,7 +3,8 @@
 #
 #   bash example_scripts/quickstart.sh [OPTIONS OF rlhf]      for example --seed 1
 #
-# A later call reuses .venv and writes to the next free folder. See ci/environment.sh for RLHF_TORCH and PYTHON.
+# A later call reuses .venv and writes to the next free folder. The line that begins with "torch" says which torch it
+# uses and why; ci/environment.sh explains the choice, RLHF_TORCH and PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from rlhf import names
+from rlhf.config_data import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
 from rlhf.errors import ConfigError
-from rlhf.kinds import Folder, Fraction, Name, OptionalName, Section, Shares
+from rlhf.kinds import Folder, Fraction, OptionalName, Section
 from rlhf.problems import at, explained, shown
-from rlhf.values import Keys, as_sources, names_model_or_data, overridden, read_yaml
+from rlhf.values import Keys, names_model_or_data, overridden, read_yaml
 
-Stage = Literal["sft", "reward", "ppo"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
+__all__ = ["STAGES", "ColumnsConfig", "Config", "DataConfig", "DatasetConfig", "Stage"]  # what mypy counts as ours
 
 EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
 """What `rlhf` runs where it is given no file."""
@@ -66,62 +64,6 @@ class LoraConfig(Section):
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {shown(value)}")
         return value if value == "auto" else tuple(names)
-
-
-class ColumnsConfig(Section):
-    """Names of a data set's columns, where they differ from the known formats."""
-
-    prompt: str | None = Field(None, description="column that holds the prompt")
-    response: str | None = Field(None, description="column that holds the demonstration")
-    chosen: str | None = Field(None, description="column that holds the preferred response")
-    rejected: str | None = Field(None, description="column that holds the dispreferred response")
-    messages: str | None = Field(None, description="column that holds a conversation: a list of {role, content}")
-
-
-class DatasetConfig(Section):
-    """One source of rows."""
-
-    path: Name = Field(
-        description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
-    )
-    heldout: OptionalName = Field(
-        None, description="a second source, used for evaluation only; empty: a fraction of `path`"
-    )
-    subset: str | None = Field(None, description="configuration of a hub data set that has several")
-    split: str = Field("train", description="split to read where the source has several")
-    heldout_subset: str | None = Field(None, description="configuration of `heldout`, as `subset` of `path`")
-    heldout_split: str = Field("test", description="split to read of `heldout` where that has several")
-    stages: tuple[Stage, ...] = Field(STAGES, min_length=1, description="stages that may use this source")
-    weight: float = Field(
-        1.0, gt=0, description="share in the blend: rows of this source per row of a source of weight 1"
-    )
-    columns: ColumnsConfig = Field(ColumnsConfig(), description="column names, where they are not standard")
-
-
-class DataConfig(Section):
-    """Where the rows come from and how they are shared among the stages."""
-
-    datasets: Annotated[tuple[DatasetConfig, ...], BeforeValidator(as_sources)] = Field(
-        (DatasetConfig(path=names.WORLD),),
-        min_length=1,
-        description="the sources, each a path or a mapping; several are blended by weight",
-    )
-    stage_split: Shares = Field(
-        (2, 4, 4), description="proportions of a source's rows that go to sft, reward and ppo, also written 2:4:4"
-    )
-    heldout_fraction: float = Field(
-        0.05, gt=0, lt=1, description="part of each stage's rows kept for evaluation, where no held-out source is named"
-    )
-    max_prompt_length: int = Field(256, ge=1, description="longest prompt, in tokens; longer rows are left out")
-    max_completion_length: int = Field(
-        256, ge=1, description="longest completion, in tokens, its end-of-sequence token included"
-    )
-    chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template where it has one")
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence, prompt and completion, in tokens."""
-        return self.max_prompt_length + self.max_completion_length
 
 
 class EngineConfig(Section):
@@ -179,6 +121,12 @@ class EpochConfig(TrainingConfig):
 
     epochs: int = Field(1, ge=1, description="passes over the stage's rows")
     max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps; empty: after `epochs`")
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="part of each layer's activations dropped in training; empty: the model's own rates",
+    )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the stage."""
@@ -205,6 +153,10 @@ class RewardConfig(EpochConfig):
     eval_rows: int = Field(256, ge=1, description="held-out pairs used for evaluation, at most")
     model: OptionalName = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
+    )
+    reset_final_norm: Literal["auto", True, False] = Field(
+        "auto",
+        description="new norm under a new head: true, false; auto: where unequal gains would cost accuracy in bf16",
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
@@ -244,6 +196,16 @@ class PPOConfig(TrainingConfig):
     gamma: Fraction = Field(1.0, description="discount of later rewards")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
     clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    dropout: float | None = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout in the policy's updates; as rollouts are scored without, above 0 the policy ratio begins "
+        "near 1, not at it; empty: the model's own rates",
+    )
+    critic_dropout: float | None = Field(
+        0.0, ge=0, lt=1, description="dropout in the critic's updates; empty: its own rates"
+    )
     value_clip: float = Field(0.2, gt=0, description="clip range of the value update")
     whiten_advantages: bool = Field(True, description="scale each batch's advantages to mean 0, deviation 1")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")

@@ -21,7 +21,7 @@ from rich.text import Text
 import rlhf
 from rlhf import hub, lock, preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, RunError
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RunError
 from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
@@ -85,7 +85,10 @@ def run(
         except KeyboardInterrupt as error:
             raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
-            if lack := shortage(error, directory.path, f"run: {_next_command(directory, stages, before)}"):
+            go_on = f"run: {_next_command(directory, stages, before)}"
+            if isinstance(error, OutOfMemory):
+                raise OutOfMemory(f"{error}; {go_on}") from error
+            if lack := shortage(error, directory.path, go_on):
                 raise lack from error
             if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
@@ -139,7 +142,9 @@ def _run(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
                 wishes = {name: value for name, value in vars(request).items() if name != "dry_run"}
-                found: dict[str, Any] = {"accelerator": _report(accelerator, selection, config), "data": findings.data}
+                report = _report(accelerator, selection, config)
+                report["attention"] = {model: asdict(choice) for model, choice in findings.attention.items()}
+                found: dict[str, Any] = {"accelerator": report, "data": findings.data}
                 if request.dry_run:
                     RunDirectory.check(config, **wishes, **found)
                     _show(config, findings)

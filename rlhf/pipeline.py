@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerators
@@ -19,10 +20,11 @@ from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
-from rlhf.engine import distributed
+from rlhf.engine import distributed, memory
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
+from rlhf.models.attention import EMBEDDED, choose_attention, describe
 from rlhf.models.embedded import build_llama
 from rlhf.models.loading import (
     load_causal_lm,
@@ -71,7 +73,8 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 
 def _run_stage(stage: Stage, context: StageContext) -> None:
     context.accelerator.reset_peak()
-    summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
+    with memory.explained(context):
+        summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
     context.accelerator.empty_cache()
     peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
@@ -84,12 +87,13 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
 
 def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
+    (attention,) = _attention(context, config.model.path)
     if config.model.path is None:
         tokenizer = world_tokenizer()
-        model = build_llama(tokenizer, attention=context.attention, seed=config.seed, max_length=config.data.max_length)
+        model = build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
     else:
         tokenizer = _tokenizer(context)
-        model = load_causal_lm(config.model, tokenizer, attention=context.attention)
+        model = load_causal_lm(config.model, tokenizer, attention=attention)
     data = _data(context, tokenizer, model.generation_config)
     return sft.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
@@ -98,7 +102,16 @@ def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
-    model = load_scalar_head(config.model, tokenizer, attention=context.attention, path=path, seed=config.seed)
+    (attention,) = _attention(context, path)
+    model = load_scalar_head(
+        config.model,
+        tokenizer,
+        attention=attention,
+        path=path,
+        seed=config.seed,
+        reset_norm=config.reward.reset_final_norm,
+        say=context.say,
+    )
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
 
@@ -107,8 +120,9 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     config = context.config
     actor_path, reward_path = _starts(context, "ppo")
     tokenizer = _tokenizer(context, actor_path)
-    policy = partial(load_causal_lm, config.model, tokenizer, attention=context.attention, path=actor_path)
-    scalar = partial(load_scalar_head, config.model, tokenizer, attention=context.attention, path=reward_path)
+    attention, of_reward = _attention(context, actor_path, reward_path)
+    policy = partial(load_causal_lm, config.model, tokenizer, attention=attention, path=actor_path)
+    scalar = partial(load_scalar_head, config.model, tokenizer, attention=of_reward, path=reward_path)
     reference = None if config.lora.rank else policy()  # with LoRA the actor is its own
     models = ppo.Models(actor=policy(), reference=reference, critic=scalar(), reward=scalar())
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
@@ -125,6 +139,19 @@ def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]
         for start in STARTS[stage]
         if start.earlier is not None
     ]
+
+
+def _attention(context: StageContext, *paths: str | None) -> list[str]:
+    """transformers' name of the attention of each model; one line says where that is not the backend's first choice."""
+    found = {path: choose_attention(context.accelerator, path, context.config.model) for path in paths}
+    if said := describe({_short(path): choice for path, choice in found.items()}):
+        context.say(said)
+    return [found[path].name for path in paths]
+
+
+def _short(path: str | None) -> str:
+    """How lines call a model: by the end of its name, and one that a stage left by the stage's too."""
+    return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED
 
 
 def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:

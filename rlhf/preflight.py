@@ -6,12 +6,12 @@ answered by the part that would meet the problem later, with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.config import Config, Stage
+from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from accelerators import Accelerator
     from rlhf.data.tokenization import StageData
+    from rlhf.models.attention import Choice
 
 
 class Origin(NamedTuple):
@@ -62,10 +63,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `examine` found: a plan for each stage, and what the rows of each source are."""
+    """What `examine` found: a plan for each stage, what the rows of each source are, and each model's attention."""
 
     plans: tuple[StagePlan, ...]
     data: Fingerprints
+    attention: dict[str, Choice]
 
 
 def check(
@@ -128,7 +130,8 @@ def examine(
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
-    models = _Models(config, accelerator.kernel("attention", required=True))
+    accelerator.kernel("attention", required=True)
+    models = _Models(config, accelerator)
     values = config.model_dump()
     origins = {stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending}
     for stage in pending:
@@ -146,7 +149,28 @@ def examine(
         plans.append(plan)
     needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
-    return Findings(tuple(plans), read.fingerprints())
+    return Findings(tuple(plans), read.fingerprints(), models.attention)
+
+
+def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
+    """What `stages` get from their sources, one by one, all rows tokenized; no weights are loaded, no run is looked at.
+
+    Args:
+        show: tell of reading that takes long.
+
+    Raises:
+        RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
+    """
+    from rlhf.data.reading import read_sources
+    from rlhf.data.tokenization import load_stage
+
+    tokenizers, values, directory = _Tokenizers(config), config.model_dump(), RunDirectory(config.output)
+    sources = read_sources(config.data, stages, seed=config.seed, show=show)
+    for stage in stages:
+        first = origin(directory, STARTS[stage][0], values, STAGES)
+        tokenizer, ends = tokenizers.tokenizer(first), tokenizers.end_tokens(first)
+        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
+        yield StagePlan(stage, (first,), None, tokenizer, data)
 
 
 def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
@@ -160,59 +184,12 @@ def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pendin
     return Origin(start, before.path, (*before.through, start.earlier))
 
 
-class _Models:
-    """The models and tokenizers that the stages start from, each looked at once and without its weights."""
+class _Tokenizers:
+    """The tokenizers of the models that the stages start from, each loaded once."""
 
-    def __init__(self, config: Config, attention: str) -> None:
-        self._config, self._attention = config, attention
-        self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
-
-    def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
-        """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
-        from rlhf.models.loading import check_fits, check_same_vocabulary
-        from rlhf.models.lora import check_targets
-        from rlhf.models.support import check_positions
-
-        for found in origins:
-            outline = self.outline(found)
-            if outline is None or found.path is None:
-                continue
-            check_positions(found.path, outline.config, self._config.data.max_length)
-            check_fits(self.tokenizer(found), outline, found.path)
-            if self._config.lora.rank:
-                check_targets(outline, self._config.lora)
-        if stage == "ppo":
-            actor, reward = origins
-            where = reward.path or "the embedded model"
-            check_same_vocabulary(self.tokenizer(actor), self.tokenizer(reward), where)
-
-    def outline(self, found: Origin) -> PreTrainedModel | None:
-        """The model without its weights; None for the embedded one."""
-        from rlhf.models.loading import outline
-
-        if found.path is None:
-            return None
-        # A head is drawn anew but for PPO's reward model, which some stage has left.
-        trained = not found.start.scalar_head or (found.start.key == "ppo.reward_model" and not found.through)
-        key = found.path, found.start.scalar_head, trained
-        if key not in self._outlines:
-            self._outlines[key] = outline(
-                found.path,
-                self._config.model,
-                attention=self._attention,
-                scalar_head=found.start.scalar_head,
-                trained=trained,
-            )
-        return self._outlines[key]
-
-    def outlines(self, origins: Sequence[Origin]) -> list[PreTrainedModel]:
-        """Those of `origins` that are read from somewhere."""
-        return [outline for outline in map(self.outline, origins) if outline is not None]
-
-    def parameters(self, found: Origin) -> int | None:
-        outline = self.outline(found)
-        return None if outline is None else outline.num_parameters()
 
     def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
         """The tokenizer that the stage will load with the model."""
@@ -236,6 +213,82 @@ class _Models:
 
         settings = generation_settings(found.path, self._config.model) if found.path else None
         return end_tokens(self.tokenizer(found), settings)
+
+
+def _dropout(config: Config, start: Start) -> tuple[float | None, str]:
+    """(rate, its key) of the model that is trained from `start`."""
+    if start.key == "model.path":
+        return config.sft.dropout, "sft.dropout"
+    if start.key == "reward.model":
+        return config.reward.dropout, "reward.dropout"
+    if start.key == "ppo.actor":
+        return config.ppo.dropout, "ppo.dropout"
+    return config.ppo.critic_dropout, "ppo.critic_dropout"
+
+
+class _Models(_Tokenizers):
+    """The models and tokenizers that the stages start from, each looked at once and without its weights."""
+
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        super().__init__(config)
+        self._accelerator = accelerator
+        self.attention: dict[str, Choice] = {}
+        self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
+
+    def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
+        """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
+        from rlhf.models.dropout import check_dropout
+        from rlhf.models.final_norm import check_final_norm
+        from rlhf.models.loading import check_fits, check_same_vocabulary
+        from rlhf.models.lora import check_targets
+        from rlhf.models.support import check_positions
+
+        for found in origins:
+            outline = self.outline(found)
+            if outline is None or found.path is None:
+                continue
+            check_positions(found.path, outline.config, self._config.data.max_length)
+            check_fits(self.tokenizer(found), outline, found.path)
+            check_dropout(outline, *_dropout(self._config, found.start))
+            if stage == "reward":
+                check_final_norm(outline, self._config.reward.reset_final_norm)
+            if self._config.lora.rank:
+                check_targets(outline, self._config.lora)
+        if stage == "ppo":
+            actor, reward = origins
+            where = reward.path or "the embedded model"
+            check_same_vocabulary(self.tokenizer(actor), self.tokenizer(reward), where)
+
+    def outline(self, found: Origin) -> PreTrainedModel | None:
+        """The model without its weights; None for the embedded one."""
+        from rlhf.models.attention import EMBEDDED, choose_attention
+        from rlhf.models.loading import outline
+
+        name = found.path or EMBEDDED
+        if name not in self.attention:
+            self.attention[name] = choose_attention(self._accelerator, found.path, self._config.model)
+        if found.path is None:
+            return None
+        # A head is drawn anew but for PPO's reward model, which some stage has left.
+        trained = not found.start.scalar_head or (found.start.key == "ppo.reward_model" and not found.through)
+        key = found.path, found.start.scalar_head, trained
+        if key not in self._outlines:
+            self._outlines[key] = outline(
+                found.path,
+                self._config.model,
+                attention=self.attention[name].name,
+                scalar_head=found.start.scalar_head,
+                trained=trained,
+            )
+        return self._outlines[key]
+
+    def outlines(self, origins: Sequence[Origin]) -> list[PreTrainedModel]:
+        """Those of `origins` that are read from somewhere."""
+        return [outline for outline in map(self.outline, origins) if outline is not None]
+
+    def parameters(self, found: Origin) -> int | None:
+        outline = self.outline(found)
+        return None if outline is None else outline.num_parameters()
 
 
 def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:

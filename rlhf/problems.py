@@ -97,5 +97,5 @@ def _known_keys(section: type[BaseModel], location: tuple[str | int, ...]) -> li
             continue
         annotation = section.model_fields[part].annotation
         candidates = [annotation, *get_args(annotation)]
-        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+        section = next(c for c in candidates if isinstance(c, type(BaseModel)))  # on Python 3.10 list[str] is a type
     return list(section.model_fields)

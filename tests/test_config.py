@@ -24,7 +24,7 @@ def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
     found = {model}
     for field in model.model_fields.values():
         for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            if isinstance(candidate, type(BaseModel)):  # on Python 3.10 list[str] is a type
                 found |= sections(candidate)
     return found
 

@@ -20,12 +20,13 @@ def test_a_fault_can_be_planted(fault: mutants.Fault, tmp_path: Path) -> None:
     for test in fault.tests:
         assert (ROOT / test.partition("::")[0]).exists(), test
     copy = tmp_path / fault.file
-    copy.parent.mkdir(parents=True)
+    copy.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / fault.file, copy)
     fault.apply(tmp_path)
     text = copy.read_text(encoding="utf-8")
     assert text != (ROOT / fault.file).read_text(encoding="utf-8")
-    compile(text, fault.file, "exec")
+    if fault.file.endswith(".py"):
+        compile(text, fault.file, "exec")
 
 
 def test_a_fault_that_no_longer_fits_is_an_error(tmp_path: Path) -> None:

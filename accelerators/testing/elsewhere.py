@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
@@ -34,6 +35,11 @@ RUN = {
 """Settings of the whole run, on the embedded model and data."""
 
 
+DEVICE = re.compile(r"pci:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]|/dev/.+")
+DEVICE_WORDS = "a PCI address such as pci:0000:19:00.0, or a file in /dev"
+"""How a device is named, so that two backends name it alike."""
+
+
 def check_discovery(name: str) -> None:
     """Load the plugin that offers the backend, in a process that has imported nothing else."""
     point = _entry_point(name)
@@ -48,6 +54,8 @@ def check_probe(name: str) -> None:
     assert not found["torch"], "the probe imports torch; expected a look at files or at a vendor's command-line tool"
     seconds = found["seconds"]
     assert seconds <= PROBE_SECONDS, f"the probe took {seconds:.1f} s, expected at most {PROBE_SECONDS:g} s"
+    for device in found["devices"]:
+        assert DEVICE.fullmatch(device), f"the probe names the device {device!r}, expected {DEVICE_WORDS}"
     assert not found["child"], f"after the probe, a forked child cannot use the device: {found['child']}"
 
 

@@ -15,11 +15,13 @@ from unittest import SkipTest
 import torch
 from torch import Tensor
 
+from accelerators.guard import lack_of_memory, text
 from accelerators.types import AcceleratorError
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
+PEBIBYTE = 1 << 50
 BLOCK = 128 << 20
 """Bytes of the allocation that memory figures are to show: allocators do not keep so large a block when it is freed."""
 
@@ -104,6 +106,28 @@ def check_random_numbers(accelerator: Accelerator) -> None:
         raise AssertionError(f"torch.load(weights_only=True) does not read a saved rng_state(): {text}") from error
     accelerator.set_rng_state(state)
     _same("set_rng_state of a saved state", _samples(accelerator), expected)
+
+
+def check_out_of_memory(accelerator: Accelerator) -> None:
+    """A real allocation that must fail; where the device takes it all the same, there is nothing to tell."""
+    assert not accelerator.is_out_of_memory(ValueError("7")), (
+        "is_out_of_memory() takes a ValueError for a lack of memory"
+    )
+    refusal = _refusal(accelerator)
+    assert refusal is None or lack_of_memory(refusal), (
+        f"a block of 1 PiB is refused ({text(refusal)}), which is_out_of_memory() does not take for a lack of memory"
+    )
+
+
+def _refusal(accelerator: Accelerator) -> Exception | None:
+    """What a block that no device can hold is refused with."""
+    try:
+        torch.full((PEBIBYTE // 4,), 1.0, device=accelerator.device())
+        accelerator.step_boundary("check/out-of-memory")
+        accelerator.synchronize()
+    except Exception as error:
+        return error
+    return None
 
 
 def check_memory(accelerator: Accelerator) -> None:

@@ -81,7 +81,7 @@ class Suite:
         elsewhere.check_discovery(self.name)
 
     def test_probe(self) -> None:
-        """the probe is quick, imports no torch and opens no device"""
+        """the probe is quick, imports no torch, opens no device and names it as others would"""
         from accelerators.testing import elsewhere
 
         elsewhere.check_probe(self.name)
@@ -151,6 +151,12 @@ class Suite:
         from accelerators.testing import state
 
         state.check_memory(accelerator)
+
+    def test_out_of_memory(self, accelerator: Accelerator) -> None:
+        """a lack of memory is told from other errors"""
+        from accelerators.testing import state
+
+        state.check_out_of_memory(accelerator)
 
     # execution
 

@@ -52,13 +52,15 @@ def discovery(publish: Publish, point: str, value: str) -> None:
 
 
 def probe(publish: Publish, point: str, value: str, name: str) -> None:
-    """Probe, then use the device in a forked child: {"seconds", "torch", "child": its error, or null}."""
+    """Probe, then use the device in a forked child: {"seconds", "devices", "torch", "child": its error, or null}."""
     specs = offers(EntryPoint(point, value, hookspecs.ENTRY_POINT_GROUP))
     (spec,) = (spec for spec in specs if spec.name == name)
     imported = "torch" in sys.modules  # by the discovery, which has a check of its own
     begun = time.monotonic()
-    spec.probe()
-    found = {"seconds": time.monotonic() - begun, "torch": not imported and "torch" in sys.modules, "child": None}
+    probed = spec.probe()
+    seconds = time.monotonic() - begun
+    torch = not imported and "torch" in sys.modules
+    found: dict[str, Any] = {"seconds": seconds, "devices": probed.devices, "torch": torch, "child": None}
     publish(found)
     reader, writer = os.pipe()
     child = os.fork()

@@ -97,12 +97,13 @@ def serve(channel: Channel, workload: dict[str, Any], config: Any, accelerator: 
 def make_ppo(context: Any, workload: dict[str, Any]) -> Any:
     from rlhf.data.rows import Message, Row
     from rlhf.data.tokenization import Prompt, StageData
+    from rlhf.models.attention import choose_attention
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
     from rlhf.stages.ppo import PPO, Models
 
     model, path = context.config.model, workload["model"]
     tokenizer, _ = load_model_tokenizer(model)
-    loaded = {"attention": context.attention, "path": path}
+    loaded = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
     actor, reference = (load_causal_lm(model, tokenizer, **loaded) for _ in range(2))
     critic, reward = (load_scalar_head(model, tokenizer, seed=0, **loaded) for _ in range(2))
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")

@@ -65,6 +65,7 @@ def _listed(report: Report) -> dict[str, Any]:
     return {
         "name": report.name,
         "available": report.available,
+        "present": report.available or (report.probe is not None and report.probe.present),
         "broken": report.error is not None,
         "devices": report.probe.count if report.probe else 0,
         "model": report.probe.model if report.probe else "",
@@ -77,11 +78,12 @@ def _listed(report: Report) -> dict[str, Any]:
 
 
 def _row(report: Report) -> tuple[str, ...]:
+    present = report.probe is not None and report.probe.present
     state = "available" if report.available else "broken" if report.error else "not available"
-    devices = f"{report.probe.count} x {report.probe.model}" if report.probe and report.probe.count else ""
     priority = "" if report.priority is None else str(report.priority)
     warning = f" (warning: it {report.warning})" if report.warning else ""
-    return report.name, state, devices, priority, report.provider, (report.error or report.reason) + warning
+    reason = f"{'present, but ' if present else ''}{report.error or report.reason}{warning}"
+    return report.name, state, report.found, priority, report.provider, reason
 
 
 def _explained(name: str) -> dict[str, Any]:
@@ -134,6 +136,8 @@ def _candidates(ranked: Sequence[tuple[KernelImpl, Support]], asked: bool) -> li
     for place, (implementation, support) in enumerate(ranked):
         beaten = place > 0 and support.ok
         reason = f"{ranked[0][0].name} has the higher priority" if beaten else support.reason
+        if beaten and implementation.operation == "attention":
+            reason += "; this one is for models that it does not serve"
         listed.append(
             {
                 "name": implementation.name,

@@ -120,8 +120,10 @@ class ChatModel:
         config: Config = options.load()
         check_model_folder(str(folder))
         selection = launch.select(config, options.accelerator)
+        from rlhf.models.attention import choose_attention
         from rlhf.models.loading import load_causal_lm, load_model_tokenizer
         from rlhf.models.placement import place
+        from rlhf.models.scalar_head import SUFFIX
         from rlhf.models.support import max_positions, read_config
         from rlhf.models.tokenizers import end_tokens
 
@@ -130,10 +132,10 @@ class ChatModel:
         self.accelerator.seed(config.seed)
         source = ModelConfig(path=str(folder))
         for architecture in read_config(str(folder), source).architectures or ():
-            if architecture.endswith("ForSequenceClassification"):
+            if architecture.endswith(("ForSequenceClassification", SUFFIX)):
                 raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
         self.tokenizer, _ = load_model_tokenizer(source)
-        attention = self.accelerator.kernel("attention", required=True)
+        attention = choose_attention(self.accelerator, str(folder), source).name
         model = load_causal_lm(source, self.tokenizer, attention=attention)
         self.model: Any = place(model, device, self.accelerator.precision(config.precision).dtype).eval()
         self.prompt_format = trained_format(folder) or ("template" if self.tokenizer.chat_template else "plain")

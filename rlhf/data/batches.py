@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accelerators import ShapePolicy
-from rlhf.data.tokenization import Demonstration, Pair, Prompt
+from rlhf.data.examples import Demonstration, Pair, Prompt
 
 Batch = dict[str, Tensor]
 E = TypeVar("E")
@@ -41,7 +41,7 @@ def collate_sft(
     """
     rows = [example.prompt_ids + example.completion_ids for example in examples]
     input_ids, attention_mask = _pad_right(rows, policy, maximum, pad_token_id)
-    first = [len(example.prompt_ids) if loss_on == "completion" else 1 for example in examples]
+    first = [max(len(example.prompt_ids), 1) if loss_on == "completion" else 1 for example in examples]
     targets = torch.arange(input_ids.shape[1]) >= torch.tensor(first)[:, None]
     return {
         "input_ids": input_ids,

@@ -3,7 +3,7 @@
 With a chat template the ids are those of the template's own text. Without one, a prompt is its plain text
 (`Row.text`), and the reply follows after a space unless the prompt ends in white space. Either way the
 completion ends with a token that ends generation too, and a beginning-of-sequence token comes once, where the
-tokenizer wants one.
+tokenizer wants one. A text without a prompt is a completion, and no template has a part in it.
 
 Tokenizers read the text of a control token (<|im_end|>) as that token. With a chat template only the template may
 write control tokens: contents that hold one could end a reply or forge a turn. In a prompt it is taken apart, as
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from rlhf.data.rows import Message, Row, plain_prompt, transcript
+from rlhf.data.rows import Message, Row
+from rlhf.data.transcripts import plain_prompt, transcript
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
@@ -155,16 +156,16 @@ def _ended(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool) -> str | None:
-    if has_template(tokenizer, chat_template):
+    if row.prompt and has_template(tokenizer, chat_template):
         return _render(tokenizer, row.prompt, add_generation_prompt=True)
     return _begun(tokenizer, row.text)
 
 
 def _whole(tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool) -> str | None:
-    if has_template(tokenizer, chat_template):
+    if row.prompt and has_template(tokenizer, chat_template):
         text = _render(tokenizer, [*row.prompt, Message("assistant", reply)], add_generation_prompt=False)
         return text and text.rstrip()  # what a template puts after the end-of-sequence token is no part of the reply
-    space = "" if row.text[-1:].isspace() else " "
+    space = "" if not row.text or row.text[-1:].isspace() else " "
     return _begun(tokenizer, f"{row.text}{space}{reply}")
 
 

@@ -1,12 +1,17 @@
-"""A look at what a stage's rows became: how long they are in tokens, and one of them as the model sees it."""
+"""A look at what a stage's rows became: how long they are in tokens, and one of them as the model sees it.
+
+`described` says all of it as plain values, for JSON and for `rlhf.cli.data` to print.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.data.tokenization import Demonstration, Example, Pair, StageData
+from rlhf.config import STAGES, Config, DataConfig, Stage
+from rlhf.data.examples import Demonstration, Pair, parts, percentiles, typical
+from rlhf.data.report import DataReport
+from rlhf.data.tokenization import SHARES, StageData
+from rlhf.data.truncation import longest_completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,20 +23,15 @@ def lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
     Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` for the reward model. Each number is the
     length of a row that is there (of an even number of rows, the median is the lower of the middle two).
     """
-    found: dict[str, list[int]] = {}
-    for example in [*data.train, *data.heldout]:
-        for name, ids in _parts(example):
-            found.setdefault(name, []).append(len(ids))
-    return {name: (_rank(counts, 0.5), _rank(counts, 0.95), max(counts)) for name, counts in found.items()}
+    found = percentiles([*data.train, *data.heldout], 0.5, 0.95, 1.0)
+    return {name: (median, high, longest) for name, (median, high, longest) in found.items()}
 
 
 def example(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """A row of median length that is trained on: its parts, decoded from the tokens, control tokens among them."""
-    ranked = sorted(data.train, key=lambda example: sum(len(ids) for _, ids in _parts(example)))
-    typical = ranked[(len(ranked) - 1) // 2]
     return [
         (name, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for name, ids in _parts(typical)
+        for name, ids in parts(typical(data.train))
     ]
 
 
@@ -47,15 +47,56 @@ def learned(data: StageData, *, loss_on: Literal["completion", "all"] = "complet
     return ("chosen", "rejected") if isinstance(first, Pair) else ()
 
 
-def _parts(example: Example) -> list[tuple[str, list[int]]]:
-    parts = [("prompt", example.prompt_ids)]
-    if isinstance(example, Demonstration):
-        parts += [("completion", example.completion_ids)]
-    elif isinstance(example, Pair):
-        parts += [("chosen", example.chosen_ids), ("rejected", example.rejected_ids)]
-    return parts
+def described(stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Any]:
+    """What a stage gets from its sources: `{"stage", "prompts", "split", "train", "heldout", "sources": [...]}`."""
+    learns = learned(data, loss_on=config.sft.loss_on)
+    return {
+        "stage": stage,
+        "prompts": data.prompt_format,
+        "split": dict(zip(STAGES, config.data.stage_split, strict=True)),
+        "train": len(data.train),
+        "heldout": len(data.heldout),
+        "sources": [_source(report, tokenizer, learns, config.data) for report in data.reports],
+    }
 
 
-def _rank(counts: Sequence[int], part: float) -> int:
-    """The smallest count that at least this part of them does not exceed."""
-    return sorted(counts)[math.ceil(part * len(counts)) - 1]
+def _source(
+    report: DataReport, tokenizer: PreTrainedTokenizerBase, learns: tuple[str, ...], config: DataConfig
+) -> dict[str, Any]:
+    names = [f"p{share * 100:.0f}" if share < 1 else "max" for share in SHARES]
+    shown = report.example
+    completion = longest_completion(shown.row, shown.prompt_ids, config) if shown else config.max_completion_length
+    return {
+        "source": report.source,
+        "read_as": report.how,
+        "rows": report.rows,
+        "share": report.share,
+        "train": report.train,
+        "heldout": report.heldout,
+        "truncated": report.truncated,
+        "dropped": [
+            {"reason": reason, "rows": rows, "first": first} for reason, (rows, first) in report.dropped.items()
+        ],
+        "tokens": {part: dict(zip(names, counts, strict=True)) for part, counts in report.tokens.items()},
+        "limits": {part: config.max_prompt_length if part == "prompt" else completion for part in report.tokens},
+        "example": shown
+        and {
+            "row": shown.row.source,
+            "parts": [
+                {
+                    "part": part,
+                    "text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+                    "tokens": [token_text(tokenizer, token) for token in ids],
+                    "in_loss": part in learns,
+                }
+                for part, ids in parts(shown)
+            ],
+        },
+    }
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text of one token, with the space before it that some tokenizers drop where it stands alone."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text

@@ -12,13 +12,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
+from rlhf.config_data import Cleaning, PreferConfig
+from rlhf.data.columns import Values, lay_flat
+from rlhf.data.formats import Columns, keys_of, recognize
+from rlhf.data.known import Known, known
+from rlhf.data.preferences import decision
 from rlhf.data.reasons import EMPTY_PROMPT
 from rlhf.data.report import Dropped, count
-from rlhf.data.rows import Rejected, Row, parse, recognize
+from rlhf.data.rows import Rejected, Row, parse
 from rlhf.data.sources import check, has_parts, read
+from rlhf.data.transcripts import is_led
 from rlhf.errors import DataError
 from rlhf.metrics.progress import console, progress
-from rlhf.names import absolute
+from rlhf.names import absolute, is_path
 
 LONG = 20_000
 """Rows from which on a pass over them takes long enough to show how far it is."""
@@ -27,39 +33,76 @@ _PACE = 1000  # rows between two counts
 
 @dataclass(frozen=True)
 class Source:
-    """What is read, and how: two that are equal have the same rows."""
+    """What is read, and how, as the settings say it: two that are equal have the same rows."""
 
     path: str
     subset: str | None
     split: str | None
+    revision: str | None
+    limit: int | None
     columns: ColumnsConfig
+    prefer: PreferConfig
+    clean: tuple[Cleaning, ...] | None
 
     @classmethod
     def trained(cls, dataset: DatasetConfig) -> Source:
         """The source that stages train on."""
-        return cls._of(dataset.path, dataset.subset, dataset.split, dataset.columns)
+        return cls._of(dataset, dataset.path, dataset.subset, dataset.split, dataset.revision, dataset.limit)
 
     @classmethod
     def held_out(cls, dataset: DatasetConfig) -> Source:
         """The source that is named for evaluation."""
-        return cls._of(str(dataset.heldout), dataset.heldout_subset, dataset.heldout_split, dataset.columns)
+        path = str(dataset.heldout)
+        entry = known(path)
+        split = dataset.heldout_split or (entry and entry.heldout_split) or "test"
+        return cls._of(dataset, path, dataset.heldout_subset, split, dataset.heldout_revision, None)
 
     @classmethod
-    def _of(cls, path: str, subset: str | None, split: str, columns: ColumnsConfig) -> Source:
-        return cls(path, subset, split if has_parts(path) else None, columns)
+    def _of(
+        cls, dataset: DatasetConfig, path: str, subset: str | None, split: str, revision: str | None, limit: int | None
+    ) -> Source:
+        part = split if has_parts(path) else None
+        return cls(path, subset, part, revision, limit, dataset.columns, dataset.prefer, dataset.clean)
+
+    def with_what_is_known(self) -> tuple[Source, Known | None]:
+        """The source with what `known.yaml` says of its name where the settings say nothing, and that."""
+        entry = known(self.path)
+        if entry is None:
+            return self, None
+        found = self
+        if not is_path(self.path):
+            found = replace(
+                self,
+                path=entry.path or self.path,
+                subset=self.subset or entry.subset,
+                revision=self.revision or entry.revision,
+            )
+        if not self.columns.named():  # what decides belongs to the columns that it decides between
+            prefer = entry.prefer if self.prefer == PreferConfig() else self.prefer
+            found = replace(found, columns=entry.columns, prefer=prefer)
+        return (replace(found, clean=entry.clean) if self.clean is None else found), entry
 
     def __str__(self) -> str:
-        named = {"subset": self.subset, "split": self.split, **self.columns.model_dump()}
+        named: dict[str, object] = {
+            "subset": self.subset,
+            "split": self.split,
+            "revision": self.revision,
+            "limit": self.limit,
+            **self.columns.model_dump(),
+            **{f"prefer.{key}": value for key, value in self.prefer.model_dump().items()},
+            "clean": self.clean,
+        }
         parts = [f"{key} {value}" for key, value in named.items() if value]
         return f"{self.path} ({', '.join(parts)})" if parts else self.path
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a source that are whole and have a prompt, and why others are left out."""
+    """The rows of a source that are whole and have a prompt, why others are left out, and how they were read."""
 
     rows: list[Row]
     dropped: Dropped
+    how: str = ""
 
     def fingerprint(self) -> dict[str, object]:
         """`{"rows", "dropped", "digest"}`: counts, and a digest of the rows as training sees them, in their order.
@@ -148,22 +191,64 @@ def _needed(config: DataConfig, stage: Stage) -> list[Source]:
     return [*map(Source.trained, datasets), *named, *map(Source.trained, others)]
 
 
-def _rows(source: Source, seed: int, show: bool) -> Rows:
+def _rows(asked: Source, seed: int, show: bool) -> Rows:
+    source, entry = asked.with_what_is_known()
     with console.status(f"reading {source.path}") if show else nullcontext():
-        records = read(source.path, split=source.split or "", subset=source.subset, seed=seed)
-    found = dict.fromkeys(column for record in records for column in record.values or ())
-    columns = recognize(found, source.columns, source.path) if found else None
+        records = read(
+            source.path,
+            split=source.split or "",
+            subset=source.subset,
+            revision=source.revision,
+            limit=source.limit,
+            seed=seed,
+        )
+    values = [record.values for record in records]
+    try:
+        values, columns = _recognized(source, values)
+    except DataError as error:
+        if entry is None or asked.columns.named():
+            raise
+        raise DataError(f"{error}; {entry.name} is read so unless data.datasets.*.columns says otherwise") from error
     rows: list[Row] = []
     dropped: Dropped = {}
     with progress(len(records), f"reading {source.path}", enabled=show and len(records) >= LONG) as bar:
-        for number, record in enumerate(records, start=1):
+        for number, (record, found) in enumerate(zip(records, values, strict=True), start=1):
             try:
-                if columns is None or record.values is None:
+                if columns is None or found is None:
                     raise Rejected(record.fault or EMPTY_PROMPT)
-                rows.append(parse(record.values, columns, record.source))
+                rows.append(parse(found, columns, record.source))
             except Rejected as error:
                 count(dropped, error.reason, record.source)
             if not number % _PACE:
                 bar.advance(_PACE)
         bar.advance(len(records) % _PACE)
-    return Rows(rows, dropped)
+    by = f"as {entry.name} is known: " if entry and not asked.columns.named() else ""
+    return Rows(rows, dropped, f"{by}{columns}" if columns else "")
+
+
+def _recognized(source: Source, records: list[Values | None]) -> tuple[list[Values | None], Columns | None]:
+    """The records, nested columns laid flat, and what their columns are; None where there are none.
+
+    Raises:
+        DataError: the columns are of no known format, or not those that the settings name.
+    """
+    records = lay_flat(records, _names(records), keys_of(source.columns, source.prefer), source.path)
+    whole = [record for record in records if record is not None]
+    found = _names(records)
+    if not found:
+        return records, None
+    columns = recognize(found, source.columns, source.path, source.prefer)
+    texts = (record[name] for record in whole for name in columns.replies if isinstance(record.get(name), str))
+    replies = (text for text in texts if text.strip())
+    some = next(replies, None)
+    return records, replace(
+        columns,
+        decision=decision(source.prefer, whole, source.path),
+        clean=source.clean or (),
+        led=some is not None and is_led(some) and all(map(is_led, replies)),
+    )
+
+
+def _names(records: list[Values | None]) -> list[str]:
+    """The columns of all records, in the order in which they are first met."""
+    return list(dict.fromkeys(name for record in records for name in record or ()))

@@ -16,6 +16,11 @@ EMPTY_PROMPT = "empty prompt"
 PROMPTS_DIFFER = "prompts of chosen and rejected differ"
 NO_DEMONSTRATION = "no demonstration"
 NO_PREFERENCE = "no preference"
+EQUAL_SCORES = "no preference: equal scores"
+UNUSABLE_SCORE = "no preference: a score is no number"
+UNUSABLE_LABEL = "no preference: its label is neither of the two"
+PROMPTLESS = "text without a prompt"
+EMPTY_TEXT = "empty text"
 EMPTY_RESPONSE = "empty response"
 NO_DIFFERENCE = "chosen equals rejected"
 CONTROL_TOKENS = "contains control tokens"
@@ -35,7 +40,6 @@ REMEDIES = {
     EMPTY_PROMPT: "name the column that holds the prompt in data.datasets.*.columns.prompt",
     "other columns than the source's (*)": "give rows of other columns a source of their own in data.datasets",
     PROMPTS_DIFFER: "give both the same conversation up to their last turn",
-    "*: turns have from/value (ShareGPT)": "rename from/value to role/content",
     "*: a turn is not an object of role and content": "write each turn as an object of role and content",
     "*: unknown role *": "name the roles user, assistant and system",
     "* does not end with the assistant's turn": "end both replies with a turn of the assistant",
@@ -44,6 +48,11 @@ REMEDIES = {
     NO_DEMONSTRATION: "name the column of the replies in data.datasets.*.columns.response, "
     "or leave sft out of this source (data.datasets.*.stages)",
     NO_PREFERENCE: "data.datasets.*.stages: leave reward out of this source, or give chosen and rejected",
+    EQUAL_SCORES: "leave reward out of this source (data.datasets.*.stages), or give scores that differ",
+    UNUSABLE_SCORE: "write both scores as numbers, or name other columns in data.datasets.*.prefer.scores",
+    UNUSABLE_LABEL: "name the label's two values in data.datasets.*.prefer.first and prefer.second",
+    PROMPTLESS: "data.datasets.*.stages: leave all but sft out of this source, or give prompt and response",
+    EMPTY_TEXT: "fill in the texts, or name their column in data.datasets.*.columns.text",
     EMPTY_RESPONSE: "fill in the replies, or name their columns in data.datasets.*.columns",
     NO_DIFFERENCE: "give two replies that differ",
     CONTROL_TOKENS: "take the tokenizer's control tokens out of the replies, "

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlhf.config import Stage
+from rlhf.data.examples import Example
 from rlhf.data.reasons import LEFT_OUT_BY_WEIGHT, remedy
 
 Dropped = dict[str, tuple[int, str]]
@@ -33,6 +34,11 @@ class DataReport:
         train, heldout: rows that are used.
         unseen: rows of the stage's share that were not looked at, because a sample was asked for.
         dropped: why rows are left out.
+        rows, share: rows of the source that have a prompt, and those of them that the stage may use.
+        truncated: rows that are used and were too long (data.too_long: truncate).
+        how: what was read as what.
+        tokens: of each part of the rows, the lengths that half, 90 %, 99 % and all of them do not exceed.
+        example: one of them, of median length.
         lengths: reason -> (tokens of the shortest, of the longest, the most allowed), for rows that are too long.
     """
 
@@ -41,6 +47,12 @@ class DataReport:
     train: int = 0
     heldout: int = 0
     unseen: int = 0
+    rows: int = 0
+    share: int = 0
+    truncated: int = 0
+    how: str = ""
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    example: Example | None = None
     dropped: Dropped = field(default_factory=dict)
     lengths: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -90,6 +102,7 @@ class DataReport:
     def __str__(self) -> str:
         line = f"{self.stage}: {self.source}: {self.train} rows for training, {self.heldout} held out"
         line += f" of a sample; {self.unseen} more not looked at" if self.unseen else ""
+        line += f"; {self.truncated} truncated" if self.truncated else ""
         return f"{line}; left out: {self.reasons()}" if self.dropped else line
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ from rlhf.errors import DataError
 from rlhf.names import WORLD, hint, is_path
 
 _LONGEST_FIELD = 2**31 - 1  # of a CSV file, in characters; the module's own limit is 131,072
+_CONVERSION = "refs/convert/parquet"
+_SCRIPT = "Dataset scripts are no longer supported"  # what datasets says
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs"}
 
 # What datasets says of a hub data set that is there and whose part is not: in words alone.
@@ -47,28 +50,52 @@ class Record:
         return cls(value, source) if isinstance(value, dict) else cls(None, source, NOT_AN_OBJECT)
 
 
-def read(source: str, *, split: str = "train", subset: str | None = None, seed: int = 0) -> list[Record]:
-    """All records of a source, in its order. `seed` decides the rows of the embedded world.
+def read(
+    source: str,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    revision: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> list[Record]:
+    """The records of a source, in its order.
 
     Args:
-        split, subset: of a source that has several; only hub data sets have subsets (configurations).
+        split, subset, revision: of a source that has several; only hub data sets have the latter two.
+        limit: no more than so many records, drawn from all of them: a source may be sorted. Default: all.
+        seed: decides which are drawn, and the rows of the embedded world.
 
     Raises:
         DataError: the source does not exist, cannot be reached, or cannot be read as a whole.
     """
     check(source)
     path = Path(source)
-    if subset is not None and (source == WORLD or path.exists()):
-        raise DataError(f"{source}: has no subsets, hub data sets have; leave subset {subset!r} out")
+    for key, value in (("subset", subset), ("revision", revision)):
+        if value is not None and (source == WORLD or path.exists()):
+            raise DataError(f"{source}: has no {key}s, hub data sets have; leave {key} {value!r} out")
+
     if source == WORLD:
-        return _numbered(world.records(seed), lambda number: f"{WORLD}:{number}")
-    if path.is_dir():
-        return _numbered(_saved_folder(path, split), lambda number: f"{path.name}, row {number}")
-    if path.suffix in _READERS:
-        return _file(path)
-    if path.is_file():
+        values, name = list(world.records(seed)), f"{WORLD}:"
+    elif path.is_dir():
+        values, name = _saved_folder(path, split), f"{path.name}, row "
+    elif path.suffix in _READERS:
+        return [record for _, record in _drawn(_file(path), limit, seed)]
+    elif path.is_file():
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
-    return _numbered(_hub(source, subset, split), lambda number: f"{source}, row {number}")
+    else:
+        values, name = _hub(source, subset, split, revision), f"{source}, row "
+    return [Record.of(value, f"{name}{place + 1}") for place, value in _drawn(values, limit, seed)]
+
+
+def _drawn(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any]]:
+    """The values that are read, each with its place among all; those of a table alone that are drawn are made."""
+    if limit is None or limit >= len(values):
+        return enumerate(values)
+    places = sorted(random.Random(f"limit {seed}").sample(range(len(values)), limit))
+    return zip(
+        places, values.select(places) if hasattr(values, "select") else (values[at] for at in places), strict=True
+    )
 
 
 def check(source: str) -> None:
@@ -160,7 +187,7 @@ _READERS: dict[str, Callable[[Path], Iterable[Record]]] = {
 }
 
 
-def _saved_folder(path: Path, split: str) -> Iterable[dict[str, Any]]:
+def _saved_folder(path: Path, split: str) -> Any:
     if not ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
         raise DataError(f"{path}: not a folder that datasets.save_to_disk wrote; name a file, or save it with that")
     from datasets import DatasetDict, load_from_disk
@@ -176,17 +203,26 @@ def _saved_folder(path: Path, split: str) -> Iterable[dict[str, Any]]:
     return dataset
 
 
-def _hub(name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
+def _hub(name: str, subset: str | None, split: str, revision: str | None) -> Any:
     from datasets import load_dataset
 
     hub.ask(name, "dataset")
+    # In the hub's own conversion of a data set, subsets are folders.
+    converted = {"data_dir": subset} if revision == _CONVERSION and subset else {}
     try:
-        return load_dataset(name, subset, split=split)
+        return load_dataset(name, None if converted else subset, split=split, revision=revision, **converted)
     except Exception as error:  # network, hub and reader errors have no common base
         if known := _known(error):
             key, listed = known
             wrong = f"no split {split!r}" if key == "split" else f"no subset {subset!r}" if subset else "has subsets"
             raise DataError(f"{name}: {wrong}; found: {listed}; set `{key}`") from error
+        if _SCRIPT in str(error):
+            raise DataError(
+                f"{name}: comes with a loading script, which is not run; set `revision` to {_CONVERSION}, the hub's "
+                "own conversion of it"
+            ) from error
+        if revision and "revision" in str(error).lower():
+            raise DataError(f"{name}: no revision {revision!r}; set `revision`") from error
         raise DataError(
             f"{name}: not loaded from the hub ({_first_line(error)}); check the network, or name a local copy"
         ) from error

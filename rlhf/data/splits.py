@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 
 def prompt_key(row: Row) -> str:
-    """Identity of a row's prompt; letter case and white space do not count."""
-    return " ".join(row.text.split()).casefold()
+    """Identity of a row's prompt, of a text without one that of the text; letter case and white space do not count."""
+    text = row.text or row.response or ""
+    return " ".join(text.split()).casefold()
 
 
 def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Callable[[T], str]) -> dict[str, list[T]]:

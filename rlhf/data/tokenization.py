@@ -21,6 +21,7 @@ from rlhf.data.encoding import (
     has_template,
     prompt_format,
 )
+from rlhf.data.examples import Demonstration, Example, Pair, Prompt, percentiles, typical
 from rlhf.data.reading import LONG, Rows, Source, SourceRows, datasets_of, read_sources
 from rlhf.data.reasons import (
     CONTROL_TOKENS,
@@ -32,47 +33,20 @@ from rlhf.data.reasons import (
     NO_DIFFERENCE,
     NO_PREFERENCE,
     PROMPT_TRAINED_ON,
+    PROMPTLESS,
     REFUSED,
     TRAINED_ON,
 )
 from rlhf.data.report import DataReport
 from rlhf.data.rows import Row
 from rlhf.data.splits import blend, prompt_key, split, varied
+from rlhf.data.truncation import cut, longest_completion, without_oldest
 from rlhf.errors import DataError
 from rlhf.metrics.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-@dataclass(frozen=True)
-class Demonstration:
-    """A prompt and the reply to imitate (stage sft)."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    row: Row
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt with a preferred and a dispreferred reply (stage reward)."""
-
-    prompt_ids: list[int]
-    chosen_ids: list[int]
-    rejected_ids: list[int]
-    row: Row
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt to answer (stage ppo)."""
-
-    prompt_ids: list[int]
-    row: Row
-
-
-Example = Demonstration | Pair | Prompt
 
 _EXAMPLE = {"sft": Demonstration, "reward": Pair, "ppo": Prompt}
 _REPLIES: dict[Stage, tuple[str, ...]] = {"sft": ("response",), "reward": ("chosen", "rejected"), "ppo": ()}
@@ -97,6 +71,8 @@ class _Part:
     weight: float
 
 
+SHARES = (0.5, 0.9, 0.99, 1.0)
+"""Of a source's rows: the lengths that so many of them do not exceed are reported."""
 SAMPLE = 256
 """Rows of each source that `check_stage` tokenizes at first."""
 _AT_ONCE = 1000  # rows tokenized in one call
@@ -136,7 +112,11 @@ def load_stage(
             report.unseen = len(usable) - sample
             drawn = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
             usable = [usable[place] for place in sorted(drawn)]
+        report.how, report.rows, report.share = source.how, len(source.rows), len(rows)
         examples = _examples(usable, config, tokenizer, report, end_ids, show=read.show)
+        if examples:
+            report.tokens = percentiles(examples, *SHARES)
+            report.example = typical(examples)
         return _Part(_some(examples, report, len(source.rows)), report, weight)
 
     def share(dataset: DatasetConfig) -> _Part:
@@ -227,15 +207,19 @@ def _examples(
         for start in range(0, len(rows), _AT_ONCE):
             some = rows[start : start + _AT_ONCE]
             prompts = encode_prompts(tokenizer, some, chat_template=config.chat_template)
+            asked, prompts = without_oldest(tokenizer, some, prompts, config)
             replies = []
             for name in names:
                 texts = [getattr(row, name) for row in some]
-                replies.append(
-                    encode_replies(tokenizer, some, texts, prompts, chat_template=config.chat_template, end_ids=end_ids)
+                found = encode_replies(
+                    tokenizer, asked, texts, prompts, chat_template=config.chat_template, end_ids=end_ids
                 )
-            for row, prompt_ids, *completions in zip(some, prompts, *replies, strict=True):
+                replies.append(found)
+            for row, short, prompt_ids, *completions in zip(some, asked, prompts, *replies, strict=True):
+                prompt_ids, completions, was_cut = cut(tokenizer, short, prompt_ids, completions, config)
                 if not _unfit(row, prompt_ids, completions, config, report):
                     examples.append(_EXAMPLE[report.stage](prompt_ids, *completions, row))
+                    report.truncated += was_cut or short is not row
             bar.advance(len(some))
     return examples
 
@@ -275,6 +259,10 @@ def _lesson(row: Row, stage: Stage) -> tuple[str, ...]:
 def _unusable(row: Row, stage: Stage) -> str | None:
     """Why the stage cannot use a row."""
     replies = [getattr(row, name) for name in _REPLIES[stage]]
+    if not row.prompt and stage != "sft":
+        return PROMPTLESS
+    if None in replies and row.undecided:
+        return row.undecided
     if None in replies:
         return NO_DEMONSTRATION if stage == "sft" else NO_PREFERENCE
     if "" in replies:
@@ -294,8 +282,8 @@ def _unfit(
         report.drop(REFUSED, row.source)
     elif len(prompt) > config.max_prompt_length:
         report.drop_long(LONG_PROMPT, row.source, len(prompt), config.max_prompt_length)
-    elif longest > config.max_completion_length:
-        report.drop_long(LONG_COMPLETION, row.source, longest, config.max_completion_length)
+    elif longest > (most := longest_completion(row, prompt, config)):
+        report.drop_long(LONG_COMPLETION, row.source, longest, most)
     elif len(known) == 2 and known[0] == known[1]:  # they differed in white space, or after the end
         report.drop(NO_DIFFERENCE, row.source)
     else:

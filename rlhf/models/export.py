@@ -1,4 +1,4 @@
-"""Writing a trained model in Hugging Face's format, so that plain transformers loads it."""
+"""Writing a trained model in Hugging Face's format, so that plain transformers loads it, or a note says how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rlhf.engine import distributed
 from rlhf.files import atomic_directory
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import merged_adapters, plain_state_dict
+from rlhf.models.scalar_head import write_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,3 +31,4 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
                 model.save_pretrained(folder, state_dict=plain_state_dict(model))
                 model.config.use_cache = False
                 tokenizer.save_pretrained(folder)
+                write_note(model, folder)

@@ -6,14 +6,17 @@ loaded in float32; the engine casts them to the compute precision.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from accelerators import lack_of_memory
 from rlhf import hub
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
+from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.folder import check_model_folder
 from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
@@ -35,11 +38,7 @@ def outline(
     Raises:
         ModelError: as `load_causal_lm` and `load_scalar_head`.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    cls = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
-    options: dict[str, Any] = {"scalar_head": True, "num_labels": 1} if scalar_head else {}
-    return _load(cls, path, config, attention, trained=trained, weights=False, **options)
+    return _load(path, config, attention, trained=trained, weights=False, scalar_head=scalar_head)[0]
 
 
 def load_causal_lm(
@@ -54,9 +53,7 @@ def load_causal_lm(
     Raises:
         ModelError: the folder is incomplete, transformers cannot load it, or its architecture is not supported.
     """
-    from transformers import AutoModelForCausalLM
-
-    return _fit(_load(AutoModelForCausalLM, path or _required(config), config, attention), tokenizer, config)
+    return _fit(_load(path or _required(config), config, attention)[0], tokenizer, config)
 
 
 def load_scalar_head(
@@ -66,29 +63,28 @@ def load_scalar_head(
     attention: str,
     path: str,
     seed: int | None = None,
+    reset_norm: Literal["auto", True, False] = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
     """The sequence-classification model with one output at `path`.
 
     Args:
-        seed: draws a new head where `path` holds a language model without one; None: `path` must hold a
-            trained reward model.
+        seed: draws a new head where `path` holds a language model without one, or one with several outputs; None:
+            `path` must hold a trained reward model.
+        reset_norm: whether the norm before a new head is reset; `auto`: where its gains are very unequal.
+        say: is given a line about each thing that is not as it was saved.
 
     Raises:
         ModelError: as `load_causal_lm`; or there is no scalar head, in the architecture or in the weights.
+        ConfigError: `reset_norm` is true, and there is no norm before the head.
     """
-    from transformers import AutoModelForSequenceClassification
-
     if seed is not None:
         torch.manual_seed(seed)
-    model = _load(
-        AutoModelForSequenceClassification,
-        path,
-        config,
-        attention,
-        trained=seed is None,
-        scalar_head=True,
-        num_labels=1,
-    )
+    model, report = _load(path, config, attention, trained=seed is None, scalar_head=True)
+    for _, there, _ in report["mismatched_keys"]:  # of the head alone: others are errors
+        say(f"note: {path}: its head has {there[0]} outputs, a reward model has one; a new head is drawn from the seed")
+    if (report["missing_keys"] or report["mismatched_keys"]) and (line := reset_final_norm(model, reset_norm)):
+        say(f"note: {path}: {line}")
     return _fit(model, tokenizer, config)
 
 
@@ -135,7 +131,6 @@ def _required(config: ModelConfig) -> str:
 
 
 def _load(
-    auto_class: Any,
     path: str,
     config: ModelConfig,
     attention: str,
@@ -143,15 +138,17 @@ def _load(
     trained: bool = True,
     scalar_head: bool = False,
     weights: bool = True,
-    **options: Any,
-) -> Any:
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and transformers' report of what it found among the weights."""
     check_model_folder(path)
     hub.ask(path, "model")
     found = check_support(path, config, attention=attention, scalar_head=scalar_head)
+    model_class = _class(found, config, scalar_head=scalar_head)
+    options: dict[str, Any] = {"num_labels": 1} if scalar_head else {}
     gguf = bool(config.gguf_file) and path == config.path
     if gguf and not weights:  # reading the names of its tensors would read them all
         with torch.device("meta"):
-            return auto_class.from_config(found, attn_implementation=attention)
+            return model_class.from_config(found, attn_implementation=attention), {}
     if gguf:
         from transformers import GgufConfig
 
@@ -160,7 +157,7 @@ def _load(
     if not weights:
         options["device_map"] = "meta"
     try:
-        model, report = auto_class.from_pretrained(
+        model, report = model_class.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation=attention,
@@ -170,17 +167,31 @@ def _load(
             **options,
         )
     except Exception as error:
+        if lack_of_memory(error):  # its files may be in order
+            raise
         if not Path(path).exists():
             raise unreachable(path, error) from error
         raise ModelError(
-            f"{path}: cannot be loaded as {auto_class.__name__} ({reason(error)}); check its files, or name another"
+            f"{path}: cannot be loaded as {model_class.__name__} ({reason(error)}); check its files, or name another"
         ) from error
-    _check_whole(path, report, auto_class.__name__, trained=trained)
+    _check_whole(path, report, model_class.__name__, trained=trained)
     if scalar_head and not hasattr(model, "score"):  # an architecture of its own code
         raise ModelError(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )
-    return model
+    return model, report
+
+
+def _class(found: Any, config: ModelConfig, *, scalar_head: bool) -> Any:
+    """The class that loads a model of the configuration `found`."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from rlhf.models.scalar_head import made_class
+
+    if not scalar_head:
+        return AutoModelForCausalLM
+    code = config.trust_remote_code and getattr(found, "auto_map", None)  # it names the classes
+    return (None if code else made_class(found)) or AutoModelForSequenceClassification
 
 
 def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool) -> None:
@@ -194,11 +205,11 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool)
             )
         stored, wanted = (" x ".join(map(str, shape)) for shape in (there, expected))
         raise ModelError(f"{path}: its weights do not fit: {name} is {stored}, expected {wanted}; check config.json")
+    if "CausalLM" in kind and "score.weight" in report["unexpected_keys"]:
+        raise ModelError(f"{path}: is a reward model (its weights have a scalar head); name a language model")
     missing = sorted(name for name in report["missing_keys"] if trained or not name.startswith("score."))
     if missing:
         raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")
-    if "CausalLM" in kind and "score.weight" in report["unexpected_keys"]:
-        raise ModelError(f"{path}: is a reward model (its weights have a scalar head); name a language model")
 
 
 def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Any:

@@ -20,12 +20,15 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import LoraConfig
 from rlhf.errors import ConfigError, ModelError
+from rlhf.models.final_norm import was_reset
 
 _ADAPTER = "default"
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
-    """Freeze a model of transformers, but for adapters on its linear layers and its scalar head, if it has one.
+    """Freeze a model of transformers, but for adapters on its linear layers, and its scalar head, if it has one.
+
+    The norm before the head is trained too where it was reset under a new one.
 
     One factor of each adapter begins at zero, so the model computes what it did before, bit for bit.
 
@@ -51,8 +54,9 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
         transformer,
         adapter_name=_ADAPTER,
     )
-    if hasattr(model, "score"):
-        model.score.requires_grad_(True)
+    for name, module in model.named_modules():
+        if name == "score" or was_reset(module):
+            module.requires_grad_(True)
 
 
 @contextmanager

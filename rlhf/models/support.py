@@ -9,14 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.reasons import reason, unreachable
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
+
+_STATIC_ALL_THE_SAME = frozenset(("ctrl", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
+"""Architectures of which transformers says that a static cache stops their compilation, and which are right with one
+(tests/families); GPT-Neo with the help of `rlhf.rollout.local_attention`."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
@@ -85,28 +87,77 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
 
 
+def model_class(found: PretrainedConfig, config: ModelConfig) -> Any:
+    """The class of the language model that a configuration describes; None where only loading tells."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if config.trust_remote_code and (own := getattr(found, "auto_map", None)):
+        try:
+            return get_class_from_dynamic_module(own["AutoModelForCausalLM"], found.name_or_path)
+        except Exception:  # loading says what is wrong
+            return None
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+
+
+def lacks_attention(architecture: Any, attention: str) -> str:
+    """Why a class of transformers does not run with an attention implementation; empty where it does.
+
+    Args:
+        architecture: a model's class; of None nothing is said.
+        attention: transformers' name of the implementation.
+    """
+    if architecture is None or attention == "eager":
+        return ""
+    if "flash" in attention:
+        has = architecture._supports_flash_attn
+    elif attention in ("sdpa", "flex_attention"):
+        has = architecture._supports_sdpa if attention == "sdpa" else architecture._supports_flex_attn
+    elif architecture._supports_attention_backend or architecture._can_set_attn_implementation():
+        return ""
+    else:  # it would fail while it is built (Falcon), or take its own in silence (BLOOM)
+        return f"{architecture.__name__} takes none that is registered with transformers"
+    return "" if has else f"{architecture.__name__} has none"
+
+
+def _cannot_generate(found: Any, language_model: Any) -> str:
+    """Why a model cannot generate with a static cache; empty where it can."""
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    try:
+        layers = StaticCache(config=found, max_cache_len=1).layers
+    except Exception as error:
+        return f"no static cache can be made for it ({reason(error)})"
+    if not any(isinstance(layer, StaticLayer) for layer in layers):
+        return "it keeps a recurrent state and no keys and values, so a static cache cannot hold its past"
+    if language_model._can_compile_fullgraph or found.model_type in _STATIC_ALL_THE_SAME:
+        return ""
+    if getattr(found, "is_decoder", True) is False:  # BERT and its kin, which see what follows
+        return "it is no decoder-only language model"
+    if language_model._is_stateful:
+        return "it keeps a recurrent state in a cache of its own, which a static cache cannot hold"
+    return "transformers' code of it cannot generate with a static cache"
+
+
 def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool) -> str | None:
     """What the architecture lacks."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if config.trust_remote_code and getattr(found, "auto_map", None):
         return None  # its classes are in code that only loading runs
     language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
     if language_model is None or found.is_encoder_decoder:
         return "it is no decoder-only language model"
-    if attention != "eager" and not language_model._supports_sdpa:
-        return f"transformers has no {attention} attention for it"
-    if not language_model._can_compile_fullgraph:
-        return "it cannot generate with a static cache"
+    if why := lacks_attention(language_model, attention):
+        return f"of {attention} attention, {why}"
+    if why := _cannot_generate(found, language_model):
+        return why
     if scalar_head:
-        classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(found), None)
-        if classifier is None:
-            return "transformers has no sequence classifier of it, which reward models and critics are"
+        from rlhf.models.scalar_head import made_class
+
         try:
-            with torch.device("meta"):
-                model = classifier(found)
-        except Exception as error:  # whatever the architecture's code says
-            return f"{classifier.__name__} cannot be built ({reason(error)})"
-        if not hasattr(model, "score"):
-            return f"{classifier.__name__} scores whole sequences, not tokens"
+            made_class(found)
+        except ValueError as error:
+            return str(error)
     return None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accelerators import CaptureError
 from rlhf.config import SamplingConfig
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
+from rlhf.rollout.local_attention import LocalAttention
 from rlhf.rollout.sampling import sample
 
 if TYPE_CHECKING:
@@ -107,14 +108,15 @@ class Decoder:
     ) -> Completions:
         session = self._session(model, prompt_ids, sampling)
         try:
-            session.start(prompt_ids, prompt_mask)
-            done = 1
-            while done < self.max_new_tokens:
-                if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and bool(session.finished.all()):
-                    break
-                session.step()
-                self.accelerator.step_boundary("rollout/decode")
-                done += 1
+            with session.local_attention.shown():
+                session.start(prompt_ids, prompt_mask)
+                done = 1
+                while done < self.max_new_tokens:
+                    if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and bool(session.finished.all()):
+                        break
+                    session.step()
+                    self.accelerator.step_boundary("rollout/decode")
+                    done += 1
         finally:
             session.cache.reset()
         length = self.shapes.length(done, self.max_new_tokens)
@@ -181,6 +183,7 @@ class _Session:
         self.shape = prompt_ids.shape
         length = decoder.max_new_tokens
         self.cache = static_cache(model, prompt_length + length)
+        self.local_attention = LocalAttention(model, prompt_length + length)
         self.with_positions = accepts_positions(model)
         self.attention_mask = torch.ones(rows, prompt_length + length, dtype=torch.long, device=device)
         self.ids = torch.empty(rows, length, dtype=torch.long, device=device)
@@ -219,12 +222,14 @@ class _Session:
         self.finished.zero_()
         self.uniform.uniform_()
         self.position.copy_(position_ids(prompt_mask)[:, -1:])
+        self.local_attention.prompt(prompt_length)
         inputs = model_inputs(self.model, prompt_ids, self.attention_mask, self.cache)
         self._draw(self.model(**inputs, logits_to_keep=1).logits[:, -1])
 
     def _step(self) -> None:
         """One token for each row."""
         self.position.add_(1)
+        self.local_attention.token(self.column + (self.shape[1] - 1))
         output = self.model(
             input_ids=self.token,
             attention_mask=self.attention_mask,

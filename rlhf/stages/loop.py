@@ -21,11 +21,12 @@ from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import checkpoint, distributed
 from rlhf.engine.statistics import Sums
-from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.engine.training import Batch, TrainingEngine, freeze
 from rlhf.errors import DivergedError
 from rlhf.files import atomic_write_json, read_json
 from rlhf.metrics.progress import console, progress
 from rlhf.metrics.recorder import Recorder
+from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
 
@@ -61,6 +62,8 @@ class StageContext:
     directory: StageDirectory
     recorder: Recorder
     clock: Clock = field(default_factory=Clock)
+    models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
+    """What `engine` and `frozen` have made, by role."""
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -72,11 +75,6 @@ class StageContext:
         if self.world.is_main:
             self.run.settle(self.directory)
 
-    @property
-    def attention(self) -> str:
-        """transformers' name of the attention implementation."""
-        return self.accelerator.kernel("attention", required=True)
-
     def engine(
         self,
         name: str,
@@ -86,16 +84,24 @@ class StageContext:
         total_steps: int,
         batch_size: int,
         micro_batch_size: int,
+        dropout: float | None,
     ) -> TrainingEngine:
         """A training engine for global batches of `batch_size` rows; it trains adapters where the run uses LoRA.
+
+        Args:
+            dropout: the model's rate in training; None: its own. That of adapters is `lora.dropout`, and 0 in PPO.
 
         Raises:
             RLHFError: the model has no layers that `lora` could adapt.
         """
+        if dropout is not None:
+            set_dropout(model, dropout)
         lora = self.config.lora
+        if self.directory.name == "ppo":
+            lora = lora.model_copy(update={"dropout": 0.0})
         if lora.rank:
             add_adapters(model.model if isinstance(model, ScalarHead) else model, lora, seed=self.config.seed)
-        engine = TrainingEngine(
+        engine = self.models[name] = TrainingEngine(
             name,
             model,
             accelerator=self.accelerator,
@@ -110,6 +116,13 @@ class StageContext:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
         return engine
+
+    def frozen(self, name: str, model: nn.Module) -> nn.Module:
+        """A model for scoring only; see `freeze`."""
+        self.models[name] = freeze(
+            model, accelerator=self.accelerator, precision=self.precision, engine=self.config.engine
+        )
+        return self.models[name]
 
     def batches(
         self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool

@@ -20,8 +20,7 @@ from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
-from rlhf.engine.training import Batch, freeze
-from rlhf.models.dropout import disable_dropout
+from rlhf.engine.training import Batch
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead, completion_log_probs, last_token_scores
 from rlhf.models.lora import without_adapters
@@ -69,15 +68,13 @@ class PPO:
 
         updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
         sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": self.micro_rows}
-        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
-        self.critic = context.engine("critic", ScalarHead(models.critic), settings.critic_optimizer, **sizes)
-        for engine in (self.actor, self.critic):
-            disable_dropout(engine.module)  # before the first update the ratio of new to old policy is 1
-        frozen = partial(
-            freeze, accelerator=context.accelerator, precision=context.precision, engine=context.config.engine
+        # Without dropout the ratio of new to old policy is 1 before the first update.
+        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes, dropout=settings.dropout)
+        self.critic = context.engine(
+            "critic", ScalarHead(models.critic), settings.critic_optimizer, **sizes, dropout=settings.critic_dropout
         )
-        self.reference = frozen(models.reference) if models.reference is not None else None
-        self.reward = frozen(ScalarHead(models.reward))
+        self.reference = context.frozen("reference", models.reference) if models.reference is not None else None
+        self.reward = context.frozen("reward", ScalarHead(models.reward))
 
         collate = partial(
             collate_ppo,

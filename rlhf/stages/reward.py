@@ -17,6 +17,7 @@ from rlhf.engine import distributed
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead
+from rlhf.models.scalar_head import note
 from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
@@ -41,6 +42,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         total_steps=total_steps,
         batch_size=settings.batch_size,
         micro_batch_size=micro,
+        dropout=settings.dropout,
     )
 
     def step(index: int) -> Numbers:
@@ -72,6 +74,8 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     )
     after = measure("after")
     save_model(engine, tokenizer, context.directory.model)
+    if line := note(model, context.directory.model):
+        context.say(f"note: {line}")
     return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
 
 

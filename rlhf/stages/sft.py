@@ -49,6 +49,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
         total_steps=total_steps,
         batch_size=settings.batch_size,
         micro_batch_size=micro,
+        dropout=settings.dropout,
     )
 
     def step(index: int) -> Numbers:

@@ -65,14 +65,14 @@ def run_python(install: Callable[[str], Path]) -> Run:
     def run(
         *arguments: str, plugins: tuple[str, ...] = (), env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("RLHF_")}
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "DS_ACCELERATOR"))}
         path = os.pathsep.join(map(str, map(install, plugins)))
         return subprocess.run(
             [sys.executable, *arguments],
             env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,  # DeepSpeed compiles an operator once; killed in it, it leaves a lock that stops all others
         )
 
     return run

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -90,6 +91,7 @@ class Bridge:
             },
             "habana_frameworks.torch.hpu": {
                 "init": self._init,
+                "is_available": lambda: True,  # deepspeed 0.19.0 asks when it is imported
                 "Event": torch.Event,
                 "Stream": torch.Stream,
                 "synchronize": lambda: self.calls.append("synchronize"),
@@ -263,6 +265,17 @@ class FusedSDPA:
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=True
         )
+
+
+@contextmanager
+def watching(calls: list[Any]) -> Iterator[None]:
+    """Write down what FusedSDPA is called with in this block."""
+    apply = FusedSDPA.apply
+    FusedSDPA.apply = staticmethod(lambda *given: calls.append(given) or apply(*given))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FusedSDPA.apply = staticmethod(apply)  # type: ignore[method-assign]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -45,6 +45,7 @@ def fake(
     init_error: int | None = None,
     name_error: int | None = None,
     in_bytes: bool = False,
+    vendor: int = 0x10DE,
 ) -> ModuleType:
     """The module on a machine with these chips (names in CHIPS), along the PCI bus.
 
@@ -84,6 +85,11 @@ def fake(
             raise NVMLError(NOT_SUPPORTED)
         return SimpleNamespace(total=(mebibytes << 20) // (4 if instance else 1))
 
+    def pci(index: int) -> SimpleNamespace:
+        if CHIPS[chips[index]].mebibytes is None:
+            raise NVMLError(NOT_SUPPORTED)
+        return SimpleNamespace(busId=text(f"00000000:{index + 16:02X}:00.0"), pciDeviceId=0x2330 << 16 | vendor)
+
     def parent(instance: str) -> int:
         return int(instance.removeprefix("MIG-"))
 
@@ -104,6 +110,7 @@ def fake(
     module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = parent
     module.nvmlDeviceGetIndex = lambda handle: handle
     module.nvmlDeviceGetName = name
+    module.nvmlDeviceGetPciInfo = pci
     module.nvmlDeviceGetUUID = uuid
     module.nvmlDeviceGetMemoryInfo = memory
     module.nvmlDeviceGetCudaComputeCapability = lambda index: CHIPS[chips[index]].capability

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import llama
 
 # What the line says of "accelerator faulty of rlhf-faulty 1.2.3: ...; report it to the plugin's authors".
 RUNS = {
@@ -146,11 +149,48 @@ def test_without_a_fault_the_plugin_trains(faulty):
     [
         ("out of memory", "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"),
         ("out of memory in a runtime's own words", "DeviceOutOfMemory: Tried to allocate 2 GiB"),
+        ("out of memory as only the backend knows", "FullError: 7 tiles short"),
     ],
 )
 def test_a_lack_of_memory_is_nobodys_mistake(faulty, fault, said):
     line = refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
-    assert line.startswith(f"not enough memory ({said}); lower the stage's micro_batch_size")
+    assert line.startswith(f"out of memory on faulty in sft, set-up ({said}); peak ")
+    assert re.search(r"; try, with --set and in this order: (precision=auto, )?lora\.rank=8; run: rlhf sft ", line)
+
+
+def test_a_lack_of_memory_on_one_rank_is_the_last_line(faulty):
+    arguments = (*faulty.sft, "--ranks", "2", "--set", "precision=fp32", "--set", "sft.batch_size=4")
+    line = refusal(faulty("out of memory on rank 1", *arguments, "--accelerator", "faulty"))
+    assert line.startswith("rank 1: out of memory on faulty in sft, set-up (OutOfMemoryError: Tried to allocate 2 GiB)")
+    assert "engine.zero_stage=3, lora.rank=8" in line
+
+
+def test_a_lack_of_memory_in_ppo_says_what_each_model_holds(faulty, ppo):
+    line = refusal(faulty("out of memory when scored", *ppo))
+    assert line.startswith("out of memory on faulty in ppo, scoring (OutOfMemoryError: Tried to allocate 2 GiB); peak ")
+    held = line.partition("; weights, gradients and optimizer: ")[2].partition(";")[0]
+    assert [part.split(" ")[0] for part in held.split(", ")] == ["actor", "critic", "reference", "reward"]
+    assert "in this order: ppo.micro_batch_size=1, " in line
+
+
+def test_a_judgement_that_fails_is_no_lack_of_memory(faulty):
+    line = refusal(faulty("its judgement fails", *faulty.sft, "--accelerator", "faulty"))
+    assert "step_boundary() failed (FullError: 7 tiles short); report it" in line
+
+
+def test_an_allocation_that_fails_ends_with_what_would_help_here(faulty, tokenizer, tmp_path):
+    llama(len(tokenizer), max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    wishes = (f"model.path={tmp_path / 'model'}", "data.max_prompt_length=1000", "sft.batch_size=16")
+    settings = [word for wish in wishes for word in ("--set", wish)]
+    line = refusal(faulty("memory is limited", *faulty.sft, *settings, "--accelerator", "faulty"))
+    assert line.startswith("out of memory on the host in sft, update (RuntimeError: [enforce fail at")
+    assert re.search(r"; weights, gradients and optimizer: sft \d\.\d MiB; try, with --set and in this order: ", line)
+    keys = line.partition("in this order: ")[2].partition(";")[0].replace("precision=auto, ", "").split(", ")
+    assert keys == [
+        *("sft.micro_batch_size=8", "model.gradient_checkpointing=true", "lora.rank=8", "data.max_prompt_length=500")
+    ]
+    assert f"--output {tmp_path / 'run'} " in line.partition("; run: rlhf sft ")[2]
 
 
 def test_an_attention_that_transformers_does_not_know_gives_way(faulty):

@@ -34,6 +34,8 @@ BROKEN = [
     ("state-not-loadable", "random-numbers", "torch.load(weights_only=True) does not read a saved rng_state()"),
     ("memory-stands-still", "memory", "memory().allocated grew by 0 MiB with a block of 128 MiB"),
     ("memory-never-falls", "memory", "memory().allocated fell by 0 MiB when a block of 128 MiB was freed"),
+    ("any-error-is-lack", "out-of-memory", "is_out_of_memory() takes a ValueError for a lack of memory"),
+    ("lack-not-told", "out-of-memory", "a block of 1 PiB is refused (PluginDefect: accelerator lack-not-told"),
     ("boundary-waits", "step-boundary", "step_boundary calls synchronize(); expected nothing"),
     ("boundary-computes", "step-boundary", "step_boundary runs aten.zeros.default; expected nothing"),
     ("boundary-draws", "step-boundary", "step_boundary changes the state of a random number generator"),
@@ -56,6 +58,7 @@ BROKEN = [
     ("clip-other-norm", "clip-grad-norm", "clip_grad_norm to 1: the norm: differs by"),
     ("clip-gives-float", "clip-grad-norm", "clip_grad_norm kernel 'broken' of rlhf-broken 1.2.3 gave 8.8"),
     ("attention-sees-padding", "attention", "rows padded left: logits: differs by"),
+    ("attention-cannot-be-asked", "attention", "asked for a Llama: its check of the model failed (AttributeError: "),
 ]
 """Backend, the check that finds it, and a part of the line that says what is wrong; checked in one process."""
 
@@ -64,6 +67,7 @@ BROKEN_ELSEWHERE = [
     ("broken_slow", "slow-probe", "probe", "the probe took 0.5 s, expected at most 0.2 s"),
     ("broken", "probe-imports-torch", "probe", "the probe imports torch"),
     ("broken", "probe-opens-device", "probe", "the device: PluginDefect: accelerator probe-opens-device of"),
+    ("broken", "probe-numbers-devices", "probe", "names the device 'chip 0', expected a PCI address such as pci:"),
     ("broken", "deepspeed-not-told", "deepspeed", "DeepSpeed's device is 'cpu', expected 'chip'"),
     pytest.param(
         *("broken", "other-dist-backend", "collectives", "two ranks over nccl: rank "), marks=pytest.mark.slow

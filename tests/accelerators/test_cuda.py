@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,12 @@ def runtime(monkeypatch):
 
     def pretend(*chips: str, architectures: list[str] | None = None) -> list[tuple]:
         calls: list[tuple] = []
+        monkeypatch.setattr(torch.version, "cuda", "12.6")
+
+        def properties(index):
+            return SimpleNamespace(name=nvml.CHIPS[chips[index]].name, uuid="another", total_memory=1 << 34)
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
         def replace(name, answer):
             monkeypatch.setattr(torch.cuda, name, lambda *args: calls.append((name, *args)) or answer(*args))
@@ -145,7 +152,7 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     ],
 )
 def test_flash_attention_is_refused_with_its_reason(on, chip, reason):
-    (_, _), (refused, support) = on(chip).candidates("attention")
+    *_, (refused, support) = on(chip).candidates("attention")
     assert refused.name == "flash_attention_2"
     assert not support.ok
     assert support.reason.startswith(reason)
@@ -217,6 +224,37 @@ def test_a_gpu_that_nvml_counts_elsewhere_is_refused(on, runtime, monkeypatch):
         on("A100", "V100").bind(0)
 
 
+@pytest.mark.parametrize(
+    ("versions", "complaint"),
+    [
+        ({"hip": "7.1.25424", "cuda": None}, "is built for ROCm 7.1.25424, whatever torch.cuda says"),
+        ({"hip": "7.1.25424", "cuda": "12.6"}, "is built for ROCm 7.1.25424, whatever torch.cuda says"),
+        ({"hip": None, "cuda": None}, "is built without CUDA, whatever torch.cuda says"),
+    ],
+)
+def test_another_vendors_build_of_torch_is_refused_before_its_device_is_opened(
+    on, runtime, monkeypatch, versions, complaint
+):
+    calls = runtime("A100")
+    for name, version in versions.items():
+        monkeypatch.setattr(torch.version, name, version)
+    with pytest.raises(AcceleratorError, match=f"{complaint}; install a build of torch for CUDA 12"):
+        on("A100").bind(0)
+    assert calls == []
+
+
+def test_a_device_that_nvidias_driver_does_not_know_is_refused(on, runtime, monkeypatch):
+    runtime("A100")
+    other = SimpleNamespace(name="BI-V150", uuid="77777777-7777")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: other)
+    with pytest.raises(AcceleratorError, match=r"opened BI-V150 \(GPU-77777777-7777\), which NVIDIA's driver does not"):
+        on("A100").bind(0)
+    other.uuid = "00000000-0000"  # as NVML has it, whatever its name
+    on("A100").bind(0)
+    other.uuid, other.name = "of-a-part", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
+    on("A100").bind(0)
+
+
 def test_the_device_is_described_without_binding_it(on):
     info = on("A100", "V100").info()
     assert info.model == "NVIDIA A100-SXM4-80GB / Tesla V100-SXM2-32GB"
@@ -255,6 +293,21 @@ def test_memory_is_that_of_the_bound_device(bound, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer if device.index == 1 else None)
     memory = bound.memory()
     assert (memory.allocated, memory.peak, memory.total) == (100, 200, 300)
+
+
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.27.3: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (KeyError("CUBLAS_STATUS_ALLOC_FAILED"), False),
+    ],
+)
+def test_a_lack_of_memory_is_told_in_the_words_of_nvidias_libraries(on, error, lacking):
+    assert on("A100").is_out_of_memory(error) is lacking
 
 
 def test_the_state_of_the_devices_generator_survives_a_checkpoint(bound, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ def bare_machine(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(gaudi, "ACCEL", tmp_path / "accel")
     monkeypatch.setattr(gaudi, "DRIVER", tmp_path / "habanalabs")
+    monkeypatch.setattr(gaudi, "DEV", tmp_path / "dev")
     for variable in ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -171,6 +172,7 @@ def test_hiding_every_card_is_a_reason(hl_smi, monkeypatch, visible):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
     hl_smi(rows("Gaudi2", 2, first_module=4))
     assert f"HABANA_VISIBLE_MODULES={visible} hides every card; their modules are 5, 4" == gaudi.probe().reason
+    assert (gaudi.probe().count, gaudi.probe().present) == (2, False)
     with pytest.raises(AcceleratorError, match="hides every card"):
         gaudi.cards()
 
@@ -179,8 +181,44 @@ def test_cards_without_the_bridge_are_refused_but_counted(hl_smi):
     hl_smi(rows("Gaudi2", 8))
     probe = gaudi.probe()
     assert not probe.ok
-    assert "8 x Gaudi2 found, but habana_frameworks" in probe.reason
-    assert (probe.count, probe.model) == (8, "Gaudi2")
+    assert probe.reason.startswith("habana_frameworks (Gaudi's PyTorch bridge) is not installed here; use Intel's")
+    assert (probe.count, probe.model, probe.present) == (8, "Gaudi2", True)
+
+
+@pytest.mark.parametrize(("nodes", "present"), [((), False), (("accel/accel1",), True), (("accel/accel0",), False)])
+def test_without_hl_smi_a_card_is_there_where_its_file_is(driver, tmp_path, nodes, present):
+    driver(("XDNA", "0"), ("GAUDI2", "1"))  # of another vendor, the first one
+    for node in nodes:
+        (tmp_path / "dev" / node).parent.mkdir(parents=True)
+        (tmp_path / "dev" / node).touch()
+    assert (gaudi.probe().ok, gaudi.probe().present, gaudi.probe().count) == (False, present, 1)
+
+
+@pytest.mark.parametrize(("wish", "present"), [(None, True), ("all", True), ("0", True), ("", False)])
+def test_a_card_whose_driver_does_not_answer_is_there_unless_the_user_hides_it(
+    hl_smi, tmp_path, monkeypatch, wish, present
+):
+    hl_smi(errors="driver not loaded\n", code=1)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "hl0").touch()
+    (tmp_path / "dev" / "hl_controlD0").touch()
+    if wish is not None:
+        monkeypatch.setenv("HABANA_VISIBLE_MODULES", wish)
+    found = gaudi.probe()
+    assert (found.ok, found.present, found.count) == (False, present, 1)
+    assert found.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are there: {tmp_path}/dev/hl0)"
+
+
+def test_visible_cards_are_named_by_their_address_else_by_their_file(driver, bridge, tmp_path, monkeypatch):
+    driver(("GAUDI2", "3"), ("GAUDI2", "4"), ("XDNA", "3"), ("GAUDI2", "5"))
+    for number in (0, 1, 2):
+        device = tmp_path / "accel" / f"accel{number}" / "device"
+        address = tmp_path / "pci" / f"0000:1{number}:00.0"
+        address.parent.mkdir(exist_ok=True)
+        device.rename(address)
+        device.symlink_to(address)
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "3,5")
+    assert gaudi.probe().devices == ("pci:0000:10:00.0", "/dev/accel/accel3")
 
 
 def test_cards_and_bridge_make_the_backend_available(hl_smi, bridge):

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from accelerators import OPERATIONS, AcceleratorError
+from accelerators.gaudi_kernels import FUSED_SDPA
+from rlhf.models.forward import model_inputs
 from tests.accelerators import habana
+from tests.families.table import BY_NAME, FAMILIES
 
 MODES = {"lazy": True, "eager": False}
 
@@ -186,6 +189,45 @@ def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature
     attend = attention(machine().kernel("attention"))
     with pytest.raises(AcceleratorError, match=f"FusedSDPA has no {feature}"):
         attend(SimpleNamespace(), query, query, query, None, **{feature: torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("Llama", ""),
+        ("Gemma3Text", ""),
+        ("Gemma2", "FusedSDPA has no softcap"),
+        ("GptOss", "FusedSDPA has no s_aux"),
+        ("Mpt", "FusedSDPA has no position_bias"),
+    ],
+)
+def test_a_model_that_needs_more_than_the_fused_attention_has_is_told_by_its_configuration(machine, family, refusal):
+    import transformers
+
+    hpu = machine()
+    ((best, _), *_) = hpu.candidates("attention")
+    assert best.name == "habana-fused"
+    assert hpu.refusal(best, getattr(transformers, f"{family}Config")()) == refusal
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.attention(FUSED_SDPA) == "fused"])
+def test_a_family_computes_with_the_fused_attention_what_it_computes_eagerly(machine, name):
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family, fused = BY_NAME[name], machine().kernel("attention")
+    ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    padding = torch.ones_like(ids)
+    padding[0, :7] = 0
+    calls, found = [], []
+    for name in (fused, "eager"):
+        config = family.configuration()
+        config._attn_implementation = name
+        torch.manual_seed(0)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+        with torch.no_grad(), habana.watching(calls):
+            found.append(model(**model_inputs(model, ids, padding)).logits[padding.bool()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert calls, "its own attention, in silence"
 
 
 @pytest.mark.parametrize("heads", [4, 2])

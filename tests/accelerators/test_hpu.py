@@ -241,3 +241,24 @@ def test_deepspeed_uses_its_own_hpu_accelerator(run_python):
     )
     done = run_python("-c", code, env={"PYTHONPATH": str(Path(__file__).parents[2])})
     assert done.stdout.splitlines()[-1] == "hpu hccl float32 bfloat16 float16", done.stderr
+
+
+# lack of memory
+
+
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (RuntimeError("[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::234881024 (224)MB"), True),
+        (RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM\nPOOL:: Cannot obtain device memory size."), True),
+        (RuntimeError("synStatus=4 [Out of Device memory (OOM)] Device acquire failed."), True),
+        (RuntimeError("synLaunch failed: synOutOfDeviceMemory"), True),
+        (RuntimeError("synLaunch failed: synOutOfHostMemory"), True),
+        (MemoryError(), True),
+        (RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM wrong pool strategy"), False),
+        (RuntimeError("synStatus=8 [Device not found] Device acquire failed."), False),
+        (KeyError("synOutOfDeviceMemory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_told_in_the_bridges_words(machine, error, lacking):
+    assert machine().is_out_of_memory(error) is lacking

@@ -89,8 +89,8 @@ def test_a_check_that_gives_no_support_is_a_refusal(misbehaved, supported, reaso
 
     cpu = select("cpu").create()
     assert cpu.kernel("attention", required=True) == "sdpa"
-    ((_, used), (refused, support)) = cpu.candidates("attention")
-    assert used.ok
+    ((_, used), (_, portable), (refused, support)) = cpu.candidates("attention")
+    assert used.ok and portable.ok
     assert (refused.plugin, support.ok) == (NAME, False)
     assert reason in support.reason
 

@@ -19,9 +19,11 @@ CUDA_13 = TorchBuild("2.13.0+cu130", (13, 0), None)
 
 
 @pytest.fixture
-def present(monkeypatch):
+def present(monkeypatch, tmp_path):
     """Pretend that the machine has these chips, and torch this build: present("V100", torch=CUDA_13)."""
     monkeypatch.delenv(nvidia.VISIBLE_ENV, raising=False)
+    monkeypatch.setattr(nvidia, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(nvidia, "PCI", tmp_path / "pci")
 
     def pretend(*chips: str, torch: TorchBuild | None = CUDA_12, **driver) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", nvml.fake(*chips, **driver))
@@ -50,7 +52,8 @@ DRIVER = "driver 570.86.15 for CUDA up to 12.8, torch 2.13.0+cu126"
 )
 def test_the_chip_the_driver_and_torch_are_named(present, chip, model, facts):
     present(chip, chip)
-    assert nvidia.probe() == Probe(True, f"{facts}, {DRIVER}", count=2, model=model)
+    devices = ("pci:0000:10:00.0", "pci:0000:11:00.0")
+    assert nvidia.probe() == Probe(True, f"{facts}, {DRIVER}", count=2, model=model, devices=devices)
 
 
 def test_several_models_are_counted_and_the_weakest_decides(present):
@@ -141,7 +144,79 @@ def test_the_library_is_closed_after_each_question(present, trouble):
 )
 def test_every_obstacle_has_a_reason_that_helps(present, chips, environment, reason):
     present(*chips, **environment)
-    assert nvidia.probe() == Probe(False, reason)
+    found = nvidia.probe()
+    assert (found.ok, found.reason, found.devices) == (False, reason, ())
+    assert (found.count, found.present) == ((len(chips), True) if "torch" in reason else (0, False))
+
+
+# GPUs that are there all the same
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"init_error": nvml.LIBRARY_NOT_FOUND},
+        {"init_error": nvml.DRIVER_NOT_LOADED},
+        {"init_error": nvml.VERSION_MISMATCH},
+        {"name_error": nvml.GPU_IS_LOST},
+    ],
+)
+def test_where_the_library_does_not_tell_the_files_do(present, tmp_path, trouble):
+    present("A100", **trouble)
+    assert not nvidia.probe().present
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    found = nvidia.probe()
+    assert (found.ok, found.present, found.count) == (False, True, 2)
+    assert found.reason.endswith(f" (GPUs are there: {tmp_path}/dev/nvidia0, {tmp_path}/dev/nvidia1)")
+
+
+@pytest.mark.parametrize("wish", ["", "-1", "9"])
+def test_hidden_gpus_are_counted_but_not_asked_for(present, monkeypatch, tmp_path, wish):
+    present("A100", "A100", torch=TorchBuild("2.13.0+cpu", None, None))
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, wish)
+    assert (nvidia.probe().count, nvidia.probe().present) == (2, False)
+    present("A100", init_error=nvml.VERSION_MISMATCH)
+    monkeypatch.setenv(nvidia.VISIBLE_ENV, wish)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert nvidia.probe().present == (wish == "9")  # whether that is one of them, nobody can tell
+
+
+@pytest.mark.parametrize(("chips", "expected"), [(["P100"], False), (["V100"], True), (["P100", "V100"], True)])
+def test_chips_that_are_too_old_are_left_to_the_cpu(present, chips, expected):
+    present(*chips, torch=CUDA_13, cuda=13000)
+    found = nvidia.probe()
+    assert (found.ok, found.present, found.count) == (False, expected, len(chips))
+
+
+# impostors
+
+
+def test_a_device_of_another_vendor_is_refused_by_its_librarys_own_word(present):
+    present("A100", vendor=0x1E3E)
+    assert nvidia.probe().reason == (
+        "NVIDIA A100-SXM4-80GB at 0000:10:00.0 calls itself an NVIDIA GPU, but its PCI vendor is 0x1e3e and not "
+        "0x10de; use the plugin of its vendor"
+    )
+
+
+def test_a_library_that_lies_is_refused_by_the_kernels_word(present, tmp_path):
+    present("A100")
+    (tmp_path / "pci" / "0000:10:00.0").mkdir(parents=True)
+    vendor = tmp_path / "pci" / "0000:10:00.0" / "vendor"
+    vendor.write_text("0x10de\n")
+    assert nvidia.probe().ok
+    vendor.write_text("0x9999\n")
+    assert not nvidia.probe().ok
+    assert "its PCI vendor is 0x9999" in nvidia.probe().reason
+
+
+def test_a_chip_that_is_not_on_the_bus_passes_and_names_no_device(present):
+    present("GB10")
+    assert nvidia.probe().ok
+    assert nvidia.probe().devices == ()
 
 
 def test_without_nvidia_ml_py_the_remedy_is_to_install_it(monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.cli.accelerators import _print_facts
+from tests.accelerators import nvml
 
 LIST = ("accelerators", "list", "--json")
 BAD = ("import_fails", "probe_raises", "future_api", "misspelt_hook", "twin_a", "twin_b")
@@ -51,6 +52,32 @@ def operations_printed(facts, capsys) -> tuple[set[str], set[str]]:
     rows = [line.split("\t") for line in lines[lines.index("operation\timplementation\tused\treason") + 1 :]]
     used = {operation for operation, _, used, _ in rows if used == "yes"}
     return used, {operation for operation, *_, reason in rows if reason.startswith("no trainer asks for it; ")}
+
+
+@pytest.fixture
+def idle_gpus(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with two GPUs and a torch that cannot use them."""
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    nvml.install_torch(nvml.install(folder, "A100", "A100"), "2.13.0+cpu")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_auto_refuses_to_train_on_the_cpu_beside_gpus_that_cannot_be_used(refusal, rlhf, run_python, idle_gpus):
+    assert refusal(env=idle_gpus) == (
+        "rlhf: error: only the cpu is left, while a device is there that cannot be used: cuda (2 x NVIDIA "
+        "A100-SXM4-80GB): torch 2.13.0+cpu is built without CUDA; install a build of torch for CUDA 12; "
+        "or ask for the CPU with --accelerator cpu\n"
+    )
+    assert choice(run_python, "cpu", (), idle_gpus) == "cpu"
+    assert choice(run_python, "auto", (), {**idle_gpus, "RLHF_ACCELERATOR": "cpu"}) == "cpu"
+    assert choice(run_python, "auto", (), {**idle_gpus, "CUDA_VISIBLE_DEVICES": ""}) == "cpu"  # the user's wish
+    (line,) = [line for line in rlhf("accelerators", "list", env=idle_gpus).stdout.splitlines() if "cuda" in line]
+    columns = [part.strip() for part in line.split("\t")]
+    assert columns[:3] == ["cuda", "not available", "2 x NVIDIA A100-SXM4-80GB"]
+    assert columns[-1] == "present, but torch 2.13.0+cpu is built without CUDA; install a build of torch for CUDA 12"
+    listed = {entry["name"]: entry for entry in json.loads(rlhf(*LIST, env=idle_gpus).stdout)}
+    assert {name: entry["present"] for name, entry in listed.items()} == {"cpu": True, "cuda": True, "hpu": False}
 
 
 def test_without_plugins_and_other_hardware_the_built_in_cpu_is_chosen(rlhf, run_python):
@@ -121,12 +148,17 @@ def test_a_good_plugin_wins_by_priority_and_its_backend_can_be_created(rlhf, run
     facts = json.loads(rlhf("accelerators", "explain", "good", "--json", plugins=["good"]).stdout)
     assert facts["device"] == {"model": "Good One", "count": 2, "software": "none"}
     assert facts["operations"]["attention"]["implementation"] == "good-attention"
-    assert [found["name"] for found in facts["operations"]["attention"]["candidates"]] == ["good-attention", "sdpa"]
+    assert [found["name"] for found in facts["operations"]["attention"]["candidates"]] == [
+        "good-attention",
+        "sdpa",
+        "eager",
+    ]
 
 
 def test_a_kernel_for_another_backend_says_why_it_is_not_used(rlhf):
     facts = json.loads(rlhf("accelerators", "explain", "cpu", "--json", plugins=["good"]).stdout)
-    used, other = facts["operations"]["attention"]["candidates"]
+    used, portable, other = facts["operations"]["attention"]["candidates"]
+    assert portable["reason"] == "sdpa has the higher priority; this one is for models that it does not serve"
     assert (used["name"], used["used"]) == ("sdpa", True)
     assert (other["name"], other["used"], other["reason"]) == ("good-attention", False, "only on a Good One")
 

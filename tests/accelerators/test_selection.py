@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from accelerators import verify_agreement as verify
 NOTHING: dict[str, str] = {}
 
 
-def backend(name: str, *, priority: int = 0, ok: bool = True, env: dict[str, str] | None = None) -> AcceleratorSpec:
-    probe = Probe(ok, "found" if ok else f"no {name} device")
+def backend(
+    name: str, *, priority: int = 0, ok: bool = True, env: dict[str, str] | None = None, **found: Any
+) -> AcceleratorSpec:
+    probe = Probe(ok, "found" if ok else f"no {name} device", **found)
     return AcceleratorSpec(
         name=name,
         api_version=1,
@@ -111,6 +114,66 @@ def test_auto_says_why_it_chose_and_why_not_the_others(installed):
 def test_a_choice_has_a_summary_of_a_few_words(installed, others, wish, summary):
     installed(rlhf=backend("cpu"), **others)
     assert select(wish, environ=NOTHING).summary == summary
+
+
+def test_the_cpu_is_not_taken_in_place_of_a_device_that_is_there(installed):
+    found = {"present": True, "count": 2, "model": "Chip"}
+    installed(rlhf=backend("cpu"), one=backend("a", priority=5, ok=False, **found), two=backend("b", ok=False))
+    with pytest.raises(AcceleratorError) as raised:
+        select(environ=NOTHING)
+    assert str(raised.value) == (
+        "only the cpu is left, while a device is there that cannot be used: a (2 x Chip): no a device; "
+        "or ask for the CPU with --accelerator cpu"
+    )
+    assert select("cpu", environ=NOTHING).name == select(config="cpu", environ=NOTHING).name == "cpu"
+    assert select(environ={"RLHF_ACCELERATOR": "cpu"}).name == "cpu"
+
+
+def test_a_device_that_cannot_be_used_does_not_stand_in_the_way_of_one_that_can(installed):
+    installed(rlhf=backend("cpu"), one=backend("a", ok=False, present=True), two=backend("b", priority=5))
+    assert select(environ=NOTHING).name == "b"
+
+
+def test_a_device_that_the_user_has_hidden_is_told_of_and_left(installed):
+    installed(rlhf=backend("cpu"), one=backend("a", ok=False, count=1), two=backend("b", ok=False))
+    assert select(environ=NOTHING).summary == "auto: a is not used: no a device"
+
+
+PAIR = {"devices": ("pci:0000:10:00.0", "pci:0000:11:00.0")}
+SECOND = {"devices": ("pci:0000:11:00.0",)}
+
+
+def test_two_backends_that_claim_one_device_are_both_named(installed):
+    installed(rlhf=backend("cpu"), one=backend("a", priority=5, **PAIR), two=backend("b", priority=7, **SECOND))
+    with pytest.raises(AcceleratorError) as raised:
+        select(environ=NOTHING)
+    assert str(raised.value) == (
+        "b (two 2.0) and a (one 2.0) claim the same device, pci:0000:11:00.0; name one with --accelerator b, or leave "
+        "a plugin out with RLHF_PLUGINS"
+    )
+    assert select("a", environ=NOTHING).name == "a"
+    assert select("b", environ=NOTHING).name == "b"
+    assert select(environ={"RLHF_PLUGINS": "one"}).name == "a"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"one": backend("a", priority=5, **PAIR), "two": backend("b", ok=False, **SECOND)},
+        {"one": backend("a", priority=5, **SECOND), "two": backend("b", devices=("pci:0000:10:00.0",))},
+        {"one": backend("a", priority=5), "two": backend("b")},
+        {"one": backend("a", priority=5), "two": backend("b", **PAIR), "three": backend("c", **PAIR)},
+    ],
+)
+def test_only_a_claim_to_the_best_ones_device_by_one_that_could_run_is_ambiguous(installed, others):
+    installed(rlhf=backend("cpu"), **others)
+    assert select(environ=NOTHING).name == "a"
+
+
+@pytest.mark.parametrize("devices", [["pci:0000:10:00.0"], (7,), "pci:0000:10:00.0"])
+def test_devices_are_a_tuple_of_texts(devices):
+    with pytest.raises(TypeError, match="devices is"):
+        Probe(True, "found", devices=devices)
 
 
 def test_the_summary_says_where_a_name_came_from(installed):

@@ -28,7 +28,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def rlhf(tmp_path: Path) -> Command:
     """Runs the command in an empty folder."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "RANK", "WORLD_"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("RLHF_", "RANK", "WORLD_", "LOCAL_", "MASTER_"))
+    }
     environment |= {"COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

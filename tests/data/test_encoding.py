@@ -15,8 +15,9 @@ from rlhf.data.encoding import (
     has_control_tokens,
     prompt_format,
 )
-from rlhf.data.rows import Message, Row, plain_prompt
+from rlhf.data.rows import Message, Row
 from rlhf.data.tokenizer import build_tokenizer
+from rlhf.data.transcripts import plain_prompt
 from rlhf.errors import DataError
 
 CHATML = (

@@ -110,7 +110,7 @@ def test_fingerprints_are_named_by_source_subset_split_and_columns(
     import datasets
 
     rows = {"train": ROWS, "test": ROWS[:3]}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: rows[split])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split, revision: rows[split])
     monkeypatch.setattr("rlhf.hub.ask", lambda name, kind: None)
     path = write(tmp_path / "rows.jsonl", ROWS)
     found = sources_of(
@@ -147,3 +147,22 @@ def test_long_reading_and_tokenizing_is_shown_on_the_rank_that_talks(
         assert lines[0] == "reading rows.jsonl: 2,500 rows"
         assert lines[1].startswith("reading rows.jsonl: 2,500/2,500 rows  100%")
         assert lines[3].startswith("ppo: tokenizing rows.jsonl: 2,500/2,500 rows  100%")
+
+
+def test_a_name_before_all_replies_of_a_source_is_no_part_of_them(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p {n}", "chosen": f"Assistant: yes {n}", "rejected": " Assistant: no"} for n in range(3)]
+
+    def chosen(rows: list[Any]) -> list[str | None]:
+        (found,) = sources_of({"path": write(tmp_path / "rows.jsonl", rows)})._read.values()
+        return [row.chosen for row in found.rows]
+
+    assert chosen(rows) == ["yes 0", "yes 1", "yes 2"]
+    rows[1]["rejected"] = "no"
+    assert chosen(rows) == ["Assistant: yes 0", "Assistant: yes 1", "Assistant: yes 2"]
+
+
+def test_a_limit_and_what_is_cleaned_are_in_the_name_of_a_fingerprint(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    (name,) = sources_of({"path": path, "limit": 20, "clean": ["citations"], "heldout": None}).fingerprints()
+    assert name == f"{path} (limit 20, clean ('citations',))"
+    assert fingerprint(path, limit=20)["rows"] == 20

@@ -59,7 +59,6 @@ SHORT = {"prompt": "cow", "response": "moo", "chosen": "moo", "rejected": "baa"}
         ("ppo", [{"prompt": ""}], r"; name the column that holds the prompt in data.datasets.\*.columns.prompt$"),
         ("ppo", ['{"prompt": a}', '{"prompt": b}'], "; write one JSON object a line$"),
         ("ppo", ['"a"', '"b"'], '2 not an object .*; write each row as an object, {"prompt": ...}$'),
-        ("ppo", [{"messages": [{"from": "human", "value": "a"}]}], "; rename from/value to role/content$"),
         ("ppo", [], "it has no rows; add some, or leave it out of data.datasets"),
         # The reasons that dominate, at most two of them, speak; the same advice is given once.
         (

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from rlhf.config import ColumnsConfig
+from rlhf.data.formats import Columns, recognize
 from rlhf.data.reasons import remedy
-from rlhf.data.rows import Columns, Message, Rejected, Row, parse, plain_prompt, recognize, transcript
+from rlhf.data.rows import Message, Rejected, Row, parse
+from rlhf.data.transcripts import plain_prompt, transcript
 from rlhf.errors import DataError
 
 USER, ASSISTANT = "user", "assistant"
@@ -152,7 +154,8 @@ def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
         ({"messages": [{"role": "wizard " * 9, "content": "a"}]}, "messages: unknown role 'wizard wizard wizard...'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages: unknown role a list"),
         ({"messages": [{"content": "a"}]}, "messages: a turn is not an object of role and content"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "messages: turns have from/value (ShareGPT)"),
+        ({"messages": [{"from": "human"}]}, "messages: a turn is not an object of role and content"),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, "conversations: unknown role 'bing'"),
         ({"messages": [{"role": USER, "content": [{"text": "a"}]}]}, "messages: content is a list, not text"),
         (
             {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: x\n\nAssistant: c"},
@@ -169,18 +172,10 @@ def test_unusable_records_are_rejected_with_a_reason(record: dict[str, Any], rea
     assert remedy(reason)
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (["id", "conversations"], r"rows.json: conversations \(ShareGPT\): each turn has from/value; rename them to m"),
-        (["text"], "rows.json: a text alone does not say where its prompt ends; give prompt and response"),
-    ],
-)
-def test_popular_columns_of_other_formats_are_known_by_their_name(columns: list[str], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        recognize(columns, ColumnsConfig(), "rows.json")
-    columns.append("prompt")
-    assert recognize(columns, ColumnsConfig(), "rows.json").prompt == "prompt"
+def test_a_text_alone_says_what_can_be_done() -> None:
+    with pytest.raises(DataError, match=r"where its prompt ends; give .*, or set columns.text to learn"):
+        recognize(["text"], ColumnsConfig(), "rows.json")
+    assert recognize(["text", "prompt"], ColumnsConfig(), "rows.json").prompt == "prompt"
 
 
 def test_rows_of_mixed_columns_are_told_from_rows_that_lack_a_value() -> None:

@@ -110,9 +110,18 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: [{"prompt": f"{names} {split}"}])
-    assert values(read("org/name", split="dev")) == [{"prompt": "('org/name', None) dev"}]
-    assert values(read("org/name", subset="main")) == [{"prompt": "('org/name', 'main') train"}]
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names, **options: asked.append((*names, options)) or [{"prompt": "a"}]
+    )
+    assert values(read("org/name", split="dev")) == [{"prompt": "a"}]
+    read("org/name", subset="main", revision="v1")
+    read("org/name", subset="main", revision="refs/convert/parquet")  # where subsets are folders
+    assert asked == [
+        ("org/name", None, {"split": "dev", "revision": None}),
+        ("org/name", "main", {"split": "train", "revision": "v1"}),
+        ("org/name", None, {"split": "train", "revision": "refs/convert/parquet", "data_dir": "main"}),
+    ]
 
 
 @pytest.mark.usefixtures("hub")
@@ -137,7 +146,7 @@ def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8")
     load, cache = datasets.load_dataset, str(tmp_path / "cache")
 
-    def local(name: str, subset: str | None, split: str) -> Any:
+    def local(name: str, subset: str | None, split: str, revision: None) -> Any:
         return load(str(tmp_path), subset, split=split, cache_dir=cache)
 
     monkeypatch.setattr(datasets, "load_dataset", local)
@@ -146,12 +155,55 @@ def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
         read("org/name", **wanted)
 
 
-def test_files_have_no_subsets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["subset", "revision"])
+def test_files_have_no_subsets_and_no_revisions(tmp_path: Path, key: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]), encoding="utf-8")
     for source in (str(path), "world"):
-        with pytest.raises(DataError, match="has no subsets, hub data sets have; leave subset 'main' out"):
-            read(source, subset="main")
+        with pytest.raises(DataError, match=f"has no {key}s, hub data sets have; leave {key} 'main' out"):
+            read(source, **{key: "main"})  # type: ignore[arg-type]
+
+
+def test_a_limit_draws_rows_from_the_whole_source_in_its_order(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = [{"prompt": f"p {n}"} for n in range(100)]
+    path, folder = tmp_path / "rows.jsonl", tmp_path / "saved"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    Dataset.from_list(rows).save_to_disk(folder)
+    for source, name in ((str(path), "rows.jsonl:{}"), (str(folder), "saved, row {}")):
+        found = read(source, limit=10, seed=1)
+        places = [rows.index(record.values) for record in found]  # type: ignore[arg-type]
+        assert len(places) == 10 and places == sorted(places) and places[-1] > 50
+        assert [record.source for record in found] == [name.format(place + 1) for place in places]
+        assert read(source, limit=10, seed=1) == found != read(source, limit=10, seed=2)
+        assert read(source, limit=100) == read(source, limit=1000) == read(source)
+    assert len(read("world", limit=7)) == 7
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "Dataset scripts are no longer supported, but found name.py",
+            "org/name: comes with a loading script, which is not run; set `revision` to refs/convert/parquet",
+        ),
+        ("Revision 'v1' doesn't exist for dataset 'org/name'", "org/name: no revision 'v1'; set `revision`"),
+    ],
+)
+def test_what_the_revision_has_to_do_with_a_failure_is_said(
+    monkeypatch: pytest.MonkeyPatch, error: str, message: str
+) -> None:
+    import datasets
+
+    def broken(*names: str | None, **options: Any) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    with pytest.raises(DataError) as found:
+        read("org/name", revision="v1")
+    assert str(found.value).startswith(message)
 
 
 def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
@@ -171,7 +223,7 @@ def test_lines_of_jsonl_that_no_reader_takes_are_broken_lines(tmp_path: Path) ->
 def test_a_hub_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def broken(name: str, subset: str | None, split: str) -> None:
+    def broken(name: str, subset: str | None, split: str, revision: None) -> None:
         raise ConnectionError("no route to the hub\nand a long story")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)

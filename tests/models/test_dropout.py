@@ -1,32 +1,43 @@
-"""Without dropout a model in training mode computes what it does in evaluation, in every family."""
+"""One rate for all that a family drops in training: 0 computes what evaluation does, others are counted by hand."""
+
+from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 
 from rlhf.config import LoraConfig
-from rlhf.models.dropout import disable_dropout
+from rlhf.errors import ConfigError
+from rlhf.models.dropout import check_dropout, set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
+from tests.helpers import llama, weights
+from tests.in_process import stage_context
 
 SIZES = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32, "intermediate_size": 48, "ffn_dim": 48,
     "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "num_attention_heads": 4, "n_head": 4, "attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60, "max_position_embeddings": 64, "n_positions": 64,
-    "num_local_experts": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+    "num_local_experts": 2, "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 IDS = torch.randint(2, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 FAMILIES = ("llama", "gpt2", "opt", "gpt_neox", "mixtral", "phi", "phi3", "falcon", "bloom", "persimmon", "starcoder2")
+FAMILIES += ("codegen", "gptj", "biogpt", "cohere2")
 
 
-def build(family):
-    """A tiny model that drops half of whatever it can drop."""
+def build(family, rate=0.5, attention="sdpa", **changes):
+    """A tiny model that drops `rate` of whatever it can drop."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     known = AutoConfig.for_model(family).to_dict()
-    rates = {name: 0.5 for name, value in known.items() if "drop" in name and isinstance(value, int | float)}
+    rates = {name: rate for name, value in known.items() if "drop" in name and isinstance(value, int | float)}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{name: SIZES[name] for name in SIZES.keys() & known.keys()}, **rates)
-    return AutoModelForCausalLM.from_config(config), rates
+    values = {name: SIZES[name] for name in SIZES.keys() & known.keys()} | rates | changes
+    config = AutoConfig.for_model(family, **values)
+    if not AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa:
+        attention = "eager"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention), rates
 
 
 def logits(model, *, training):
@@ -34,17 +45,75 @@ def logits(model, *, training):
         return model.train(training)(input_ids=IDS).logits
 
 
+@pytest.fixture
+def dropped(monkeypatch):
+    """What dropout does from here on: (rate, inputs that are not 0, zeros of the output among them, their sum by
+    (1 - rate) as a part of the inputs'), for each time that something is dropped."""
+    found = []
+    dropout, attention = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
+
+    def counting(input, p=0.5, training=True, inplace=False):
+        output = dropout(input, p, training, inplace)
+        if training and p:
+            there = input != 0
+            kept = there & (output != 0)
+            torch.testing.assert_close(output[kept], input[kept] / (1 - p))
+            found.append((p, int(there.sum()), int((there & (output == 0)).sum())))
+        return output
+
+    def noting(*args, dropout_p=0.0, **options):
+        if dropout_p:
+            found.append((dropout_p, 0, 0))
+        return attention(*args, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", counting)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_mode_computes_what_evaluation_does(family):
+def test_at_0_training_mode_computes_what_evaluation_does(family):
     model, rates = build(family)
     expected = logits(model, training=False)
     assert not torch.equal(logits(model, training=True), expected)
-    disable_dropout(model)
+    set_dropout(model, 0)
     assert torch.equal(logits(model, training=True), expected)
     assert {name: getattr(model.config, name) for name in rates} == rates, "the configuration is saved with the model"
 
 
-def test_a_scalar_head_and_adapters_drop_nothing_either():
+@pytest.mark.parametrize("start", [0.0, 0.5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rate_is_that_of_every_layer_in_training_and_of_none_in_evaluation(dropped, family, start):
+    model, rates = build(family, start, attention="eager")
+    expected = logits(model, training=False)
+    set_dropout(model, 0.25)
+    for _ in range(8):
+        logits(model, training=True)
+    assert {rate for rate, _, _ in dropped} == {0.25}
+    there, zeros = sum(count for _, count, _ in dropped), sum(count for _, _, count in dropped)
+    assert there > 1000 and abs(zeros / there - 0.25) < 4 * (0.25 * 0.75 / there) ** 0.5, "of a binomial count"
+    dropped.clear()
+    assert torch.equal(logits(model, training=False), expected) and not dropped
+    assert {name: getattr(model.config, name) for name in rates} == rates, "the configuration is saved with the model"
+
+
+def test_sdpa_drops_at_the_rate_too(dropped):
+    model, _ = build("llama", 0.0)
+    set_dropout(model, 0.25)
+    logits(model, training=True)
+    assert dropped == [(0.25, 0, 0)] * 2
+
+
+def test_layers_are_skipped_at_their_own_rate_and_at_0_never():
+    model, _ = build("opt", 0.0, layerdrop=1.0 - 1e-9)
+    whole = logits(model, training=False)
+    set_dropout(model, 0.25)
+    assert model.model.decoder.layerdrop == 1.0 - 1e-9
+    set_dropout(model, 0)
+    assert torch.equal(logits(model, training=True), whole)
+
+
+def test_a_scalar_head_and_adapters_drop_nothing_at_0_either():
     from transformers import AutoModelForSequenceClassification
 
     config = build("gpt2")[0].config
@@ -57,5 +126,48 @@ def test_a_scalar_head_and_adapters_drop_nothing_either():
     head = ScalarHead(model)
     with torch.no_grad():
         expected = head.eval()(IDS, torch.ones_like(IDS))
-        disable_dropout(head)
+        set_dropout(head, 0)
         assert torch.equal(head.train()(IDS, torch.ones_like(IDS)), expected)
+
+
+def test_a_rate_is_refused_where_the_architecture_has_no_dropout():
+    layers = {"layer_types": ["conv", "full_attention"]}
+    model, _ = build("lfm2", **layers)
+    for rate in (None, 0.0):
+        check_dropout(model, rate, "sft.dropout")
+    with pytest.raises(ConfigError) as caught:
+        check_dropout(model, 0.1, "sft.dropout")
+    assert str(caught.value) == "sft.dropout: 0.1, but Lfm2ForCausalLM has no dropout; leave it empty, or set it to 0"
+    check_dropout(build("llama", 0.0)[0], 0.1, "sft.dropout")
+
+
+@pytest.mark.parametrize(
+    ("stage", "dropout", "expected"),
+    [("sft", None, {0.0, 0.5}), ("sft", 0.125, {0.125, 0.5}), ("ppo", 0.0, {0.0}), ("ppo", 0.125, {0.0, 0.125})],
+)
+def test_adapters_drop_at_their_own_rate_and_nothing_in_ppo(accelerator, tmp_path, stage, dropout, expected):
+    context = stage_context(accelerator, tmp_path, stage, {"lora": {"rank": 2, "dropout": 0.5}})
+    model = llama(60)  # of which attention alone drops anything, by numbers of its own
+    engine = context.engine(
+        "model", model, context.config.sft.optimizer, total_steps=1, batch_size=1, micro_batch_size=1, dropout=dropout
+    )
+    adapters = {module.p for module in engine.module.modules() if isinstance(module, torch.nn.Dropout)}
+    own = {layer.self_attn.attention_dropout for layer in model.model.layers}
+    assert own | (adapters or {0.0}) == expected, "of no rate an adapter makes no layer"
+    assert own == {dropout or 0.0}
+
+
+@pytest.mark.parametrize("key", ["sft.dropout", "reward.dropout", "ppo.dropout"])
+def test_a_stage_is_trained_at_its_rate_and_what_it_leaves_keeps_the_models_own(rlhf, finished_run, tmp_path, key):
+    stage = key.partition(".")[0]
+    named = {
+        "reward.model": finished_run / "sft" / "model",
+        "ppo.actor": finished_run / "sft" / "model",
+        "ppo.reward_model": finished_run / "reward" / "model",
+        key: 0.5,
+    }
+    rlhf(stage, "--output", tmp_path / "run", *(part for name in named for part in ("--set", f"{name}={named[name]}")))
+    found, plain = tmp_path / "run" / stage / "model", finished_run / stage / "model"
+    assert json.loads((found / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
+    before, after = weights(plain), weights(found)
+    assert any(not torch.equal(before[name], after[name]) for name in before)

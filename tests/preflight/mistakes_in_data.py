@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.preflight.bench import Bench, mistake, settings
 
@@ -127,9 +128,74 @@ def unknown_columns(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
-def sharegpt(bench: Bench) -> tuple[list[str], list[str]]:
-    path = bench.jsonl(*({"conversations": [{"from": "human", "value": f"p {n}"}]} for n in range(40)))
-    return for_ppo(path), ["conversations (ShareGPT)", "rename them to messages with role/content"]
+def a_text_alone(bench: Bench) -> tuple[list[str], list[str]]:
+    path = bench.jsonl(*({"text": f"p {n}"} for n in range(40)))
+    return for_ppo(path), ["a text alone does not say where its prompt ends", "columns.text"]
+
+
+def _pairs(bench: Bench, **columns: Any) -> Path:
+    """Forty pairs, with columns of their own; a list gives one value after the other."""
+    given = {name: value if isinstance(value, list) else [value] for name, value in columns.items()}
+    rows = ({name: values[n % len(values)] for name, values in given.items()} for n in range(40))
+    return bench.jsonl(*({"prompt": f"p {n}", "a": "yes", "b": "no"} | row for n, row in enumerate(rows)))
+
+
+def for_reward_with(path: Path, **keys: str) -> list[str]:
+    extra = [part for key, value in keys.items() for part in ("--set", f"data.datasets.1.{key}={value}")]
+    return [*for_reward(path), *extra]
+
+
+PAIR = "{first: a, second: b}"
+
+
+@mistake
+def nothing_inside_a_column(bench: Bench) -> tuple[list[str], list[str]]:
+    path = bench.jsonl(*({"question": {"full_text": f"p {n}", "id": n}, "response": "r"} for n in range(40)))
+    columns = "{prompt: question.text}"
+    found = [*for_ppo(path), "--set", f"data.datasets.1.columns={columns}"]
+    return found, ["no column 'question.text' (columns.prompt); question holds full_text, id"]
+
+
+@mistake
+def what_decides_between_nothing(bench: Bench) -> tuple[list[str], list[str]]:
+    path = _pairs(bench, chosen="x", rejected="y", labels=[0, 1])
+    found = for_reward_with(path, prefer="{label: labels, first: 1}")
+    return found, ["`prefer` decides between columns.first and columns.second; give all three"]
+
+
+@mistake
+def a_label_that_is_ignored(bench: Bench) -> tuple[list[str], list[str]]:
+    path = _pairs(bench, labels=[0, 1])
+    found = for_reward_with(path, columns="{chosen: a, rejected: b}")
+    return found, ["labels looks like what decides which reply is preferred", "`prefer`", "prefer: none"]
+
+
+@mistake
+def a_label_of_three_values(bench: Bench) -> tuple[list[str], list[str]]:
+    path = _pairs(bench, winner=["a", "b", "tie"])
+    found = for_reward_with(path, columns=PAIR, prefer="{label: winner, first: a}")
+    return found, ["winner has several values beside a; found: a, b, tie; say in prefer.second"]
+
+
+@mistake
+def a_label_without_the_value(bench: Bench) -> tuple[list[str], list[str]]:
+    path = _pairs(bench, labels=[0, 1])
+    found = for_reward_with(path, columns=PAIR, prefer="{label: labels, first: A}")
+    return found, ["labels is nowhere A (prefer.first); found: 0, 1"]
+
+
+@mistake
+def a_known_name_with_other_columns(bench: Bench) -> tuple[list[str], list[str]]:
+    from datasets import Dataset
+
+    path = bench.folder / "stanfordnlp" / "SHP"
+    Dataset.from_list([{"prompt": f"p {n}"} for n in range(40)]).save_to_disk(path)
+    return for_ppo(path), ["no column 'history' (columns.prompt); found: prompt", "stanfordnlp/SHP is read so unless"]
+
+
+@mistake
+def a_revision_of_a_file(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(data__datasets__0__revision="main"), ["has no revisions", "'main'"]
 
 
 @mistake

@@ -106,6 +106,28 @@ def a_classifier_of_two_labels(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def dropout_where_there_is_none(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    folder = bench.copy(bench.model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    Lfm2ForCausalLM(Lfm2Config(vocab_size=len(build_tokenizer()), **sizes, **layers)).save_pretrained(folder)
+    return settings(ppo__actor=folder, ppo__dropout=0.1), ["ppo.dropout: 0.1, but Lfm2ForCausalLM has no dropout"]
+
+
+@mistake
+def no_norm_to_reset(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import OlmoConfig, OlmoForCausalLM
+
+    folder = bench.copy(bench.model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    OlmoForCausalLM(OlmoConfig(vocab_size=len(build_tokenizer()), **sizes)).save_pretrained(folder)
+    keys = settings(reward__model=folder, reward__reset_final_norm="true")
+    return keys, ["reward.reset_final_norm: true, but OlmoForSequenceClassification has no norm with weights"]
+
+
+@mistake
 def another_vocabulary(bench: Bench) -> tuple[list[str], list[str]]:
     folder = bench.copy(bench.run / "reward" / "model")
     tokenizer = build_tokenizer()

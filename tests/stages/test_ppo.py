@@ -5,10 +5,10 @@ import torch
 
 from rlhf.data.tokenization import load_stage
 from rlhf.stages.ppo import PPO, Models
+from tests.families.table import BY_NAME
+from tests.families.table import build as architecture
 from tests.helpers import llama
 from tests.in_process import stage_context
-from tests.models.test_architectures import build as architecture
-from tests.models.test_architectures import configuration
 
 NO_BF16 = pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 
@@ -27,8 +27,7 @@ def linear_attention(vocabulary):
     """A model whose cache has layers of another kind: states of one size instead of keys and values."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = configuration("qwen3_5_text")
-    config.vocab_size = vocabulary
+    config = BY_NAME["Qwen3.5"].configuration(vocab_size=vocabulary)
     return architecture(config, MODEL_FOR_CAUSAL_LM_MAPPING)
 
 

@@ -43,21 +43,25 @@ def toy_copy(model: ModelConfig, folder: Path) -> ModelConfig:
 
 def shrink(config: Any) -> None:
     """Make a transformers configuration small in place; what decides on operators and masks stays."""
-    grouped = getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads)
+    key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    grouped = key_heads not in (None, config.num_attention_heads)
     layers = min(LAYERS, config.num_hidden_layers)
     for name, value in {
         "hidden_size": HIDDEN,
         "word_embed_proj_dim": HIDDEN,
         "intermediate_size": INNER,
         "ffn_dim": INNER,
+        "ffn_hidden_size": INNER,
         "n_inner": INNER,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS // 2 if grouped else HEADS,
+        "num_kv_heads": HEADS // 2 if grouped else HEADS,  # Falcon's word
         "head_dim": HIDDEN // HEADS,
+        "rotary_dim": HIDDEN // HEADS // 2,
     }.items():
         # Some configurations leave a size to be derived from others; only what they state is set.
-        if getattr(config, name, None) is not None:
+        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property):
             setattr(config, name, value)
     if getattr(config, "layer_types", None):
         kinds = list(dict.fromkeys(config.layer_types))  # one layer of each kind at least

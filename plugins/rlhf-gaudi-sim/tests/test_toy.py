@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 
 FAMILIES = ["Llama", "GPT2", "OPT", "Bloom", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi", "GPTNeoX"]
+FAMILIES += ["Falcon", "GPTJ", "GPTNeo", "CodeGen", "Mpt", "StableLm"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,6 +38,16 @@ def test_grouped_heads_stay_grouped_and_every_kind_of_layer_stays() -> None:
     kinds = set(gemma.layer_types)
     shrink(gemma)
     assert set(gemma.layer_types) == kinds
+
+
+@pytest.mark.parametrize(
+    "changes", [{"alibi": True, "multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 8}]
+)
+def test_a_toy_of_every_falcon_computes(changes: dict[str, Any]) -> None:
+    config = transformers.FalconConfig(vocab_size=1000, num_attention_heads=64, hidden_size=4096, **changes)
+    shrink(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.shape == (1, 4, 1000)
 
 
 def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:

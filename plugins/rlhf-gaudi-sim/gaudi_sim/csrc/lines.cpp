@@ -1,6 +1,7 @@
 // Walks Python's frames from the innermost one outwards, and remembers which code is a library's.
 
 #include <Python.h>
+#include <frameobject.h>  // PyFrame_GetBack, until Python 3.11
 
 #include <mutex>
 #include <unordered_map>

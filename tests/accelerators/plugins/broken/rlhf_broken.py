@@ -27,11 +27,21 @@ def probe_that_opens_the_device():
     return Probe(True, "opened one", count=1)
 
 
-PROBES = {"probe-imports-torch": probe_that_imports_torch, "probe-opens-device": probe_that_opens_the_device}
+def probe_that_numbers_devices():
+    return Probe(True, "found one", count=1, devices=("chip 0",))
+
+
+PROBES = {
+    "probe-imports-torch": probe_that_imports_torch,
+    "probe-opens-device": probe_that_opens_the_device,
+    "probe-numbers-devices": probe_that_numbers_devices,
+}
 
 NAMES = (
     *PROBES,
     "operation-missing",
+    "any-error-is-lack",
+    "lack-not-told",
     "refusal-without-reason",
     "refused-but-there",
     "factory-raises",
@@ -67,6 +77,7 @@ NAMES = (
     "clip-other-norm",
     "clip-gives-float",
     "attention-sees-padding",
+    "attention-cannot-be-asked",
     "other-dist-backend",
     "one-device",
     "loud",

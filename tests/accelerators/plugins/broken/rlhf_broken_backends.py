@@ -41,6 +41,32 @@ class ProbeOpensDevice(CPU):
         return super().bind(local_rank)
 
 
+class ProbeNumbersDevices(CPU):
+    name = "probe-numbers-devices"
+
+
+# memory that is lacking
+
+
+class AnyErrorIsLack(CPU):
+    name = "any-error-is-lack"
+
+    def is_out_of_memory(self, error):
+        return True
+
+
+class LackNotTold(CPU):
+    """Its runtime has words of its own."""
+
+    name = "lack-not-told"
+
+    def bind(self, local_rank):
+        return torch.device("meta")
+
+    def step_boundary(self, tag):
+        raise ValueError("tiles")
+
+
 # operations
 
 
@@ -405,6 +431,16 @@ class AttentionSeesPadding(CPU):
 
         AttentionInterface.register("sees-padding", attend)
         return (*super().kernels(), kernel("attention", "sees-padding"))
+
+
+class AttentionCannotBeAsked(CPU):
+    """Its implementation looks for something that configurations do not have."""
+
+    name = "attention-cannot-be-asked"
+
+    def kernels(self):
+        offered = replace(kernel("attention", "sdpa"), refuses=lambda model: model.soft_cap)
+        return (*super().kernels(), offered)
 
 
 # processes

@@ -1,5 +1,9 @@
 """The backend of `rlhf_faulty`: the CPU's, with what FAULTS says of the variable FAULT."""
 
+import os
+import resource
+from pathlib import Path
+
 import torch
 from rlhf_faulty import FAULT, kernel
 
@@ -69,6 +73,31 @@ def lacking(self, tag):
         raise OSError("step failed") from error
 
 
+class FullError(Exception):
+    """As no library names it: only the backend knows."""
+
+
+def is_full(self, error):
+    return isinstance(error, FullError)
+
+
+def limited(self, seed):
+    """From now on this process may have 32 MiB more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (32 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def full_when_scored(self, tag):
+    if tag == "score/reward":
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+
+def full_on_rank_1(self, tag):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+
 class DeviceOutOfMemory(RuntimeError):
     """As a vendor's runtime names it."""
 
@@ -125,6 +154,17 @@ FAULTS = {
     "graph_capture gives None": {"kernels": offers("graph_capture", lambda fn, key: None)},
     "out of memory": {"step_boundary": raises(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))},
     "out of memory in a runtime's own words": {"step_boundary": lacking},
+    "out of memory as only the backend knows": {
+        "step_boundary": raises(FullError("7 tiles short")),
+        "is_out_of_memory": is_full,
+    },
+    "its judgement fails": {
+        "step_boundary": raises(FullError("7 tiles short")),
+        "is_out_of_memory": raises(KeyError("tiles")),
+    },
+    "out of memory when scored": {"step_boundary": full_when_scored},
+    "out of memory on rank 1": {"step_boundary": full_on_rank_1},
+    "memory is limited": {"seed": limited},
     "attention is not known": {"kernels": offers("attention", "flash_atention")},
 }
 Faulty = type("Faulty", (CPU,), {"name": "faulty", "__module__": __name__, **FAULTS.get(FAULT, {})})

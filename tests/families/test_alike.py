@@ -1,5 +1,5 @@
-"""What README says of architectures: padded rows score as plain transformers scores them alone, and the decoder
-draws what generate draws."""
+"""What README says of the families: padded rows score as plain transformers scores them alone, and the decoder draws
+what generate draws, recorded and not."""
 
 from __future__ import annotations
 
@@ -11,80 +11,12 @@ import torch
 
 from rlhf.config import ModelConfig, SamplingConfig
 from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.models.scalar_head import made_class
 from rlhf.models.support import check_support
 from rlhf.rollout.decoder import Decoder
+from tests.families.table import BY_NAME, FAMILIES, SIZES, build
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "biogpt": {},
-    "cohere2": GROUPED | {"sliding_window": 6},
-    "falcon": {},
-    "gemma": GROUPED,
-    "gemma3_text": GROUPED | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "glm4": GROUPED,
-    "gpt2": {},
-    "gpt_bigcode": {},
-    "gpt_neox": {},
-    "granite": GROUPED,
-    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-    "llama": GROUPED,
-    "mistral": GROUPED | {"sliding_window": 6},
-    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "nemotron": GROUPED,
-    "olmo2": {"num_key_value_heads": 2},
-    "olmo3": {"num_key_value_heads": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "phi": {},
-    "phi3": {"num_key_value_heads": 2, "sliding_window": 6},
-    "phimoe": {"num_key_value_heads": 2, "num_local_experts": 4},
-    "qwen2": {"num_key_value_heads": 2},
-    "qwen3": GROUPED,
-    "qwen3_moe": GROUPED | EXPERTS,
-    "qwen3_next": GROUPED | EXPERTS | {"shared_expert_intermediate_size": 16} | LINEAR,
-    "qwen3_5_text": GROUPED | LINEAR,
-    "smollm3": {"num_key_value_heads": 2},
-    "stablelm": {"num_key_value_heads": 2},
-    "starcoder2": {"num_key_value_heads": 2},
-}
-
-WITHOUT_CLASSIFIER = {"cohere2", "granite", "lfm2"}
-"""transformers has no sequence classifier of these: they can be fine-tuned, but not trained with PPO."""
-
-
-def build(config: Any, mapping: Any, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config._attn_implementation = "sdpa"
-    model = mapping[type(config)](config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)  # far from uniform, so that what attention sees matters
-    return model
-
-
-def configuration(name: str) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[name](**SIZES | CONFIGS[name])
+NAMES = [family.name for family in FAMILIES]
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +42,8 @@ def assert_head_scores_as_plain_transformers(config: Any) -> None:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    model = build(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    made = made_class(config)
+    model = build(config, {type(config): made} if made else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     ids, mask = rows()
     with torch.no_grad():
         found = ScalarHead(model).eval()(ids, mask)[0, -1]
@@ -138,30 +71,43 @@ def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
             assert found[row].tolist() == expected[0, alone.shape[1] :].tolist(), f"row {row}"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_padding_changes_neither_scores_nor_what_is_drawn(accelerator: Any, name: str, tmp_path: Path) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = configuration(name)
+    config = BY_NAME[name].configuration()
     config.save_pretrained(tmp_path)
-    check_support(str(tmp_path), ModelConfig(), attention="sdpa", scalar_head=name not in WITHOUT_CLASSIFIER)
     model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+    attention = model.config._attn_implementation
+    check_support(str(tmp_path), ModelConfig(), attention=attention, scalar_head=True)
     assert_scores_as_plain_transformers(model)
     assert_draws_as_generate(accelerator, model)
 
 
-def test_alibi_sees_the_padding(accelerator: Any) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, FalconConfig
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "JetMoE"]
+)  # tolist() reads on the host, unseen here
+def test_a_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What cannot be recorded is decoded as it is."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = build(FalconConfig(**SIZES, alibi=True), MODEL_FOR_CAUSAL_LM_MAPPING)
-    assert_scores_as_plain_transformers(model)
+    from accelerators.graphs import Graph
+    from tests.accelerators.replaying import record
+
+    model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
+    monkeypatch.setattr(accelerator, "capture", lambda fn, key: Graph(fn, key, record))
     assert_draws_as_generate(accelerator, model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_does_not_change_the_scores_of_a_scalar_head(name: str) -> None:
+    assert_head_scores_as_plain_transformers(BY_NAME[name].configuration())
 
 
 def gemma3() -> Any:
     from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
-    text = Gemma3TextConfig(**SIZES | CONFIGS["gemma3_text"])
+    text = Gemma3TextConfig(**SIZES | dict(BY_NAME["Gemma 3"].values))
     vision = SiglipVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
     )
@@ -177,8 +123,3 @@ def test_the_text_part_of_a_composite_model_keeps_its_sliding_windows(accelerato
     assert_draws_as_generate(accelerator, model)
     completion_log_probs(model.train(), *rows(), 6).log_probs.sum().backward()
     assert_head_scores_as_plain_transformers(gemma3())
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WITHOUT_CLASSIFIER])
-def test_padding_does_not_change_the_scores_of_a_scalar_head(name: str) -> None:
-    assert_head_scores_as_plain_transformers(configuration(name))

@@ -1,0 +1,135 @@
+"""The known formats of data sets, recognized by their columns alone; `ColumnsConfig` names columns that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rlhf.config import ColumnsConfig
+from rlhf.config_data import Cleaning, PreferConfig
+from rlhf.data.preferences import Decision, overlooked
+from rlhf.errors import DataError
+
+FORMATS = (
+    "prompt/chosen/rejected, chosen/rejected (Human:/Assistant: transcripts or message lists), prompt/response, "
+    "prompt/completion, instruction/input/output, question/answer, messages, conversations, prompt"
+)
+
+PROMPTS = ("prompt", "question", "instruction")
+RESPONSES = ("response", "completion", "answer", "output")
+CONVERSATIONS = ("messages", "conversations")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column that holds each field of a row, None where the source has no such column; and how they are read.
+
+    Attributes:
+        decision: what says which of `first` and `second` is preferred.
+        clean: what is taken out of the replies.
+        led: all replies of the source begin with the assistant's name, which is no part of them.
+    """
+
+    prompt: str | None = None
+    input: str | None = None
+    response: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    first: str | None = None
+    second: str | None = None
+    messages: str | None = None
+    text: str | None = None
+    decision: Decision | None = None
+    clean: tuple[Cleaning, ...] = ()
+    led: bool = False
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """The columns that hold replies."""
+        named = (self.chosen, self.rejected, self.first, self.second, self.response)
+        return tuple(filter(None, named))
+
+    def __str__(self) -> str:
+        """`prompt: question, chosen: better, ...`: what is read as what."""
+        fields = ("prompt", "input", "response", "chosen", "rejected", "first", "second", "messages", "text")
+        parts = [f"{field}: {name}" for field in fields if (name := getattr(self, field))]
+        parts += [f"preferred: {self.decision}"] if self.decision else []
+        taken = [*self.clean, *(["speaker"] if self.led and "speaker" not in self.clean else [])]
+        return ", ".join(parts + [f"without {name}" for name in taken])
+
+
+def recognize(found: Collection[str], names: ColumnsConfig, source: str, prefer: PreferConfig | None = None) -> Columns:
+    """Match the columns of a source to the known formats; `names` wins over the usual column names.
+
+    Raises:
+        DataError: a named column is missing, no format fits the columns found, or one of them looks as if it decided
+            which reply is preferred, and `prefer` does not say.
+    """
+    listed = ", ".join(sorted(found)) or "none"
+    named = names.named()
+    prefer = prefer or PreferConfig()
+    for key, name in keys_of(names, prefer).items():
+        if name not in found:
+            raise DataError(f"{source}: no column {name!r} ({key}); found: {listed}")
+    if names.text:
+        return Columns(text=names.text)
+
+    def first(field: str, *usual: str) -> str | None:
+        return named.get(field) or next((name for name in usual if name in found), None)
+
+    prompt = first("prompt", *PROMPTS)
+    response = first("response", *RESPONSES)
+    messages = first("messages", *CONVERSATIONS)
+    chosen, rejected = first("chosen", "chosen"), first("rejected", "rejected")
+    if names.first:
+        chosen = rejected = None  # what decides has been named
+    if messages and (response or chosen or names.first) and "messages" not in named:
+        messages = None  # the conversation once more, beside the columns that say which reply is which
+    if messages and "prompt" not in named:
+        prompt = None  # its first message once more
+    columns = Columns(
+        prompt=prompt,
+        input="input" if prompt == "instruction" and "input" in found else None,
+        response=response,
+        chosen=chosen,
+        rejected=rejected,
+        first=names.first,
+        second=names.second,
+        messages=messages,
+    )
+    if (columns.chosen is None) != (columns.rejected is None):
+        missing = "rejected" if columns.rejected is None else "chosen"
+        raise DataError(
+            f"{source}: a preference needs a column {missing!r} too; found: {listed}; see columns.{missing}"
+        )
+    if not (columns.prompt or columns.messages or columns.chosen or columns.first):
+        if "text" in found:
+            raise DataError(
+                f"{source}: a text alone does not say where its prompt ends; give prompt and response, or set "
+                f"columns.text to learn all of it in SFT; found: {listed}"
+            )
+        raise DataError(f"{source}: no known format fits its columns; found: {listed}; known: {FORMATS}; see `columns`")
+    _check_decided(columns, prefer, found, source)
+    return columns
+
+
+def keys_of(names: ColumnsConfig, prefer: PreferConfig) -> dict[str, str]:
+    """Key of the settings -> the column that it names."""
+    keys = {f"columns.{field}": name for field, name in names.named().items()}
+    if prefer.label:
+        keys["prefer.label"] = prefer.label
+    return keys | {f"prefer.scores.{place}": name for place, name in enumerate(prefer.scores or ())}
+
+
+def _check_decided(columns: Columns, prefer: PreferConfig, found: Collection[str], source: str) -> None:
+    """Raise `DataError` where it is not said, or said twice, which of two replies is preferred."""
+    if prefer.decides != bool(columns.first):
+        raise DataError(
+            f"{source}: `prefer` decides between columns.first and columns.second; give all three, or none of them"
+        )
+    used = {name for name in vars(columns).values() if isinstance(name, str)}
+    if columns.chosen and not prefer.nothing and (name := overlooked(found, used)):
+        raise DataError(
+            f"{source}: {name} looks like what decides which reply is preferred, and would not be asked; name it in "
+            "`prefer` (and the replies in columns.first, columns.second), or set prefer: none if it does not decide"
+        )

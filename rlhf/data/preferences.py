@@ -1,0 +1,114 @@
+"""Which of two replies is preferred: a label says so, or two scores do.
+
+`decision` makes of the settings what decides in a source; its `first_is_better` says it of a record. `overlooked`
+finds a column that looks as if it decided and was not asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.config_data import PreferConfig, label_text
+from rlhf.data.reasons import EQUAL_SCORES, UNUSABLE_LABEL, UNUSABLE_SCORE
+from rlhf.errors import DataError
+
+_DECIDING = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}
+_DECIDING |= {"better_response_id", "better_response", "preferred_response", "preferred_id", "human_preference"}
+_DECIDING |= {f"score_{name}" for name in ("0", "1", "2", "a", "b")}
+_SHOWN = 5  # labels that are listed
+
+
+class Undecided(Exception):
+    """A record that prefers neither reply; `reason` is what the data report counts."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class ByLabel:
+    """The value of a column names the better reply."""
+
+    column: str
+    first: str
+    second: str
+
+    def first_is_better(self, record: Mapping[str, Any]) -> bool:
+        """Raises `Undecided` where the value is neither."""
+        value = label_text(record.get(self.column))
+        if value not in (self.first, self.second):
+            raise Undecided(UNUSABLE_LABEL)
+        return bool(value == self.first)
+
+    def __str__(self) -> str:
+        second = f", second where {self.second}" if self.second else ""
+        return f"{self.column} (first where {self.first}{second})"
+
+
+@dataclass(frozen=True)
+class ByScores:
+    """The reply with the higher score is the better one."""
+
+    first: str
+    second: str
+
+    def first_is_better(self, record: Mapping[str, Any]) -> bool:
+        """Raises `Undecided` where the scores are equal, or one is no number."""
+        first, second = _number(record.get(self.first)), _number(record.get(self.second))
+        if first == second:
+            raise Undecided(EQUAL_SCORES)
+        return first > second
+
+    def __str__(self) -> str:
+        return f"the higher of {self.first}, {self.second}"
+
+
+Decision = ByLabel | ByScores
+
+
+def decision(prefer: PreferConfig, records: Iterable[Mapping[str, Any]], source: str) -> Decision | None:
+    """What decides between the two replies of a source's records; None: nothing does.
+
+    Raises:
+        DataError: the label's value for the second reply is not given, and there are several other values than the
+            first reply's, or that is in no record.
+    """
+    if prefer.scores:
+        return ByScores(*prefer.scores)
+    if prefer.label is None or prefer.first is None:
+        return None
+    found = dict.fromkeys(label_text(record.get(prefer.label)) for record in records if _is_label(record, prefer.label))
+    others = [value for value in found if value != prefer.first]
+    listed = ", ".join(map(str, list(found)[:_SHOWN])) or "nothing"
+    if prefer.first not in found and (prefer.second is None or prefer.second not in found):
+        raise DataError(f"{source}: {prefer.label} is nowhere {prefer.first} (prefer.first); found: {listed}")
+    if prefer.second is None and len(others) > 1:
+        raise DataError(
+            f"{source}: {prefer.label} has several values beside {prefer.first}; found: {listed}; say in "
+            "prefer.second which is that of the second reply (others are left out)"
+        )
+    return ByLabel(prefer.label, prefer.first, prefer.second or next(iter(others), ""))
+
+
+def overlooked(found: Collection[str], used: Collection[str]) -> str | None:
+    """A column that looks as if it decided a preference and that nothing uses."""
+    return next((name for name in found if name.lower() in _DECIDING and name not in used), None)
+
+
+def _is_label(record: Mapping[str, Any], column: str) -> bool:
+    value = record.get(column)
+    return isinstance(value, bool | int | float) or (isinstance(value, str) and bool(value.strip()))
+
+
+def _number(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise Undecided(UNUSABLE_SCORE)
+    return number

@@ -1,0 +1,206 @@
+"""What a stage says when memory runs out: where it was, who holds how much, and which settings would help here.
+
+The models of a stage and the error flow in; out comes one line, an `OutOfMemory`. What to advise (`advice`) is decided
+from settings alone, so that it can be read, and tested, as a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from accelerators import lack_of_memory
+from rlhf.config import Config, Stage
+from rlhf.errors import ConfigError, OutOfMemory
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+    from rlhf.engine.training import TrainingEngine
+    from rlhf.stages.loop import StageContext
+
+PHASES = {
+    "rlhf.models.loading._load": "loading",
+    "rlhf.stages.loop.engine": "set-up",
+    "rlhf.stages.loop.frozen": "set-up",
+    "rlhf.stages.loop.sum_over": "evaluation",
+    "rlhf.stages.ppo.generate": "generation",
+    "rlhf.stages.ppo.score": "scoring",
+    "rlhf.engine.training.step": "update",
+    "rlhf.engine.checkpoint.restore": "reading a checkpoint",
+    "rlhf.engine.checkpoint.save": "writing a checkpoint",
+    "rlhf.models.export.save_model": "saving the model",
+}
+"""What a stage does in a function; the innermost one on the way to an error says where that was."""
+
+_WITH_ROWS = ("evaluation", "scoring", "update")  # phases that take as many rows at a time as a micro-batch has
+_LORA_RANK = 8
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the advice depends on.
+
+    `precision` is what the run computes in, `best` what this device would take by itself. A stage that has `begun`, and
+    a run that is `continued`, go on with the settings that they were begun with.
+    """
+
+    config: Config
+    stage: Stage
+    phase: str
+    ranks: int
+    precision: str = "fp32"
+    best: str = "fp32"
+    begun: bool = False
+    continued: bool = False
+
+
+def advice(situation: Situation) -> tuple[list[str], list[str]]:
+    """Settings that would take less memory, the mildest first: (for this run, for a new one).
+
+    Only those that would change something here: no smaller micro-batch than one row, no ZeRO on one rank.
+    """
+    config, phase, stage = situation.config, situation.phase, situation.stage
+    free, of_the_stage, of_the_run = [], [], []
+    if phase in _WITH_ROWS and (rows := _smaller(_micro_batch(situation))):
+        free.append(f"{stage}.micro_batch_size={rows}")
+    if phase == "update" and not config.model.gradient_checkpointing:
+        free.append("model.gradient_checkpointing=true")
+    if phase == "generation" and (rows := _smaller_rollout(situation)):
+        of_the_stage.append(f"ppo.batch_size={rows}")
+    if situation.precision == "fp32" != situation.best:
+        of_the_stage.append("precision=auto")
+    if situation.ranks > 1 and config.engine.zero_stage < 3 and phase != "loading":
+        of_the_stage.append("engine.zero_stage=3")
+    if not config.lora.rank:
+        of_the_stage.append(f"lora.rank={_LORA_RANK}")
+    lengths = {name: getattr(config.data, name) for name in ("max_prompt_length", "max_completion_length")}
+    longest = max(lengths, key=lambda name: lengths[name])
+    if phase in (*_WITH_ROWS, "generation") and lengths[longest] > 1:
+        of_the_run.append(f"data.{longest}={lengths[longest] // 2}")
+    now = [*free, *([] if situation.begun else of_the_stage), *([] if situation.continued else of_the_run)]
+    anew = [*(of_the_stage if situation.begun else []), *(of_the_run if situation.continued else [])]
+    return now, anew
+
+
+def line(
+    lack: BaseException, where: str, figures: str, held: Mapping[str, int], keys: tuple[list[str], list[str]]
+) -> str:
+    """One line: what happened, the peak, what each model holds, and what to do."""
+    parts = [f"out of memory {where} ({_short(lack)})", figures]
+    if held:
+        listed = ", ".join(f"{role} {size(count)}" for role, count in held.items())
+        parts.append(f"weights, gradients and optimizer: {listed}")
+    now, anew = keys
+    if now:
+        parts.append(f"try, with --set and in this order: {', '.join(now)}")
+    if anew:
+        parts.append(f"with another --output{', also' if now else ''}: {', '.join(anew)}")
+    if not now and not anew:
+        parts.append("no setting of this run would help: use a device with more memory")
+    return "; ".join(filter(None, parts))
+
+
+@contextlib.contextmanager
+def explained(context: StageContext) -> Iterator[None]:
+    """A lack of memory in this block, which runs a stage, becomes an `OutOfMemory` that says what would help."""
+    try:
+        yield
+    except Exception as error:
+        lack = lack_of_memory(error)
+        if lack is None:
+            raise
+        accelerator, world = context.accelerator, context.world
+        situation = Situation(
+            context.config,
+            context.directory.name,
+            _phase(error),
+            world.size,
+            precision=context.precision.name,
+            best=accelerator.precision().name,
+            begun=context.directory.begun,
+            continued=any(stage.begun for stage in context.run.stages),
+        )
+        where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"
+        rank = f"rank {world.rank}: " if world.size > 1 else ""
+        held = {role: bytes_held(model) for role, model in context.models.items()}
+        raise OutOfMemory(rank + line(lack, where, _figures(accelerator), held, advice(situation))) from error
+
+
+def bytes_held(model: TrainingEngine | nn.Module) -> int:
+    """Bytes of this rank's weights, gradients and optimizer state; what shares memory counts once."""
+    module = model if isinstance(model, nn.Module) else model.module
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    tensors += [
+        part for tensor in tensors for part in (tensor.grad, getattr(tensor, "ds_tensor", None)) if part is not None
+    ]
+    if not isinstance(model, nn.Module):
+        optimizer = model.engine.optimizer
+        base = getattr(optimizer, "optimizer", optimizer)
+        tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
+
+
+def size(count: int) -> str:
+    """Bytes as people say them."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every tensor in nested containers, with its gradient."""
+    if isinstance(value, Tensor):
+        return [value] if value.grad is None else [value, value.grad]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _phase(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in reversed(frames)]
+    return next((PHASES[name] for name in names if name in PHASES), "preparation")
+
+
+def _figures(accelerator: Accelerator) -> str:
+    try:
+        memory = accelerator.memory()
+    except Exception:  # a device may answer no more; what else is known is worth saying
+        return ""
+    return f"peak {size(memory.peak)} of {size(memory.total)}"
+
+
+def _is_the_hosts(lack: BaseException) -> bool:
+    return isinstance(lack, (MemoryError, OSError)) or "CPUAllocator" in str(lack)
+
+
+def _micro_batch(situation: Situation) -> int:
+    config, ranks = situation.config, situation.ranks
+    if situation.stage == "ppo":
+        return config.ppo.minibatch(ranks)[1]
+    settings = config.sft if situation.stage == "sft" else config.reward
+    return settings.micro_batch(ranks, section=situation.stage)
+
+
+def _smaller(rows: int) -> int:
+    """The largest part into which `rows` divide; 0 for one row."""
+    return next((part for part in range(rows // 2, 0, -1) if rows % part == 0), 0)
+
+
+def _smaller_rollout(situation: Situation) -> int:
+    """The largest rollout of at most half the rows that divides as this one does; 0 where there is none."""
+    ppo = situation.config.ppo
+    for rows in range(ppo.batch_size // 2, 0, -1):
+        with contextlib.suppress(ConfigError):
+            ppo.model_copy(update={"batch_size": rows}).minibatch(situation.ranks)
+            return rows
+    return 0
+
+
+def _short(lack: BaseException) -> str:
+    return textwrap.shorten(f"{type(lack).__name__}: {lack}".removesuffix(": "), 120, placeholder=" ...")

@@ -1,0 +1,110 @@
+"""The class of a reward model or critic: transformers' sequence classifier of a family, or one made here.
+
+A configuration flows in; out comes a class that `from_pretrained` and `save_pretrained` serve like any other. One is
+made where transformers has none, or one that scores whole sequences. It is built as transformers builds the classifiers
+of most families: the family's backbone, under the name that it has in the language model, and a linear layer `score`.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_utils import PreTrainedModel
+
+from rlhf.models.reasons import reason
+
+SUFFIX = "ScalarHead"
+"""How the names of classes made here end, and with them the `architectures` of a saved configuration."""
+
+_README = """# A reward model that plain transformers has no class for
+
+transformers has no sequence classifier of {family} that scores tokens: `AutoModelForSequenceClassification` refuses
+this folder, or draws a head of its own. rlhf loads it: name the folder in `ppo.reward_model` or `reward.model`. With
+plain transformers, the score of a text is what the head makes of its last token:
+
+```python
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModel, AutoTokenizer
+
+folder = Path(".")
+tokenizer = AutoTokenizer.from_pretrained(folder)
+backbone = AutoModel.from_pretrained(folder).eval()
+files = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]
+head = next(file.get_tensor("score.weight") for file in files if "score.weight" in file.keys())  # [1, hidden size]
+
+with torch.no_grad():
+    hidden = backbone(**tokenizer("a text", return_tensors="pt")).last_hidden_state
+score = (hidden @ head.to(hidden.dtype).T)[0, -1, 0]
+```
+"""
+
+
+class MadeHere(GenericForSequenceClassification):
+    """What the classes that are made here have in common."""
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> Any:
+        """Like that of transformers' auto classes."""
+        return cls._from_config(config, **options)
+
+
+def made_class(config: Any) -> Any:
+    """The class for a `config` of a family that transformers has no token-wise classifier of; None: it has one.
+
+    Raises:
+        ValueError: neither that nor a class made here can be built; the reason.
+    """
+    theirs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if theirs is not None and hasattr(_outline(theirs, config), "score"):
+        return None
+    language_model, backbone = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], MODEL_MAPPING.get(type(config), None)
+    children = _outline(language_model, config).named_children()
+    prefix = next((name for name, child in children if type(child) is backbone), None)
+    if prefix is None:
+        raise ValueError(f"transformers has no class of the backbone alone that {language_model.__name__} builds on")
+    family = next(cls for cls in reversed(backbone.__mro__) if _is_of_a_family(cls))
+    made = type(
+        backbone.__name__.removesuffix("Model") + SUFFIX,
+        (MadeHere, family),
+        # transformers looks into the module of a class to see what its attention can do.
+        {"base_model_prefix": prefix, "config_class": type(config), "__module__": family.__module__},
+    )
+    _outline(made, config)
+    return made
+
+
+def write_note(model: Any, folder: Path) -> None:
+    """Put a README.md beside the weights of a model that plain transformers has no class for."""
+    if isinstance(model, MadeHere):
+        (folder / "README.md").write_text(_README.format(family=model.config.model_type), encoding="utf-8")
+
+
+def note(model: Any, path: Path) -> str | None:
+    """What to say of the reward model saved at `path`; None where plain transformers has a class for it."""
+    if not isinstance(model, MadeHere):
+        return None
+    return (
+        f"{path}: transformers has no class for {model.config.model_type} with a scalar head, so plain transformers "
+        "does not load it by itself; rlhf does, and its README.md shows how to compute scores"
+    )
+
+
+def _is_of_a_family(cls: type) -> bool:
+    return issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel
+
+
+def _outline(cls: Any, config: Any) -> Any:
+    """A model of the class without weights."""
+    try:
+        with torch.device("meta"):
+            return cls._from_config(copy.deepcopy(config))
+    except Exception as error:  # whatever the architecture's code says
+        raise ValueError(f"{cls.__name__} cannot be built ({reason(error)})") from error

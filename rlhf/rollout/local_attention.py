@@ -1,0 +1,44 @@
+"""GPT-Neo's local attention over a static cache.
+
+GPT-Neo looks its masks up in a table of its own, by the number of keys, as if the newest key stood last (transformers
+5.x: `GPTNeoSelfAttention.bias`). In a static cache it stands where its token does, and the columns behind it are
+empty: a window counted from the end would hide what it should show. While a session generates, the table is one whose
+last rows are those of the tokens at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+
+class LocalAttention:
+    """The masks of one session, for rows of `length` tokens; of a model without local attention, nothing."""
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self._layers = [module for module in model.modules() if type(module).__name__ == "GPTNeoSelfAttention"]
+        self._whole: list[Tensor] = [layer.bias for layer in self._layers]  # [1, 1, positions, positions]
+        self._shown = [whole[:, :, :length, :length].clone() for whole in self._whole]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """The layers read the session's masks in this block."""
+        try:
+            for layer, mask in zip(self._layers, self._shown):
+                layer.bias = mask
+            yield
+        finally:
+            for layer, mask in zip(self._layers, self._whole):
+                layer.bias = mask
+
+    def prompt(self, tokens: int) -> None:
+        """The next tokens are the first `tokens` columns."""
+        for shown, whole in zip(self._shown, self._whole):
+            shown[:, :, -tokens:].copy_(whole[:, :, :tokens, : shown.shape[-1]])
+
+    def token(self, column: Tensor) -> None:
+        """The next token is that of `column` [1]; nothing is read on the host."""
+        for shown, whole in zip(self._shown, self._whole):
+            shown[:, :, -1:].copy_(whole.index_select(2, column)[..., : shown.shape[-1]])

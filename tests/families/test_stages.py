@@ -1,0 +1,139 @@
+"""Every family goes through the three stages: two steps each on a toy with random weights and a real tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import pipeline, preflight
+from rlhf.config import STAGES, build_config
+from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.run import RunDirectory
+from rlhf.stages import ppo, reward, sft
+from tests.families.table import FAMILIES, Family
+from tests.helpers import weights
+
+LENGTHS = {"max_prompt_length": 16, "max_completion_length": 8}
+
+
+def rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows of 12 tokens, the second with 5 of padding on the left."""
+    ids = torch.randint(3, vocabulary, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids[1, :5] = 0
+    return ids, (ids != 0).long()
+
+
+def numbers(module: Any, vocabulary: int) -> torch.Tensor:
+    """What a model makes of `rows`: log-probabilities of the last four tokens, or the score of the last one."""
+    ids, mask = rows(vocabulary)
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        if isinstance(module, ScalarHead):
+            found = module(ids, mask)[:, -1:]
+        else:
+            found = completion_log_probs(module, ids, mask, 4).log_probs
+    module.train(was_training)
+    return found.float()
+
+
+def of_plain_transformers(folder: Path, vocabulary: int) -> torch.Tensor:
+    """The same of a saved model, each row alone."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scalar = folder.parent.name == "reward"
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    if no_class := (folder / "README.md").is_file():  # its backbone and its head, as that file says
+        kind = AutoModel
+    loaded = kind.from_pretrained(folder).eval()
+    found = []
+    with torch.no_grad():
+        for ids, mask in zip(*rows(vocabulary)):
+            alone = ids[mask.bool()][None]
+            output = loaded(input_ids=alone, use_cache=False)
+            if no_class:
+                made = (output.last_hidden_state @ weights(folder)["score.weight"].T)[0, -1]
+            elif scalar:
+                made = output.logits
+            else:
+                made = output.logits[0, -5:-1].log_softmax(-1).gather(-1, alone[0, -4:, None])
+            found.append(made.flatten())
+    return torch.stack(found)
+
+
+@pytest.fixture
+def trained(
+    accelerator: Any,
+    tokenizer: Any,
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
+    """Run the stages over a family; gives the folder, each stage's numbers as it ended, and the ratios of PPO."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    ends: dict[str, torch.Tensor] = {}
+    ratios: list[torch.Tensor] = []
+    save, loss = sft.save_model, ppo.policy_loss
+
+    def saved(engine: Any, own: Any, path: Path) -> None:
+        ends[path.parent.name] = numbers(engine.module, len(tokenizer))
+        save(engine, own, path)
+
+    def watched(log_probs: Any, old: Any, advantages: Any, mask: Any, **options: Any) -> Any:
+        ratios.append(((log_probs - old) * mask).exp().detach())
+        return loss(log_probs, old, advantages, mask, **options)
+
+    for stage in (sft, reward, ppo):
+        monkeypatch.setattr(stage, "save_model", saved)
+    monkeypatch.setattr(ppo, "policy_loss", watched)
+
+    def run(family: Family) -> tuple[Path, dict[str, torch.Tensor], list[torch.Tensor]]:
+        special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+        config = family.configuration(vocab_size=len(tokenizer), **special)
+        torch.manual_seed(0)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        short = {"batch_size": 4, "max_steps": 2, "eval_rows": 4, "optimizer": recipe["sft"]["optimizer"]}
+        steps = {"batch_size": 4, "minibatch_size": 4, "ppo_epochs": 1, "steps": 2, "eval_rows": 4}
+        values = recipe | {
+            "output": str(tmp_path / "run"),
+            "model": {"path": str(tmp_path / "model")},
+            "data": recipe["data"] | LENGTHS,
+            "sft": short,
+            "reward": short,
+            "ppo": recipe["ppo"] | steps,
+        }
+        settings = build_config(values)
+        directory = RunDirectory(settings.output)
+        findings = preflight.examine(settings, STAGES, directory, accelerator)
+        with directory.opened(settings, stages=STAGES, data=findings.data):
+            pipeline.run(settings, accelerator, directory, STAGES)
+        return directory.path, ends, ratios
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, id=f.name, marks=[pytest.mark.slow] if f.slow else []) for f in FAMILIES]
+)
+def test_a_family_is_trained_and_saved_as_plain_transformers_reads_it(
+    trained: Any, tokenizer: Any, family: Family
+) -> None:
+    folder, ends, ratios = trained(family)
+    assert set(ends) == {"sft", "reward", "ppo"}
+    assert (folder / "reward" / "model" / "README.md").is_file() == (not family.has_classifier)
+    for stage, expected in ends.items():
+        summary = json.loads((folder / stage / "stage.json").read_text())
+        assert summary["steps"] == 2
+        found = of_plain_transformers(folder / stage / "model", len(tokenizer))
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    assert len(ratios) == 2, "one update a rollout"
+    if not family.draws:
+        for ratio in ratios:
+            torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-6, rtol=0)

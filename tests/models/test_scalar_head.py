@@ -1,0 +1,186 @@
+"""Families that transformers has no sequence classifier of get a scalar head, and plain transformers its numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.config import ModelConfig
+from rlhf.errors import ModelError
+from rlhf.models.forward import ScalarHead
+from rlhf.models.loading import load_causal_lm, load_scalar_head, outline
+from rlhf.models.scalar_head import MadeHere, made_class, note, write_note
+from rlhf.models.support import check_support
+from tests.helpers import build_tokenizer, llama
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {"num_key_value_heads": 2},
+    "cohere2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma4": {  # reads text with a part of its own
+        "text_config": {
+            **SIZES,
+            "vocab_size": 300,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 300,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+        "vision_config": None,
+        "audio_config": None,
+    },
+    "granite": {"num_key_value_heads": 2},
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    "modernbert-decoder": {"global_attn_every_n_layers": 1},  # transformers' classifier of it scores whole sequences
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def language_model(folder: Path, name: str) -> Path:
+    """A folder with a language model of random weights and its tokenizer."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    values = FAMILIES[name]
+    config = CONFIG_MAPPING[name](**values if "text_config" in values else {"vocab_size": 300} | SIZES | values)
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_scalar_head(ModelConfig(), build_tokenizer(), attention="sdpa", path=str(folder), **options).eval()
+
+
+def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return ScalarHead(model)(ids, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_saved_model_scores_as_its_weights_do_in_plain_transformers(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModel
+
+    model = load(language_model(tmp_path / "lm", name), seed=0)
+    assert isinstance(model, MadeHere) and model.score.weight.abs().max() > 0
+    with torch.no_grad():
+        model.score.weight.normal_(0, 1)
+    model.save_pretrained(tmp_path / "reward")
+    ids = torch.randint(2, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    backbone, report = AutoModel.from_pretrained(tmp_path / "reward", dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and set(report["unexpected_keys"]) == {"score.weight"}
+    weight = load_file(tmp_path / "reward" / "model.safetensors")["score.weight"]
+    with torch.no_grad():
+        expected = (backbone.eval()(input_ids=ids).last_hidden_state @ weight.T)[..., 0]
+    assert expected.std() > 0.1
+    for found in (scores(model, ids), scores(load(tmp_path / "reward"), ids)):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_the_backbone_is_the_language_models(tmp_path: Path) -> None:
+    """The score of a head that is a row of the output embedding is that token's logit."""
+    folder = language_model(tmp_path, "granite")
+    policy = load_causal_lm(ModelConfig(path=str(folder)), build_tokenizer(), attention="sdpa").eval()
+    model = load(folder, seed=0)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        model.score.weight.copy_(policy.get_output_embeddings().weight[9:10])
+        expected = policy(input_ids=ids).logits[..., 9] * policy.config.logits_scaling
+    torch.testing.assert_close(scores(model, ids), expected)
+
+
+def test_the_outline_is_the_model_without_its_weights(tmp_path: Path) -> None:
+    folder = language_model(tmp_path, "cohere2")
+    found = outline(str(folder), ModelConfig(), attention="sdpa", scalar_head=True, trained=False)
+    expected = {name: tensor.shape for name, tensor in load(folder, seed=0).state_dict().items()}
+    assert {name: tensor.shape for name, tensor in found.state_dict().items()} == expected
+    assert {parameter.device.type for parameter in found.parameters()} == {"meta"}
+    with pytest.raises(ModelError, match=r"its weights lack score\.weight"):
+        outline(str(folder), ModelConfig(), attention="sdpa", scalar_head=True)
+
+
+def test_a_new_head_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    folder = language_model(tmp_path, "cohere2")
+    first, same, other = (load(folder, seed=seed).score.weight for seed in (1, 1, 2))
+    assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+def test_a_head_made_here_is_not_taken_for_a_language_model(tmp_path: Path) -> None:
+    load(language_model(tmp_path / "lm", "granite"), seed=0).save_pretrained(tmp_path / "reward")
+    with pytest.raises(ModelError, match="is a reward model"):
+        load_causal_lm(ModelConfig(path=str(tmp_path / "reward")), build_tokenizer(), attention="sdpa")
+
+
+def test_the_readme_beside_the_weights_computes_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(language_model(tmp_path / "lm", "granite"), seed=0)
+    folder = tmp_path / "reward"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    build_tokenizer().save_pretrained(folder)
+    write_note(model, folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "granite" in text
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(code.replace("a text", "red cow please"), names)
+    ids = names["tokenizer"]("red cow please", return_tensors="pt")["input_ids"]
+    torch.testing.assert_close(names["score"], scores(model, ids)[0, -1])
+    line = note(model, folder)
+    assert line is not None and line.startswith(f"{folder}: transformers has no class for granite with a scalar head")
+
+
+def test_a_family_with_a_classifier_keeps_it_and_needs_no_note(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    llama(len(build_tokenizer())).save_pretrained(tmp_path / "lm")
+    model = load(tmp_path / "lm", seed=0)
+    assert type(model) is LlamaForSequenceClassification and made_class(model.config) is None
+    write_note(model, tmp_path)
+    assert note(model, tmp_path) is None and not (tmp_path / "README.md").exists()
+
+
+def test_a_configuration_of_which_no_model_can_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=32, num_attention_heads=4, hidden_act="nothing").save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        check_support(str(tmp_path), ModelConfig(), attention="sdpa", scalar_head=True)
+    assert "LlamaForSequenceClassification cannot be built" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_head_with_two_outputs_is_drawn_anew_and_said_in_one_line(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    config = llama(len(build_tokenizer())).config
+    config.num_labels = 2
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    said: list[str] = []
+    assert load(tmp_path, seed=0, say=said.append).score.weight.shape == (1, 32)
+    assert said == [
+        f"note: {tmp_path}: its head has 2 outputs, a reward model has one; a new head is drawn from the seed"
+    ]
+    with pytest.raises(ModelError, match="its head has 2 outputs"):
+        load(tmp_path)

@@ -1,0 +1,117 @@
+"""`make_environment` of ci/environment.sh: which torch it takes, and what it says when it takes none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ci import versions
+from tests.packaging import places
+from tests.packaging.standins import wheel
+
+VENDORS = "2.11.0a0+git1234"
+
+
+class Checkout:
+    """A copy of what `make_environment` reads, with a Python below that has some torch or none."""
+
+    def __init__(self, folder: Path, wheels: Path, torch: str | None) -> None:
+        self.folder, self.wheels = folder / "checkout", wheels
+        (self.folder / "ci").mkdir(parents=True)
+        for name in ("ci/environment.sh", "ci/versions.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(places.ROOT / name, self.folder / name)
+        for package in ("rlhf", "accelerators"):
+            (self.folder / package).mkdir()
+            (self.folder / package / "__init__.py").touch()
+        self.base = folder / "base"
+        wheels_below = [wheel(folder / "vendor", "torch", torch)] if torch else []
+        self.python = places.interpreter(self.base, wheels_below)
+        (self.base / "bin" / "nvidia-smi").symlink_to("/bin/false")
+
+    def make(self, arguments: str = '""', **environment: str) -> subprocess.CompletedProcess[str]:
+        shell = places.offline(self.wheels, PYTHON=str(self.python), **environment)
+        shell["PATH"] = f"{self.base / 'bin'}:{shell['PATH']}"
+        script = f"set -euo pipefail; source ci/environment.sh; make_environment {arguments}"
+        return subprocess.run(["bash", "-c", script], cwd=self.folder, env=shell, capture_output=True, text=True)
+
+    def refused(self, **environment: str) -> str:
+        done = self.make(**environment)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        return done.stderr
+
+    def held(self, environment: str = ".venv") -> dict[str, str]:
+        return places.held(self.folder / environment)
+
+
+def test_a_vendors_torch_is_built_upon_and_said_in_one_line(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, VENDORS)
+    below = places.held(checkout.base)
+    done = checkout.make()
+    assert done.returncode == 0, done.stderr
+    said = f"torch {VENDORS}: that of {checkout.python}, a vendor's build, known by its version; it stays as it is"
+    assert done.stdout.splitlines()[1:] == [said, "installing rlhf"]
+    assert checkout.held()["torch"] == VENDORS
+    assert places.held(checkout.base) == below
+    assert not list(places.site_of(checkout.folder / ".venv").glob("torch*"))
+    assert f"torch=={VENDORS}" in (checkout.folder / ".venv" / "constraints").read_text().splitlines()
+    again = checkout.make(PIP_FIND_LINKS=str(tmp_path / "nothing"))
+    assert (again.stdout, again.returncode) == (said + "\n", 0)
+
+
+def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, "2.7.1a0+git1234")
+    assert checkout.refused() == (
+        f"error: {checkout.python} has torch 2.7.1a0+git1234, and rlhf needs torch<2.14,>=2.9.0a0; take an image of "
+        "the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch\n"
+    )
+
+
+def test_an_environment_with_a_torch_of_its_own_is_not_taken_for_the_vendors(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, VENDORS)
+    places.interpreter(checkout.folder / ".venv", [wheels / "torch-2.13.0+cpu-py3-none-any.whl"])
+    line = checkout.refused()
+    assert line.startswith(f"error: .venv has torch 2.13.0+cpu, and {checkout.python} has torch {VENDORS}, a vendor's")
+    assert "rm -r .venv" in line
+    assert "RLHF_TORCH=torch==2.13.0+cpu" in line
+
+
+@pytest.mark.slow
+def test_a_named_torch_goes_into_an_environment_of_its_own(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, VENDORS)
+    below = places.held(checkout.base)
+    done = checkout.make(RLHF_TORCH="torch==2.9.0")
+    assert done.returncode == 0, done.stderr
+    assert "torch 2.9.0: RLHF_TORCH names it" in done.stdout.splitlines()
+    assert checkout.held()["torch"] == "2.9.0"
+    assert places.held(checkout.base) == below
+
+
+def test_the_installed_torch_can_be_asked_for_only_where_there_is_one(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, None)
+    assert "RLHF_TORCH=installed, and " in checkout.refused(RLHF_TORCH="installed")
+    assert not (checkout.folder / ".venv").exists()
+
+
+@pytest.mark.slow
+def test_a_plain_torch_below_is_left_alone_unless_asked_for(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, "2.9.1+cu128")
+    done = checkout.make()
+    assert "torch 2.13.0+cpu: the CPU build; no NVIDIA GPU is found" in done.stdout.splitlines(), done.stderr
+    assert "torch 2.9.1" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_lowest_versions_get_an_environment_of_their_own(wheels: Path, tmp_path: Path) -> None:
+    for name in ("expecttest", "gguf", "pytest", "pytest-xdist"):
+        wheel(tmp_path / "more", name, "9.0")
+    checkout = Checkout(tmp_path, wheels, VENDORS)
+    done = checkout.make("test --lowest", PIP_FIND_LINKS=f"{wheels} {tmp_path / 'more'}")
+    assert done.returncode == 0, done.stderr
+    found = checkout.held(".venv-lowest")
+    lowest = dict(line.split("==") for line in versions.lowest())
+    assert {name: found[name] for name in lowest} == lowest
+    assert not (checkout.folder / ".venv").exists()

@@ -1,0 +1,121 @@
+"""All stages with a family that transformers has no sequence classifier of: what runs, what is left, what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import assert_same_weights, build_tokenizer, start, wait_for, weights
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Cohere 2 with its tokenizer."""
+    from transformers import Cohere2Config, Cohere2ForCausalLM
+
+    folder, tokenizer = tmp_path_factory.mktemp("tiny-cohere2"), build_tokenizer()
+    torch.manual_seed(0)
+    config = Cohere2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        sliding_window=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    Cohere2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(rlhf: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run of all stages, and what it printed."""
+    output = tmp_path_factory.mktemp("heads") / "run"
+    found = rlhf("--output", output, "--set", f"model.path={model}")
+    return output, found.stdout + found.stderr
+
+
+def test_all_stages_run_and_the_reward_models_folder_says_what_it_is(finished: tuple[Path, str]) -> None:
+    output, said = finished
+    folder = output / "reward" / "model"
+    assert json.loads((output / "ppo" / "stage.json").read_text())["steps"] == 3
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Cohere2ScalarHead"]
+    assert (folder / "README.md").is_file() and not (output / "ppo" / "model" / "README.md").exists()
+    (line,) = (line for line in said.splitlines() if "plain transformers does not load it" in line)
+    assert line.startswith(f"note: {folder}: transformers has no class for cohere2 with a scalar head")
+
+
+def test_the_policy_loads_with_plain_transformers(finished: tuple[Path, str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    _, report = AutoModelForCausalLM.from_pretrained(finished[0] / "ppo" / "model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+@pytest.mark.parametrize("keys", [["engine.zero_stage=3"], ["lora.rank=4", "engine.zero_stage=3"]])
+def test_a_later_ppo_takes_the_reward_model_by_its_folder(
+    rlhf: Any, finished: tuple[Path, str], tmp_path: Path, keys: list[str]
+) -> None:
+    run, output = finished[0], tmp_path / "run"
+    named = [f"ppo.actor={run / 'sft' / 'model'}", f"ppo.reward_model={run / 'reward' / 'model'}", *keys]
+    rlhf("ppo", "--output", output, *(part for key in named for part in ("--set", key)))
+    summary = json.loads((output / "ppo" / "stage.json").read_text())
+    assert summary["steps"] == 3 and summary["after"]["response_length"] > 0
+
+
+def test_zero_and_ranks_change_no_weight_of_the_reward_model(
+    rlhf: Any, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    named = ["--set", f"reward.model={finished[0] / 'sft' / 'model'}", "--set", "engine.zero_stage=3"]
+    rlhf("reward", "--output", tmp_path / "run", "--ranks", 2, *named)
+    assert_same_weights(tmp_path / "run" / "reward" / "model", finished[0] / "reward" / "model", atol=2e-5)
+
+
+def test_adapters_and_the_head_are_trained_and_merged(rlhf: Any, finished: tuple[Path, str], tmp_path: Path) -> None:
+    run = finished[0]
+    named = [f"reward.model={run / 'sft' / 'model'}", "lora.rank=4"]
+    rlhf("reward", "--output", tmp_path / "run", *(part for key in named for part in ("--set", key)))
+    found, before = weights(tmp_path / "run" / "reward" / "model"), weights(run / "sft" / "model")
+    assert found.keys() - before.keys() == {"score.weight"}
+    changed = {name for name in before if not torch.equal(before[name], found[name])}
+    assert {name.rpartition(".")[0].rpartition("_")[2] for name in changed} == {"proj"}
+
+
+def test_a_reward_model_that_was_killed_continues(rlhf: Any, finished: tuple[Path, str], tmp_path: Path) -> None:
+    named = [f"reward.model={finished[0] / 'sft' / 'model'}", "reward.checkpoint_every=1", "reward.max_steps=12"]
+    settings = [part for key in named for part in ("--set", key)]
+    rlhf("reward", "--output", tmp_path / "whole", *settings)
+    killed = tmp_path / "killed"
+    process = start(rlhf, "reward", "--output", killed, *settings)
+    wait_for(killed / "reward" / "checkpoints" / "step-00000002", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    found = rlhf("reward", "--output", killed, "--resume", *settings)
+    assert "resumed after step" in found.stdout
+    assert_same_weights(killed / "reward" / "model", tmp_path / "whole" / "reward" / "model")
+
+
+def test_a_language_model_of_the_family_is_no_reward_model(
+    rlhf: Any, finished: tuple[Path, str], model: Path, tmp_path: Path
+) -> None:
+    named = ["--set", f"ppo.reward_model={model}", "--set", f"ppo.actor={model}"]
+    found = rlhf("ppo", "--output", tmp_path / "run", *named, check=False)
+    assert found.returncode == 2 and "its weights lack score.weight" in found.stderr
+
+
+def test_chat_refuses_the_reward_model(finished: tuple[Path, str], rlhf: Any) -> None:
+    found = rlhf("chat", finished[0] / "reward" / "model", recipe=None, check=False)
+    assert found.returncode == 2 and "is a reward model, which scores texts and writes none" in found.stderr
