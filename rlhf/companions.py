@@ -241,10 +241,13 @@ class Member:
 
     def conclude(self, outcome: Outcome | None) -> Outcome | None:
         """Say how this member ended, None for well, and learn how all did; None for well, or where nobody says."""
-        if not self._decided.is_set():
+        if not self._concluded and not self._decided.is_set():
             self._concluded = True
             end = outcome and [outcome.code, outcome.line, outcome.time == math.inf]
             self._say({"end": end})
+        try:
+            self._decided.wait(SECONDS_TO_END)
+        except KeyboardInterrupt:  # some launchers send a signal where one has failed; a second one counts
             self._decided.wait(SECONDS_TO_END)
         return self.verdict
 
