@@ -104,6 +104,10 @@ class Machines:
         """Let the rank PLANTED_RANK raise an exception."""
         self._planted.touch()
 
+    def disconnect(self) -> None:
+        """Cut the second machine off; no connection is closed."""
+        _ip("-n", self._names[1], "link", "set", f"r{self._mark[:6]}b", "down")
+
     def process(self, rank: int) -> int:
         """The process of a rank."""
         (found,) = (process for process, environ in self._alive() if f"\0RANK={rank}\0" in environ)

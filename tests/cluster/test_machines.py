@@ -190,3 +190,16 @@ def test_the_end_of_a_launcher_is_the_end_of_all(machines: Machines, rlhf: Any) 
     machines.wait_for_all(LIMIT)
     code, _, line = ends(processes)[0]
     assert code == 1 and machines.name(1) in line and "ended without a word" in line
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off_is_the_end_of_all(machines: Machines, rlhf: Any) -> None:
+    if not machines.namespaces:
+        pytest.skip("network namespaces are not allowed here, and a loopback address cannot be cut off")
+    output = machines.shared / "run"
+    processes = start(machines, "rlhf", 1, rlhf.recipe, "--output", output, "--set", "sft.max_steps=100000")
+    until_training(processes, output)
+    machines.disconnect()
+    print(f"cut off: all ended after {machines.wait_for_all(LIMIT):.1f} s")
+    for (code, _, line), other in zip(ends(processes), (1, 0)):
+        assert code == 1 and machines.name(other) in line and "ended without a word" in line

@@ -71,6 +71,12 @@ def test_an_error_of_one_rank_is_what_all_report(tmp_path: Path) -> None:
     assert first[0] == USER and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
 
 
+def test_a_lost_connection_is_reported_as_the_end_of_the_other_rank(tmp_path: Path) -> None:
+    other, _ = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
+    assert other[0] == DEFECT
+    assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("ended without a word")
+
+
 def test_a_rank_that_nothing_can_interrupt_is_ended(tmp_path: Path) -> None:
     begun = time.monotonic()
     other, killed = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
