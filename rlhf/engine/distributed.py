@@ -64,9 +64,9 @@ def session(selection: Selection) -> Iterator[Accelerator]:
 
     with tempfile.TemporaryDirectory() as folder:
         if place.size == 1:  # no launcher, so no address to meet at: a file will do
-            dist.init_process_group(
-                accelerator.dist_backend(), init_method=f"file://{Path(folder)}/rendezvous", rank=0, world_size=1
-            )
+            address = f"file://{Path(folder)}/rendezvous"
+            with quiet.unheard():  # gloo of torch 2.9 prints that it is alone
+                dist.init_process_group(accelerator.dist_backend(), init_method=address, rank=0, world_size=1)
         # DeepSpeed joins the process group above, or makes one from the launcher's environment.
         with quiet.unheard():  # for some devices it compiles collectives
             deepspeed.init_distributed(dist_backend=accelerator.dist_backend(), verbose=False)
