@@ -102,6 +102,10 @@ _GIVES: Mapping[str, Expected] = {
 """What a kernel gives when it is called."""
 
 
+CHECK_OF_A_MODEL = "its check of the model"
+"""How a refusal begins that is a mistake of the plugin's."""
+
+
 def mistake(cls: type, interface: type) -> str:
     """What is wrong with a plugin's class, as far as the class itself shows it; empty where nothing is."""
     written: dict[str, Any] = {}
@@ -183,10 +187,10 @@ def refusal(implementation: KernelImpl, model: Any, plugin: str) -> str:
         with running(plugin):
             found = implementation.refuses(model)
     except (Exception, SystemExit) as error:
-        return f"its check of the model failed ({text(error)}), which is for the authors of {plugin}"
+        return f"{CHECK_OF_A_MODEL} failed ({text(error)}), which is for the authors of {plugin}"
     if isinstance(found, str):
         return one_line(found)
-    return f"its check of the model gave {shown(found)} instead of a str, which is for the authors of {plugin}"
+    return f"{CHECK_OF_A_MODEL} gave {shown(found)} instead of a str, which is for the authors of {plugin}"
 
 
 def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:

@@ -78,6 +78,7 @@ class EngineConfig(Section):
     shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
         "auto", description="how batches are padded; auto: the accelerator's own policy"
     )
+    timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for one that is late, before all end")
 
 
 class OptimizerConfig(Section):
@@ -155,7 +156,7 @@ class RewardConfig(EpochConfig):
     )
     reset_final_norm: Literal["auto", True, False] = Field(
         "auto",
-        description="untrained norm under a new head; auto: where very unequal gains would cost it bf16's accuracy",
+        description="new norm under a new head: true, false; auto: where unequal gains would cost accuracy in bf16",
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 

@@ -40,7 +40,9 @@ class DivergedError(RLHFError):
 class FailedElsewhere(Exception):
     """Another rank failed, and says why; this one only ends with it."""
 
-    exit_code = 1
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 USER_ERRORS = (RLHFError, AcceleratorError)

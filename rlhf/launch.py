@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 import rlhf
-from rlhf import hub, preflight, signals
+from rlhf import hub, lock, preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RunError
 from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
@@ -66,7 +67,8 @@ def run(
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     request = Request(stages, resume, overwrite, dry_run)
-    pending = preflight.check(config, stages, ranks or here().size, resume=resume, overwrite=overwrite)
+    size = here().size if here().launcher else ranks or 1
+    pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite)
     if not pending:
         if here().rank == 0:
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
@@ -127,7 +129,7 @@ def _run(
 ) -> None:
     from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
 
-    with distributed.session(selection) as accelerator, ExitStack() as held:
+    with distributed.session(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
         from rlhf import pipeline  # imports DeepSpeed, which the session has told about the device
 
         settings = config.model_dump(mode="json")
@@ -150,7 +152,24 @@ def _run(
                     held.enter_context(directory.opened(config, **wishes, **found))
                 del findings  # rows that nobody needs any more
         if not request.dry_run:
+            _check_shared(directory)
             pipeline.run(config, accelerator, directory, request.stages)
+
+
+def _check_shared(directory: RunDirectory) -> None:
+    """Raise `RunError` where other machines do not see the folder that rank 0 has locked: later stages read from it."""
+    from rlhf.engine import distributed
+
+    if here().local_size == here().size:
+        return
+    owner = distributed.all_gather_objects(lock.named(directory.path))[0]
+    found = distributed.all_gather_objects((socket.gethostname(), lock.seen(directory.path, owner)))
+    with distributed.on_main("looking for the run's folder") as main:
+        if main and (blind := list(dict.fromkeys(host for host, sees in found if not sees))):
+            raise RunError(
+                f"{directory.path}: {', '.join(blind)} has another folder there than {found[0][0]}; "
+                "choose an --output that all machines share"
+            )
 
 
 def _show(config: Config, findings: preflight.Findings) -> None:
@@ -178,8 +197,7 @@ def _next_command(directory: RunDirectory, stages: Sequence[Stage], before: byte
     if not _is_ours(directory, before):
         return command_line()
     words = ["rlhf", *(stages if len(stages) == 1 else ()), "--output", str(directory.path), "--resume"]
-    words += ["--ranks", str(here().size)] if here().launcher == "rlhf" else []
-    return shlex.join(words)
+    return shlex.join([*words, *here().options()])
 
 
 def _is_ours(directory: RunDirectory, before: bytes | None) -> bool:

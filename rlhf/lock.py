@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -20,6 +21,7 @@ from pathlib import Path
 from rlhf.errors import RunError
 
 LOCK = ".rlhf.lock"
+_SECONDS_TO_SHOW = 10.0
 # File systems without locks; there, the owner that the file names is believed.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
@@ -45,6 +47,24 @@ def locked(folder: Path) -> Iterator[None]:
         if made:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
+
+
+def seen(folder: Path, owner: str) -> bool:
+    """Whether the lock of `folder` is the one of `owner`; on a network's file system it may take a while to show."""
+    deadline = time.monotonic() + _SECONDS_TO_SHOW
+    while named(folder) != owner:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def named(folder: Path) -> str:
+    """The owner that the lock of `folder` names; empty where it has none."""
+    with suppress(OSError):
+        os.listdir(folder)  # asks the server anew
+        return (folder / LOCK).read_text(errors="replace").strip()
+    return ""
 
 
 def _acquire(path: Path) -> int:

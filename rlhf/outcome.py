@@ -11,21 +11,23 @@ import json
 import math
 import os
 import re
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from typer import TyperException
 
 from accelerators import lack_of_memory
-from rlhf.errors import ConfigError, FailedElsewhere, OutOfMemory, RLHFError, RunError
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RLHFError, RunError
 from rlhf.files import PARTIAL
-from rlhf.place import FOLDER_VARIABLE, here
+from rlhf.place import FOLDER_VARIABLE, Place, here
 
 USER, DEFECT, INTERRUPTED = 2, 1, 130
+_ERROR, _INTERRUPTED = "rlhf: error: ", "rlhf: interrupted; "
 # torch.save raises no OSError where the disk is full.
 _NO_ROOM = re.compile(r"PytorchStreamWriter failed|inline_container\.cc.* unexpected pos|no space left", re.IGNORECASE)
 _FULL = {errno.EDQUOT, errno.ENOSPC, errno.EFBIG}
@@ -47,7 +49,7 @@ class Defect(Exception):
     @classmethod
     def of(cls, error: BaseException, folder: Path | None = None) -> Defect:
         """Save the traceback of `error` in `folder`, or where temporary files go."""
-        rank = _rank()
+        rank = _place().rank
         try:
             if folder is None or not folder.is_dir():
                 folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
@@ -81,15 +83,40 @@ class Outcome:
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
             said = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        return cls(code, f"rlhf: interrupted; {said}" if code == INTERRUPTED else f"rlhf: error: {said}", known)
+        return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + said, known)
+
+    @classmethod
+    def brief(cls, error: BaseException, *, follows: bool = False) -> Outcome:
+        """What to tell the other ranks while this one still ends.
+
+        Args:
+            follows: it is no cause: the loss of another rank, as it shows here.
+        """
+        known = math.inf if follows else time.time()
+        if isinstance(error, KeyboardInterrupt):
+            return cls(INTERRUPTED, f"{_INTERRUPTED}by a signal to {rank_name(_place().rank)}", known)
+        error = shortage(error) or error
+        if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
+            return cls(error.exit_code, _ERROR + " ".join(str(error).split()), known)
+        return cls(DEFECT, _ERROR + _shortened(_text(error)), known)
+
+    @property
+    def said(self) -> str:
+        """The line without what every such line begins with."""
+        return self.line.removeprefix(_ERROR).removeprefix(_INTERRUPTED)
+
+    def named(self, who: str) -> Outcome:
+        """This outcome in the name of a rank, where it is an error of its own."""
+        if self.code == INTERRUPTED or self.time == math.inf:
+            return self
+        return replace(self, line=f"{_ERROR}{who}: {self.said}")
 
     def report(self) -> int:
         """Tell the launcher, or the user where there is none; gives the exit code."""
-        folder = os.environ.get(FOLDER_VARIABLE)
-        if folder:
-            self.leave(Path(folder), _rank())
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            self.leave(Path(folder), _place().rank)
         else:
-            print(self.line, file=sys.stderr)
+            print(self.named(rank_name(_place().rank)).line if _place().size > 1 else self.line, file=sys.stderr)
         return self.code
 
     def leave(self, folder: Path, rank: int) -> None:
@@ -142,11 +169,16 @@ def cause(outcomes: list[Outcome]) -> Outcome:
     return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
 
 
-def _rank() -> int:
+def rank_name(rank: int) -> str:
+    """What a rank of this machine is called where there are several machines."""
+    return f"rank {rank} on {socket.gethostname()}"
+
+
+def _place() -> Place:
     try:
-        return here().rank
+        return here()
     except ConfigError:  # which is the outcome
-        return 0
+        return Place()
 
 
 def _text(error: BaseException) -> str:

@@ -18,6 +18,8 @@ from rlhf.errors import ConfigError
 
 FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank of ours leaves its outcome."""
+RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"
+"""Environment variable that says where our launchers on several machines met."""
 
 _TORCH = {
     "rank": ("RANK",),
@@ -63,6 +65,16 @@ class Place:
     port: int | None = None
     """Where all meet: on the machine of rank 0."""
     launcher: str | None = None
+
+    def options(self) -> list[str]:
+        """Those with which our launcher was started."""
+        if self.launcher != "rlhf":
+            return []
+        words = ["--ranks", str(self.local_size or self.size)]
+        if rendezvous := os.environ.get(RENDEZVOUS_VARIABLE):
+            nodes = self.size // (self.local_size or self.size)
+            words += ["--nodes", str(nodes), "--node-rank", str(self.node), "--rendezvous", rendezvous]
+        return words
 
     def variables(self) -> dict[str, str]:
         """What torch, DeepSpeed and the runtimes of devices read; empty without a launcher."""

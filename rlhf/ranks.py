@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine: what `--ranks N` does.
+"""Several processes of one run on this machine: what `--ranks N` does, on each of several machines too.
 
 A command line flows in; N processes of it run, each with its rank in the environment. They end together, and
 the one that failed first decides how: its line is reported, not the noise of those that it brought down. After a
@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +22,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf import signals
+from rlhf.companions import Member
 from rlhf.errors import ConfigError
-from rlhf.outcome import DEFECT, INTERRUPTED, Outcome, cause
-from rlhf.place import FOLDER_VARIABLE, here
+from rlhf.nodes import Machine, Meeting, free_port
+from rlhf.outcome import DEFECT, INTERRUPTED, Outcome, cause, rank_name
+from rlhf.place import FOLDER_VARIABLE, RENDEZVOUS_VARIABLE, Place, here
 
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
+_SECONDS_TO_TIDY = 20.0  # for the cause to end, once another rank says that it only followed
+_SECONDS_TO_LEAVE = 10.0  # for the ranks of this machine to end, once another machine's have failed
 # Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
@@ -42,35 +45,43 @@ def must_start(ranks: int | None) -> bool:
     place = here()
     if not place.launcher:
         return ranks is not None and ranks > 1
-    if ranks is not None and ranks != place.size:
+    if place.launcher != "rlhf" and ranks is not None and ranks != place.size:
         raise ConfigError(f"--ranks {ranks}: a launcher has started {place.size} already; leave --ranks out")
     return False
 
 
-def start(ranks: int, command: Sequence[str], *, debug: bool = False) -> Outcome | None:
+def start(
+    ranks: int, command: Sequence[str], *, debug: bool = False, among: tuple[Machine, Meeting] | None = None
+) -> Outcome | None:
     """Run `command` as `ranks` processes and wait for them; signals that arrive here are passed on.
 
     Rank 0 talks; what the others print is shown with `debug` only.
+
+    Args:
+        among: which of several machines this is, which have met.
 
     Returns:
         None if all succeeded, else how the run ended.
     """
     folder = Path(tempfile.mkdtemp(prefix="rlhf-ranks-"))
-    port = str(_free_port())
-    processes = [
-        _start_rank(rank, ranks, port, command, folder, quiet=bool(rank) and not debug) for rank in range(ranks)
-    ]
+    places = _places(ranks, *among) if among else _places(ranks)
+    shared = {FOLDER_VARIABLE: str(folder)}
+    if among:
+        shared[RENDEZVOUS_VARIABLE] = f"{among[0].host}:{among[0].port}"
+    quiet = [bool(place.rank) and not debug for place in places]
+    processes = [_start_rank(*each, command, folder, shared) for each in zip(places, quiet)]
     with _passing_signals_to(processes) as arrived:
-        ended = _wait(processes, arrived, folder)
+        ended = _wait(processes, [place.rank for place in places], arrived, folder, among and among[1].member)
     for process in processes:
         assert process.stdin
         process.stdin.close()
-    left = {rank: Outcome.left(folder, rank) for rank in range(ranks) if ended.get(rank) != 0}
-    outcomes = [outcome for outcome in left.values() if outcome]
+    names = {place.rank: rank_name(place.rank) if among else f"rank {place.rank}" for place in places}
+    left = {rank: Outcome.left(folder, rank) for rank in names if ended.get(rank) != 0}
+    outcomes = [outcome.named(names[rank]) if among else outcome for rank, outcome in left.items() if outcome]
     silent = [rank for rank, outcome in left.items() if not outcome and rank in ended]
     if not silent:
         shutil.rmtree(folder, ignore_errors=True)
-    outcomes += [_unexplained(rank, ended[rank], folder) for rank in silent]
+    outcomes += [_unexplained(names[rank], ended[rank], folder / f"{rank}.log") for rank in silent]
     if not outcomes and len(ended) < ranks:
         return Outcome(INTERRUPTED, "rlhf: interrupted at once; checkpoints that were there stay", time.time())
     return cause(outcomes) if outcomes else None
@@ -103,20 +114,19 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
+def _places(ranks: int, machine: Machine | None = None, meeting: Meeting | None = None) -> list[Place]:
+    """Those of the processes to start on this machine."""
+    number, count = (machine.number, machine.count) if machine else (0, 1)
+    host, port = (machine.host, meeting.port) if machine and meeting else ("127.0.0.1", free_port())
+    first, size = number * ranks, count * ranks
+    return [Place(first + local, size, local, ranks, number, host, port, "rlhf") for local in range(ranks)]
+
+
 def _start_rank(
-    rank: int, ranks: int, port: str, command: Sequence[str], folder: Path, *, quiet: bool
+    place: Place, quiet: bool, command: Sequence[str], folder: Path, shared: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        FOLDER_VARIABLE: str(folder),
-    }
-    log = (folder / f"{rank}.log").open("wb") if quiet else None
+    environment = {**os.environ, **place.variables(), **shared}
+    log = (folder / f"{place.rank}.log").open("wb") if quiet else None
     try:
         # A session of their own: Ctrl-C then reaches the ranks once, through this process.
         return subprocess.Popen(
@@ -127,21 +137,27 @@ def _start_rank(
             log.close()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], arrived: list[int], folder: Path) -> dict[int, int]:
+def _wait(
+    processes: list[subprocess.Popen[bytes]], ranks: list[int], arrived: list[int], folder: Path, member: Member | None
+) -> dict[int, int]:
     """Exit codes by rank, of the processes that ended by themselves."""
     deadline, said = math.inf, False
     while any(process.poll() is None for process in processes) and len(arrived) < 2 and time.monotonic() < deadline:
         if arrived and not said:
             said = True
             print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
-        codes = {rank: process.returncode for rank, process in enumerate(processes) if process.poll() is not None}
+        codes = {rank: process.returncode for rank, process in zip(ranks, processes) if process.poll() is not None}
         failed = [rank for rank, code in codes.items() if code != 0 and code not in _STOPPED]
         if not all(_follows(rank, folder) for rank in failed):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FAIL)
+        elif failed:
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_TIDY)
         elif any(codes.values()) or (codes and arrived):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
+        if member and member.verdict:  # of another machine; the ranks learn it from its ranks
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_LEAVE)
         time.sleep(0.05)
-    ended = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode is not None}
+    ended = {rank: process.returncode for rank, process in zip(ranks, processes) if process.returncode is not None}
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -172,20 +188,12 @@ def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[li
         yield arrived
 
 
-def _unexplained(rank: int, code: int, folder: Path) -> Outcome:
+def _unexplained(name: str, code: int, log: Path) -> Outcome:
     if code in _STOPPED:
         return Outcome(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
     how = f"exit code {code}"
     if code < 0:
         how = signal.Signals(-code).name + (", often for lack of memory" if code == -signal.SIGKILL else "")
-    log = folder / f"{rank}.log"
     where = f"; its output is in {log}" if log.exists() else ""
     # Time 0: a process that ends without a word is the cause of what the other ranks report, not a consequence.
-    return Outcome(DEFECT, f"rlhf: error: rank {rank} ended without a word ({how}){where}", 0.0)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    return Outcome(DEFECT, f"rlhf: error: {name} ended without a word ({how}){where}", 0.0)

@@ -15,7 +15,7 @@ _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
 # what is learned.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
-_HARMLESS |= {"micro_batch_size", "gradient_checkpointing"}
+_HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "timeout"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accelerators.blame import CHECK_OF_A_MODEL
 from accelerators.testing.reference import ADAMW, assert_close, batch, model
 from accelerators.types import AcceleratorError, PluginDefect, Precision
 
@@ -68,14 +69,24 @@ def check_clip_grad_norm(accelerator: Accelerator) -> None:
 
 
 def check_attention(accelerator: Accelerator) -> None:
-    """Logits and a gradient of a tiny Llama on rows padded left, in the precision that trainers use."""
-    name = accelerator.kernel("attention", required=True)
+    """Logits and a gradient of a tiny Llama on rows padded left, in the precision that trainers use.
+
+    Every implementation that some model may get, unless it refuses this one.
+    """
+    from transformers import LlamaConfig
+
+    accelerator.kernel("attention", required=True)
     precision = accelerator.precision()
     eager_logits, eager_gradient = _llama(accelerator, precision, "eager")
-    logits, gradient = _llama(accelerator, precision, name)
-    what = f"attention {name!r} of transformers against 'eager', rows padded left"
-    assert_close(f"{what}: logits", logits, eager_logits, precision)
-    assert_close(f"{what}: gradient of the embedding", gradient, eager_gradient, precision)
+    for implementation, name in accelerator.offers("attention"):
+        refusal = accelerator.refusal(implementation, LlamaConfig())
+        assert not refusal.startswith(CHECK_OF_A_MODEL), f"attention {name!r}, asked for a Llama: {refusal}"
+        if refusal or name == "eager":
+            continue
+        logits, gradient = _llama(accelerator, precision, name)
+        what = f"attention {name!r} of transformers against 'eager', rows padded left"
+        assert_close(f"{what}: logits", logits, eager_logits, precision)
+        assert_close(f"{what}: gradient of the embedding", gradient, eager_gradient, precision)
 
 
 # precision

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import rlhf
 from rlhf.cli import accelerators, chat, data, schema
 from rlhf.cli.options import RUN, Options, shared
-from rlhf.config import STAGES, Stage
-from rlhf.errors import RunError
+from rlhf.config import STAGES, Config, Stage
+from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
+from rlhf.outcome import INTERRUPTED, Outcome
+
+if TYPE_CHECKING:
+    from rlhf.nodes import Machine
 
 app = typer.Typer(
     name="rlhf",
@@ -29,13 +33,14 @@ _EXAMPLES = {
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
     "rlhf --output runs/a --resume": "continue, with the run's own settings",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
+    "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
     "rlhf chat runs/a": "talk to the result",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
     "rlhf config --example": "the embedded example's recipe",
 }
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
-    f"  [cyan]{command:43}[/]{meaning}" for command, meaning in _EXAMPLES.items()
+    f"  [cyan]{command:51}[/]{meaning}" for command, meaning in _EXAMPLES.items()
 )
 
 
@@ -98,9 +103,12 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
-    from rlhf import launch, preflight, ranks
-    from rlhf.run import RunDirectory
+    from rlhf import launch, nodes, preflight, ranks
 
+    machine = nodes.machine(options.nodes, options.node_rank, options.rendezvous)
+    if machine and not options.dry_run:
+        _start_among(machine, options, stages)
+        return
     options = options.of_run(stages)
     config = options.load()
     if ranks.must_start(options.ranks) and not options.dry_run:
@@ -110,11 +118,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         if pending:
             launch.select(config, options.accelerator)
             outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
-            if outcome:
-                code = outcome.report()
-                with suppress(RunError):  # the next start tries again
-                    RunDirectory(config.output).recover()  # a rank that had to be killed could not
-                raise typer.Exit(code)
+            _end(outcome, config)
             return
     launch.run(
         config,
@@ -123,6 +127,51 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         resume=options.resume,
         overwrite=options.overwrite,
         dry_run=options.dry_run,
-        ranks=options.ranks,
+        ranks=(options.ranks or 1) * machine.count if machine else options.ranks,
         recipe=options.config,
     )
+
+
+def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) -> None:
+    """Start this machine's ranks, those of the other machines beside them. The first machine checks the run for all."""
+    from rlhf import launch, nodes, preflight, ranks
+
+    first, count = machine.number == 0, options.ranks or 1
+    options = options.of_run(stages) if first else options
+    config = options.load()
+    timeout = config.engine.timeout
+    pending = list(stages)
+    if first:
+        nodes.invite(machine, timeout)
+        wishes = {"resume": options.resume, "overwrite": options.overwrite}
+        try:
+            pending = preflight.check(config, stages, count * machine.count, **wishes)
+            launch.select(config, options.accelerator)
+        except USER_ERRORS as error:
+            with suppress(*USER_ERRORS, FailedElsewhere):
+                nodes.meet(machine, count, timeout, refusal=Outcome.brief(error))
+            raise
+    meeting = nodes.meet(machine, count, timeout, needed=bool(pending))
+    outcome = None
+    if meeting.needed:
+        command = ranks.rank_command(sys.argv[1:])
+        outcome = ranks.start(count, command, debug=options.debug, among=(machine, meeting))
+    elif first:
+        launch.run(config, stages=stages)
+    verdict = meeting.member.conclude(outcome)
+    # What is saved, and how to go on, every machine says for itself.
+    own = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
+    _end(outcome if own or not verdict else verdict, config if first else None)
+
+
+def _end(outcome: Outcome | None, config: Config | None) -> None:
+    """Report how ranks ended that were started, and undo what one that had to be killed has left in the folder."""
+    if not outcome:
+        return
+    code = outcome.report()
+    if config:
+        from rlhf.run import RunDirectory
+
+        with suppress(RunError):  # the next start tries again
+            RunDirectory(config.output).recover()
+    raise typer.Exit(code)

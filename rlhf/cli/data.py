@@ -29,7 +29,8 @@ def data(
     context: typer.Context,
     options: Options,
     stage: Annotated[
-        list[str] | None, typer.Option("--stage", help="Show this stage alone: sft, reward or ppo. Repeatable.")
+        list[str] | None,
+        typer.Option("--stage", metavar="STAGE", help="Show this stage alone: sft, reward or ppo. Repeatable."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:

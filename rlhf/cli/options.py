@@ -49,6 +49,13 @@ class Options:
         typer.Option("--dry-run", metavar="", help="Check everything, show what each stage would do, and stop."),
     ] = False
     ranks: Annotated[int | None, typer.Option(help="Processes to run on this machine.", min=1, metavar="N")] = None
+    nodes: Annotated[
+        int | None, typer.Option(help="Machines of the run; start rlhf on each of them.", min=1, metavar="N")
+    ] = None
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0.", min=0, metavar="R")] = None
+    rendezvous: Annotated[
+        str | None, typer.Option(help="Where they meet: machine 0, and a free port there.", metavar="HOST:PORT")
+    ] = None
     debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show tracebacks, and what all ranks print.")] = (
         False
     )

@@ -65,7 +65,7 @@ def turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
 
 def _inline(text: str, human: str, assistant: str) -> list[tuple[str, str]]:
     """The turns in a text of the user's that ends with the assistant's name."""
-    pieces = re.split(rf"(?:\s+|</s>\s*)({human}|{assistant}):", text)
+    pieces = re.split(rf"(?:(?<=\s)|</s>\s*)({human}|{assistant}):", text)
     names = [human, *pieces[1::2]]
     if names[-1] == assistant and not pieces[-1] and all(one != other for one, other in pairwise(names)):
         return [(name, content.strip()) for name, content in zip(names, pieces[::2], strict=True)]

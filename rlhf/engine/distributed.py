@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +21,18 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerators import verify_agreement
 from rlhf import quiet
+from rlhf.engine.supervision import supervised
 from rlhf.errors import FailedElsewhere
-from rlhf.place import here
+from rlhf.place import Place, here
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
+    from rlhf.companions import Member
 
 
 _WAITS = itertools.count()  # the same on all ranks, which wait for the same things
+_SECONDS_TO_NAME = 20.0  # for the rank that is late to be found, before a collective only says that somebody is
+_members: list[Member | None] = []  # the session's connection with the other ranks
 
 
 @dataclass(frozen=True)
@@ -46,40 +48,58 @@ class World:
 
 
 @contextmanager
-def session(selection: Selection) -> Iterator[Accelerator]:
+def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accelerator]:
     """Bind this process to its device, start the process group, and end it when the block is left.
+
+    Args:
+        timeout: seconds that ranks wait for one another.
 
     Raises:
         AcceleratorError: the backend cannot be created, DeepSpeed disagrees with it, or the ranks chose
             different backends.
+        FailedElsewhere: another rank failed.
     """
     accelerator = selection.create()
     place = here()
-    before = dict(os.environ)
-    os.environ.update(place.variables() or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    accelerator.bind(place.local_rank)
-    with quiet.unheard():
-        accelerator.prepare_deepspeed()
-        import deepspeed
+    with _process_group_of(place):
+        accelerator.bind(place.local_rank)
+        with quiet.unheard():
+            accelerator.prepare_deepspeed()
+            import deepspeed
 
-    with tempfile.TemporaryDirectory() as folder:
-        if place.size == 1:  # no launcher, so no address to meet at: a file will do
-            address = f"file://{Path(folder)}/rendezvous"
-            with quiet.unheard():  # gloo of torch 2.9 prints that it is alone
-                dist.init_process_group(accelerator.dist_backend(), init_method=address, rank=0, world_size=1)
-        # DeepSpeed joins the process group above, or makes one from the launcher's environment.
-        with quiet.unheard():  # for some devices it compiles collectives
-            deepspeed.init_distributed(dist_backend=accelerator.dist_backend(), verbose=False)
-        try:
+        # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
+        with supervised(place, timeout) as member:
+            if place.size == 1:  # no launcher, so no address to meet at
+                with quiet.unheard():  # gloo of torch 2.9 prints that it is alone
+                    dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
+            # DeepSpeed joins the process group above, or makes one from the launcher's environment.
+            with quiet.unheard():  # for some devices it compiles collectives
+                deepspeed.init_distributed(
+                    dist_backend=accelerator.dist_backend(),
+                    verbose=False,
+                    timeout=timedelta(seconds=timeout + _SECONDS_TO_NAME),
+                )
+            _members.append(member)
             verify_agreement(all_gather_objects(accelerator.name))
             yield accelerator
-        finally:
-            # Collectives of a failed rank may be pending; the group ends with the process either way.
+
+
+@contextmanager
+def _process_group_of(place: Place) -> Iterator[None]:
+    """The environment in which libraries find `place`; it ends with the group and what they keep of it."""
+    before = dict(os.environ)
+    variables = place.variables() or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        # Collectives of a failed rank may be pending; the group ends with the process either way.
+        _members.clear()
+        if dist.is_initialized():
             dist.destroy_process_group()
             _forget_groups()
-            for name in place.variables() or ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-                if name not in before:  # a process that this one starts is not one of its ranks
-                    os.environ.pop(name, None)
+        for name in variables.keys() - before.keys():  # a process that this one starts is not one of its ranks
+            os.environ.pop(name, None)
 
 
 def _forget_groups() -> None:
@@ -101,6 +121,7 @@ def world() -> World:
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor summed over ranks, in place; no host read."""
     if world().size > 1:
+        _arrive()
         dist.all_reduce(tensor)
     return tensor
 
@@ -109,9 +130,28 @@ def all_gather_objects(value: Any) -> list[Any]:
     """One picklable value of each rank, in rank order."""
     if world().size == 1:
         return [value]
+    _arrive()
     values: list[Any] = [None] * world().size
     dist.all_gather_object(values, value)
     return values
+
+
+def _arrive() -> None:
+    """Note that this rank has come to a collective: where it hangs, it is seen who has not."""
+    for member in filter(None, _members):
+        member.place += 1
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """In this block this rank waits for another one that may take its time."""
+    for member in filter(None, _members):
+        member.waits = True
+    try:
+        yield
+    finally:
+        for member in filter(None, _members):
+            member.waits = False
 
 
 @contextmanager
@@ -150,7 +190,8 @@ def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
         main = world().is_main
         key = f"rlhf/{next(_WAITS)}" if takes_long and world().size > 1 else None
         if key and not main:
-            _get_default_store().wait([key], timedelta(days=30))
+            with _waiting():
+                _get_default_store().wait([key], timedelta(days=30))
         try:
             yield main
         finally:

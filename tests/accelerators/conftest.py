@@ -65,7 +65,7 @@ def run_python(install: Callable[[str], Path]) -> Run:
     def run(
         *arguments: str, plugins: tuple[str, ...] = (), env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("RLHF_")}
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "DS_ACCELERATOR"))}
         path = os.pathsep.join(map(str, map(install, plugins)))
         return subprocess.run(
             [sys.executable, *arguments],

@@ -28,7 +28,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def rlhf(tmp_path: Path) -> Command:
     """Runs the command in an empty folder."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "RANK", "WORLD_"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("RLHF_", "RANK", "WORLD_", "LOCAL_", "MASTER_"))
+    }
     environment |= {"COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -169,7 +173,7 @@ def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nope"], "No such option: --nope; see `rlhf --help`"),
+        (["--zzz"], "No such option: --zzz; see `rlhf --help`"),
         (["train"], "No such command 'train'"),
         (["sft", "--seed", "x"], "Invalid value for '--seed'"),
         (["--set", "ppo.stepz=5"], "unknown key 'ppo.stepz'; did you mean 'steps'?"),

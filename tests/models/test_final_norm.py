@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_architectures import configuration
-from tests.models.test_architectures import gemma3 as composite
 
 from rlhf.config import LoraConfig, ModelConfig, build_config
 from rlhf.errors import ConfigError
@@ -18,23 +16,16 @@ from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_scalar_head
 from rlhf.models.lora import add_adapters
 from rlhf.models.scalar_head import made_class
-from tests.helpers import build_tokenizer, llama
+from tests.families.table import BY_NAME
+from tests.families.test_alike import gemma3 as composite
+from tests.helpers import build_tokenizer, llama, weights
 
 NAMES = {
-    "bloom": "ln_f",
-    "cohere2": "norm",
-    "falcon": "ln_f",
-    "gemma": "norm",
-    "gemma3_text": "norm",
-    "gpt2": "ln_f",
-    "gpt_neox": "final_layer_norm",
-    "lfm2": "embedding_norm",
-    "llama": "norm",
-    "mixtral": "norm",
-    "opt": "decoder.final_layer_norm",
-    "phi": "final_layernorm",
-    "qwen3_5_text": "norm",
-    "stablelm": "norm",
+    "BLOOM": "ln_f",
+    "GPT-2": "ln_f",
+    "GPT-NeoX, Pythia": "final_layer_norm",
+    "Llama, Llama 2": "norm",
+    "OPT": "decoder.final_layer_norm",
 }
 BF16 = 2.0**-9
 """The largest relative error of rounding to bf16."""
@@ -50,14 +41,7 @@ def scalar(config: Any) -> Any:
 
 
 def family(name: str, **values: Any) -> Any:
-    from transformers import BloomConfig
-
-    if name == "bloom":
-        return scalar(BloomConfig(vocab_size=64, hidden_size=32, n_head=4, **{"n_layer": 2} | values))
-    config = configuration(name)
-    for key, value in values.items():
-        setattr(config, key, value)
-    return scalar(config)
+    return scalar(BY_NAME[name].configuration(**values))
 
 
 def spread(model: Any, gain: float) -> Any:
@@ -68,19 +52,20 @@ def spread(model: Any, gain: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_norm_before_the_head_is_the_one_whose_output_it_reads(name: str) -> None:
     model = family(name)
     found = final_norm(model)
-    assert found is not None and found[0] == NAMES[name] and found[1] is model.base_model.get_submodule(found[0])
-    outputs: list[torch.Tensor] = []
-    found[1].register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    assert found is not None and found[1] is model.base_model.get_submodule(found[0])
+    assert found[0] == NAMES.get(name, found[0])
+    written: list[torch.Tensor] = []
+    found[1].register_forward_hook(lambda module, inputs, output: written.append(output))
     read: list[torch.Tensor] = []
     model.score.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
     ids = torch.randint(3, 60, (2, 8))
     with torch.no_grad():
         ScalarHead(model)(ids, torch.ones_like(ids))
-    torch.testing.assert_close(outputs[-1], read[0], rtol=0, atol=0)
+    torch.testing.assert_close(written[-1], read[0], rtol=0, atol=0)
 
 
 def test_of_a_composite_model_it_is_the_text_parts() -> None:
@@ -91,25 +76,25 @@ def test_of_a_composite_model_it_is_the_text_parts() -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("olmo2", None),
-        ("opt", {"do_layer_norm_before": False}),  # its layers end in norms of their own
-        ("opt", {"word_embed_proj_dim": 16}),  # between norm and head stands a projection
+        (None, {}),
+        ("OPT", {"do_layer_norm_before": False}),  # its layers end in norms of their own
+        ("OPT", {"word_embed_proj_dim": 16}),  # between norm and head stands a projection
     ],
 )
 def test_true_is_refused_where_no_norm_with_weights_is_before_the_head(
-    name: str, values: dict[str, Any] | None
+    name: str | None, values: dict[str, Any]
 ) -> None:
     from transformers import OlmoConfig, OlmoForSequenceClassification
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    model = family(name, **values) if values else OlmoForSequenceClassification(OlmoConfig(**sizes))
+    model = family(name, **values) if name else OlmoForSequenceClassification(OlmoConfig(**sizes))
     assert final_norm(model) is None and reset_final_norm(model, "auto") is None
     with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: true, but .* has no norm") as caught:
         reset_final_norm(model, True)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama", "gemma"])  # Gemma's gain is 1 + weight
+@pytest.mark.parametrize("name", ["BLOOM", "Llama, Llama 2", "Gemma"])  # Gemma's gain is 1 + weight
 def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     gains = {
@@ -122,7 +107,7 @@ def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
         model = family(name)
         norm = final_norm(model)[1]  # type: ignore[index]
         with torch.no_grad():
-            norm.weight += values - 1  # type: ignore[operator]
+            norm.weight += values - 1
         assert reset_final_norm(model, "auto") is None and not was_reset(norm), what
     model = spread(family(name), 50)
     untrained = copy.deepcopy(final_norm(family(name))[1].state_dict())  # type: ignore[index]
@@ -137,7 +122,7 @@ def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
 
 
 def test_true_resets_equal_gains_too() -> None:
-    model = spread(family("gpt2"), 3)
+    model = spread(family("GPT-2"), 3)
     with torch.no_grad():
         model.transformer.ln_f.bias.fill_(2)
     assert reset_final_norm(model, True)
@@ -146,7 +131,7 @@ def test_true_resets_equal_gains_too() -> None:
 
 def test_in_bf16_scores_come_nearer_to_those_in_float64() -> None:
     """Some dimensions say the same of every text, with a gain of 300: their rounding drowns what the others say."""
-    model = family("bloom", n_layer=1)
+    model = family("BLOOM", num_hidden_layers=1)
     with torch.no_grad():
         for parameter in model.transformer.h.parameters():
             parameter *= 0.1
@@ -214,8 +199,6 @@ def test_the_setting_is_auto_true_or_false() -> None:
 def test_the_reward_stage_resets_and_ppo_takes_the_norm_as_it_is(
     rlhf: Any, finished_run: Path, tmp_path: Path, keys: list[str]
 ) -> None:
-    from tests.helpers import weights
-
     folder = folder_of(tmp_path / "lm", 50)
     build_tokenizer().save_pretrained(folder)
     named = [f"reward.model={folder}", *keys]

@@ -77,6 +77,7 @@ NAMES = (
     "clip-other-norm",
     "clip-gives-float",
     "attention-sees-padding",
+    "attention-cannot-be-asked",
     "other-dist-backend",
     "one-device",
     "loud",

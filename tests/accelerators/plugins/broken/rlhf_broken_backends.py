@@ -433,6 +433,16 @@ class AttentionSeesPadding(CPU):
         return (*super().kernels(), kernel("attention", "sees-padding"))
 
 
+class AttentionCannotBeAsked(CPU):
+    """Its implementation looks for something that configurations do not have."""
+
+    name = "attention-cannot-be-asked"
+
+    def kernels(self):
+        offered = replace(kernel("attention", "sdpa"), refuses=lambda model: model.soft_cap)
+        return (*super().kernels(), offered)
+
+
 # processes
 
 

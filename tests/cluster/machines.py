@@ -1,0 +1,158 @@
+"""Two machines in one: network namespaces with host names of their own, or two addresses of the loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.helpers import user_environment
+
+ROOT = Path(__file__).parents[2]
+PLANTED = """
+import os, sys, threading, time
+
+def fail_when_told():
+    while not os.path.exists(os.environ["PLANTED"]):
+        time.sleep(0.05)
+    def all_sum(tensor):
+        raise ValueError("planted")
+    sys.modules["rlhf.engine.distributed"].all_sum = all_sum
+
+if os.environ.get("RANK") == os.environ.get("PLANTED_RANK", "none"):
+    threading.Thread(target=fail_when_told, daemon=True).start()
+"""
+"""A sitecustomize.py: one rank raises an exception in its next step, once a file is there."""
+
+
+def namespaces_are_allowed() -> bool:
+    """Whether this process may make network namespaces; it is tried."""
+    if not shutil.which("ip") or not shutil.which("unshare"):
+        return False
+    name = f"rlhf-{uuid.uuid4().hex[:6]}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    return made
+
+
+class Machines:
+    """Two machines that see each other, and every process that was started on them.
+
+    `shared` is a folder that both see, `own` a path at which each has a folder of its own, where there are namespaces.
+    """
+
+    def __init__(self, folder: Path, *, namespaces: bool) -> None:
+        self.namespaces = namespaces
+        self.shared, self.own = folder / "shared", folder / "own"
+        self._mark = uuid.uuid4().hex
+        self._names = [f"rlhf-{self._mark[:5]}-{letter}" for letter in "ab"]
+        self._planted = folder / "planted"
+        self._started: list[subprocess.Popen[str]] = []
+        for path in (self.shared, self.own, *(folder / name for name in self._names)):
+            path.mkdir()
+        self._folder = folder
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(PLANTED)
+        if namespaces:
+            self._connect()
+
+    def _connect(self) -> None:
+        links = [f"r{self._mark[:6]}{letter}" for letter in "ab"]
+        for name in self._names:
+            _ip("netns", "add", name)
+        _ip("link", "add", links[0], "netns", self._names[0], "type", "veth", "peer", links[1], "netns", self._names[1])
+        for number, (name, link) in enumerate(zip(self._names, links), start=1):
+            _ip("-n", name, "addr", "add", f"10.213.0.{number}/24", "dev", link)
+            _ip("-n", name, "link", "set", link, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    @property
+    def first(self) -> str:
+        """The address of the first."""
+        return "10.213.0.1" if self.namespaces else "127.0.0.1"
+
+    def name(self, machine: int) -> str:
+        return f"machine-{machine}" if self.namespaces else os.uname().nodename
+
+    def start(self, machine: int, command: Sequence[object], **variables: str) -> subprocess.Popen[str]:
+        """Start a command on a machine, and do not wait."""
+        environment = user_environment() | {"PLANTED": str(self._planted), "MARK": self._mark} | variables
+        paths = [str(self._folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        words = [str(word) for word in command]
+        if self.namespaces:
+            script = 'hostname "$1"; mount --bind "$2" "$3"; shift 3; exec "$@"'
+            own = [str(self._folder / self._names[machine]), str(self.own)]
+            inside = ["sh", "-c", script, "sh", f"machine-{machine}", *own, *words]
+            words = ["ip", "netns", "exec", self._names[machine], "unshare", "--uts", "--mount", *inside]
+        process = subprocess.Popen(
+            words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._started.append(process)
+        return process
+
+    def plant(self) -> None:
+        """Let the rank PLANTED_RANK raise an exception."""
+        self._planted.touch()
+
+    def process(self, rank: int) -> int:
+        """The process of a rank."""
+        (found,) = (process for process, environ in self._alive() if f"\0RANK={rank}\0" in environ)
+        return found
+
+    def wait_for_all(self, seconds: float) -> float:
+        """Seconds until no process is left that was started here or by these.
+
+        Raises:
+            AssertionError: that takes longer.
+        """
+        begun = time.monotonic()
+        while found := [process for process, _ in self._alive()]:
+            assert time.monotonic() - begun < seconds, f"{len(found)} processes are left after {seconds} s"
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def _alive(self) -> list[tuple[int, str]]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                environ = "\0" + (path / "environ").read_text(errors="replace")
+            except OSError:
+                continue
+            if state != "Z" and f"\0MARK={self._mark}\0" in environ and int(path.name) != os.getpid():
+                found.append((int(path.name), environ))
+        return found
+
+    def close(self) -> None:
+        for process, _ in self._alive():
+            os.kill(process, signal.SIGKILL)
+        for started in self._started:
+            started.communicate()
+        if self.namespaces:
+            for name in self._names:
+                _ip("netns", "del", name)
+
+
+def rlhf(machines: Machines, machine: int, ranks: int, *arguments: object, port: int = 29400) -> list[object]:
+    """Our launcher's command on a machine."""
+    meeting = ["--nodes", 2, "--node-rank", machine, "--rendezvous", f"{machines.first}:{port}", "--ranks", ranks]
+    return [sys.executable, "-m", "rlhf", *arguments, *meeting]
+
+
+def torchrun(machines: Machines, machine: int, ranks: int, *arguments: object, port: int = 29400) -> list[object]:
+    """torchrun's."""
+    meeting = ["--nnodes", 2, "--node-rank", machine, "--master-addr", machines.first, "--master-port", port]
+    program = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", ranks, "-m", "rlhf"]
+    return [*program, *arguments]
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
