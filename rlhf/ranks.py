@@ -31,7 +31,7 @@ from rlhf.place import FOLDER_VARIABLE, RENDEZVOUS_VARIABLE, Place, here
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
 _SECONDS_TO_TIDY = 20.0  # for the cause to end, once another rank says that it only followed
-_SECONDS_TO_LEAVE = 10.0  # for the ranks of this machine to end, once another machine's have failed
+_SECONDS_TO_LEAVE = 8.0  # for the ranks of this machine to end, once another machine's have failed
 # Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
