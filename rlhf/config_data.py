@@ -19,6 +19,7 @@ Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Cleaning = Literal["citations", "speaker"]
 _WHOLE = re.compile(r"^(-?\d+)\.0+$")
+_BOOLEANS = ("True", "False", "TRUE", "FALSE")
 
 
 class ColumnsConfig(Section):
@@ -54,12 +55,16 @@ class ColumnsConfig(Section):
 
 
 def label_text(value: Any) -> Any:
-    """A label as text, as which labels are compared: CSV has no other, and 1, 1.0 and "1" are one label."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
+    """A label as text, as which labels are compared: CSV has no other, and 1, 1.0 and "1" are one label.
+
+    So are true and what a program wrote of it: True, TRUE.
+    """
+    if isinstance(value, bool | int | float):
         value = str(value)
-    return _WHOLE.sub(r"\1", value.strip()) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    return text.lower() if text in _BOOLEANS else _WHOLE.sub(r"\1", text)
 
 
 Label = Annotated[str | None, BeforeValidator(label_text)]

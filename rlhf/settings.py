@@ -13,11 +13,13 @@ from rlhf.errors import ConfigError
 
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
-# what is learned.
+# what is learned; or say (data.datasets.*.prefer.nothing) that a column does not decide, which none did then.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
-_HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "timeout"}
+_HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "timeout", "nothing"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
+# What an empty key comes to: earlier versions recorded that in its place.
+_UNSAID = {"heldout_split": "test"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 _SHARED = ("seed", "model", "data")
 # Sections that every stage is trained with; stages of one run may differ in them.
@@ -179,7 +181,8 @@ def _leaves(there: Any, now: Any, key: str, harmless: Set[str]) -> list[tuple[st
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
         pairs = enumerate(zip(there, now, strict=True))
         return [leaf for place, pair in pairs for leaf in _leaves(*pair, f"{before}{place}", harmless)]
-    return [] if there == now else [(key, there, now)]
+    unsaid = _UNSAID.get(key.rpartition(".")[2])
+    return [] if there == now or (there, now) in ((None, unsaid), (unsaid, None)) else [(key, there, now)]
 
 
 def versions() -> dict[str, str]:

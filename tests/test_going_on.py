@@ -128,6 +128,30 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest
         RunDirectory.check(load_config(None, ["output=run", "model.path=./other"]), stages=("reward",))
 
 
+@pytest.mark.parametrize("then", ["test", None])
+def test_the_split_for_evaluation_may_be_said_or_left_out(tmp_path: Path, then: str | None) -> None:
+    """Earlier versions recorded `test`, which is what an empty key comes to."""
+    sources = {
+        split: f"data.datasets=[{{path: a, heldout: b, heldout_split: {split or ''}}}]" for split in ("test", None)
+    }
+    run_stages(config_in(tmp_path / "run", sources[then]), "sft")
+    for config in (config_in(tmp_path / "run", source) for source in sources.values()):
+        RunDirectory.check(config, stages=("reward",))
+    other = config_in(tmp_path / "run", "data.datasets=[{path: a, heldout: b, heldout_split: dev}]")
+    with pytest.raises(RunError, match=r"heldout_split \(.* there, 'dev' now\)"):
+        RunDirectory.check(other, stages=("reward",))
+
+
+def test_a_run_goes_on_where_its_rows_have_a_column_that_is_now_asked_about(tmp_path: Path) -> None:
+    """That it does not decide changes no row."""
+    rows = "data.datasets=[{path: a}]"
+    run_stages(config_in(tmp_path / "run", rows), "sft")
+    RunDirectory.check(config_in(tmp_path / "run", rows, "data.datasets.0.prefer=none"), stages=("reward",))
+    decided = "data.datasets=[{path: a, columns: {first: x, second: y}, prefer: {scores: [s, t]}}]"
+    with pytest.raises(RunError, match=r"prefer\.scores"):
+        RunDirectory.check(config_in(tmp_path / "run", decided), stages=("reward",))
+
+
 @pytest.mark.parametrize("folder", ["absent", "empty"])
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -127,8 +127,10 @@ def _check_decided(columns: Columns, prefer: PreferConfig, found: Collection[str
         raise DataError(
             f"{source}: `prefer` decides between columns.first and columns.second; give all three, or none of them"
         )
-    used = {name for name in vars(columns).values() if isinstance(name, str)}
-    if columns.chosen and not prefer.nothing and (name := overlooked(found, used)):
+    named = {name for name in vars(columns).values() if isinstance(name, str)}
+    used = named | {name.split(".")[0] for name in named}
+    replies = (columns.chosen, columns.rejected)
+    if columns.chosen and not prefer.nothing and (name := overlooked(found, used, replies)):
         raise DataError(
             f"{source}: {name} looks like what decides which reply is preferred, and would not be asked; name it in "
             "`prefer` (and the replies in columns.first, columns.second), or set prefer: none if it does not decide"

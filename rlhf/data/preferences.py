@@ -7,6 +7,7 @@ finds a column that looks as if it decided and was not asked.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ from rlhf.errors import DataError
 _DECIDING = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}
 _DECIDING |= {"better_response_id", "better_response", "preferred_response", "preferred_id", "human_preference"}
 _DECIDING |= {f"score_{name}" for name in ("0", "1", "2", "a", "b")}
+# Where the replies' columns are not called chosen and rejected, their names do not say it: any of these words counts.
+_TELLING = {"label", "labels", "prefer", "preferred", "preference", "winner", "win", "choice", "better", "best"}
+_TELLING |= {"safer", "vote", "votes", "score", "scores", "rating", "ratings", "rank", "ranks", "ranking"}
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _SHOWN = 5  # labels that are listed
 
 
@@ -40,7 +45,7 @@ class ByLabel:
     def first_is_better(self, record: Mapping[str, Any]) -> bool:
         """Raises `Undecided` where the value is neither."""
         value = label_text(record.get(self.column))
-        if value not in (self.first, self.second):
+        if not value or value not in (self.first, self.second):  # an empty one is no label
             raise Undecided(UNUSABLE_LABEL)
         return bool(value == self.first)
 
@@ -94,14 +99,22 @@ def decision(prefer: PreferConfig, records: Iterable[Mapping[str, Any]], source:
     return ByLabel(prefer.label, prefer.first, prefer.second or next(iter(others), ""))
 
 
-def overlooked(found: Collection[str], used: Collection[str]) -> str | None:
-    """A column that looks as if it decided a preference and that nothing uses."""
-    return next((name for name in found if name.lower() in _DECIDING and name not in used), None)
+def overlooked(found: Collection[str], used: Collection[str], replies: Collection[str | None]) -> str | None:
+    """A column that looks as if it decided a preference and that nothing uses.
+
+    Args:
+        replies: the columns of the preferred and the other reply.
+    """
+    unused = [name for name in found if name not in used]
+    clear = (name for name in unused if name.lower() in _DECIDING)
+    likely = (name for name in unused if not _TELLING.isdisjoint(map(str.lower, _WORD.findall(name))))
+    return next(clear, None) or (None if set(replies) == {"chosen", "rejected"} else next(likely, None))
 
 
 def _is_label(record: Mapping[str, Any], column: str) -> bool:
+    """Whether a record has a label; an empty cell of a table may be None, NaN or an empty text."""
     value = record.get(column)
-    return isinstance(value, bool | int | float) or (isinstance(value, str) and bool(value.strip()))
+    return label_text(value) not in ("", "nan", "NaN") and isinstance(value, bool | int | float | str)
 
 
 def _number(value: Any) -> float:

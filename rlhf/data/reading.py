@@ -89,7 +89,7 @@ class Source:
             "revision": self.revision,
             "limit": self.limit,
             **self.columns.model_dump(),
-            **{f"prefer.{key}": value for key, value in self.prefer.model_dump().items()},
+            **{f"prefer.{key}": value for key, value in self.prefer.model_dump(exclude={"nothing"}).items()},
             "clean": self.clean,
         }
         parts = [f"{key} {value}" for key, value in named.items() if value]

@@ -52,6 +52,7 @@ def turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
     Args:
         asks: the assistant's name stands before the replies and not at the end of the text.
     """
+    text = text.replace("\r\n", "\n")  # blank lines tell turns apart, whatever system wrote them
     human, assistant = next(pair for pair in _PAIRS if text.lstrip().startswith(f"{pair[0]}:"))
     parts = re.split(rf"(?:\A|\n\n)\s*({human}|{assistant}):", text.strip())[1:]
     found = [(name, content.strip()) for name, content in zip(parts[::2], parts[1::2], strict=True)]

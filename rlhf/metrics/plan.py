@@ -15,6 +15,7 @@ from rich.text import Text
 from rlhf.config import Config, Stage
 from rlhf.data.preview import example, learned, lengths
 from rlhf.data.report import lines
+from rlhf.data.truncation import longest_completion
 from rlhf.metrics.summary import STAGE_NAMES
 from rlhf.settings import STARTS
 
@@ -50,9 +51,10 @@ def print_plan(plan: StagePlan, config: Config, console: Console) -> None:
     for line in lines(plan.data.reports):
         table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
     table.add_row("steps", _steps(plan, config))
+    completion = max(longest_completion(row.row, row.prompt_ids, config.data) for row in plan.data.train)
     limits = {"prompt": config.data.max_prompt_length}
     for part, (median, high, longest) in lengths(plan.data).items():
-        allowed = limits.get(part, config.data.max_completion_length)
+        allowed = limits.get(part, completion)
         table.add_row(f"{part} tokens", f"median {median}, 95 % up to {high}, longest {longest} (at most {allowed})")
     learns = learned(plan.data, loss_on=config.sft.loss_on)
     for part, text in example(plan.data, plan.tokenizer):

@@ -42,6 +42,8 @@ A_WINS, B_WINS = ("A", "B", ""), ("B", "A", "")
         ({"first": 12345678}, [12345678, 12345679, "12345678"]),
         ({"first": 0.5}, [0.5, 1.5, "0.5"]),
         ({"first": True}, [True, False, True]),
+        ({"first": True}, ["True", "False", "TRUE"]),
+        ({"first": "False"}, [False, True, "FALSE"]),
         ({"first": "true"}, [True, False, True]),
         ({"first": "A"}, ["A", "B", "A"]),
         ({"first": 0, "second": 1}, [0, 1, 0]),
@@ -68,6 +70,12 @@ def test_without_the_second_value_a_label_has_two(tmp_path: Path) -> None:
         preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer={"label": "labels", "first": "a"})
     with pytest.raises(DataError, match=r"labels is nowhere x \(prefer.first\); found: a, b, tie$"):
         preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer={"label": "labels", "first": "x"})
+
+
+def test_an_empty_cell_is_no_second_label(tmp_path: Path) -> None:
+    rows = [{"x": value} for value in (1.0, float("nan"), None, " ", "nan")]
+    found = preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer={"label": "x", "first": 1})
+    assert found == [A_WINS, *[(None, None, "no preference: its label is neither of the two")] * 4]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +124,31 @@ def test_what_looks_like_deciding_is_never_ignored(tmp_path: Path, name: str) ->
     assert preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand, prefer="none") == [A_WINS]
 
 
+@pytest.mark.parametrize(
+    "name", ["winner_model_a", "overall_preference", "scores", "rating", "isBetter", "safer_response_id", "b_rank"]
+)
+def test_where_the_columns_do_not_say_which_is_better_another_that_may_is_not_ignored(
+    tmp_path: Path, name: str
+) -> None:
+    by_hand = {"columns": {"chosen": "a", "rejected": "b"}}
+    with pytest.raises(DataError, match=rf"rows.jsonl: {name} looks like what decides .* prefer: none"):
+        preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand)
+    assert preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand, prefer="none") == [A_WINS]
+    said = [{"chosen": "A", "rejected": "B", name: 1, "labelling_model": "m"}]
+    assert preferred(tmp_path / "rows.jsonl", said) == [A_WINS]
+
+
+@pytest.mark.parametrize("name", ["choices", "labeled_by", "scoreboard", "model_a", "source", "restart"])
+def test_what_only_sounds_like_deciding_is_left_alone(tmp_path: Path, name: str) -> None:
+    by_hand = {"columns": {"chosen": "a", "rejected": "b"}}
+    assert preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand) == [A_WINS]
+
+
+def test_what_holds_the_replies_decides_nothing(tmp_path: Path) -> None:
+    columns = {"chosen": "ranking.0", "rejected": "ranking.1"}
+    assert preferred(tmp_path / "rows.jsonl", [{"ranking": ["A", "B"]}], columns=columns) == [A_WINS]
+
+
 def test_a_column_that_is_read_as_something_else_decides_nothing(tmp_path: Path) -> None:
     columns = {"prompt": "label", "chosen": "a", "rejected": "b"}
     assert preferred(tmp_path / "rows.jsonl", [{"label": "what?"}], columns=columns) == [A_WINS]
@@ -135,6 +168,15 @@ def test_another_label_gives_another_fingerprint(tmp_path: Path) -> None:
         return found[1]["digest"]
 
     assert digest("x") != digest("y")
+
+
+def test_that_nothing_decides_is_no_part_of_a_fingerprint(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "chosen": "A", "rejected": "B"}])
+    found = [
+        read_sources(DataConfig(datasets=[{"path": path, **prefer}]), ["reward"], seed=0).fingerprints()
+        for prefer in ({}, {"prefer": "none"})
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,16 @@ def test_a_prompt_is_read_as_turns(text: str, turns: list[str]) -> None:
     assert row.prompt == prompt_of(*turns)
 
 
+def test_line_ends_of_windows_tell_turns_apart_too() -> None:
+    lines = "Human: a\n\nAssistant: say Assistant: b\nc\n\nHuman: d\n\nAssistant:"
+    rows = [
+        parse({"chosen": text + " e", "rejected": text + " f"}, Columns(chosen="chosen", rejected="rejected"), "")
+        for text in (lines, lines.replace("\n", "\r\n"))
+    ]
+    assert rows[0] == rows[1] and rows[0].prompt == prompt_of("a", "say Assistant: b\nc", "d")
+    assert parse({"prompt": lines.replace("\n", "\r\n"), "response": "r"}, PROMPT, "").prompt == rows[0].prompt
+
+
 def test_no_second_name_of_the_assistant_is_added() -> None:
     row = parse({"prompt": "Human: I have a question. Assistant:", "response": "r"}, PROMPT, "")
     assert row.text == "Human: I have a question.\n\nAssistant:"

@@ -2,11 +2,17 @@
 
 import subprocess
 import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rlhf.config import STAGES, Stage, load_config
-from rlhf.metrics.plan import models
+from rlhf.data.tokenization import load_stage
+from rlhf.metrics.plan import models, print_plan
+from rlhf.preflight import StagePlan
 
 WORLD = "embedded tiny Llama, from scratch"
 AT = "model.path=gpt2"
@@ -34,6 +40,16 @@ def test_a_run_starts_from_what_its_stages_start_from(
     pending: tuple[Stage, ...], settings: tuple[str, ...], line: str
 ) -> None:
     assert models(load_config(None, settings), pending) == line
+
+
+def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "rows.csv").write_text("text\n" + "".join(f"word {n}\n" for n in range(40)))
+    source = f"data.datasets=[{{path: {tmp_path / 'rows.csv'}, columns: {{text: text}}, stages: [sft]}}]"
+    config = load_config(None, [source, "data.max_prompt_length=30", "data.max_completion_length=17"])
+    data = load_stage(config.data, "sft", tokenizer, seed=0)
+    shown = StringIO()
+    print_plan(StagePlan("sft", (), None, tokenizer, data), config, Console(width=120, file=shown))
+    assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
 
 
 def test_saying_so_loads_no_heavy_library() -> None:
