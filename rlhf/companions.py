@@ -9,7 +9,6 @@ others have waited for it longer than the run allows.
 
 from __future__ import annotations
 
-import json
 import math
 import selectors
 import socket
@@ -21,13 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf.errors import ConfigError
-from rlhf.outcome import DEFECT, USER, Outcome, cause
+from rlhf.connections import Lines, connected, keep_alive, send
+from rlhf.outcome import DEFECT, INTERRUPTED, USER, Outcome, cause
 
 _BEAT = 1.0  # seconds between two words of a member
 _SILENT = 20.0  # of a process that is stopped, where others wait for it
 _SECONDS_TO_FAIL = 1.5  # for the causes of a failure to arrive, once one is known
-_SECONDS_TO_FOLLOW = 8.0  # and once a consequence is
+_SECONDS_TO_FOLLOW = 6.0  # and once a consequence is
+_SECONDS_TO_SAY = 5.0  # for the hub to find out who hangs, before it is taken for the one itself
 SECONDS_TO_END = 30.0
 """For a verdict to arrive once a member has ended."""
 
@@ -41,7 +41,6 @@ class _Member:
     since: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     concluded: bool = False
-    outcome: Outcome | None = None
 
 
 class Hub(threading.Thread):
@@ -64,7 +63,8 @@ class Hub(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._begun = time.monotonic()
-        self._first: float | None = None  # when an outcome was known
+        self._outcomes: list[Outcome] = []  # of those that did not end well, as they came
+        self._first: float | None = None  # when there was one
 
     def run(self) -> None:
         beat, decided = time.monotonic(), False
@@ -83,10 +83,10 @@ class Hub(threading.Thread):
         with suppress(OSError):
             connection, _ = self._listener.accept()
             connection.settimeout(_BEAT)
-            _keep_alive(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, _Lines(connection)))
+            keep_alive(connection)
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, Lines(connection)))
 
-    def _greet(self, lines: _Lines) -> None:
+    def _greet(self, lines: Lines) -> None:
         """The first line of a connection says who it is; whoever says something else is no member."""
         messages = lines.read()
         if messages == []:
@@ -106,7 +106,7 @@ class Hub(threading.Thread):
         if len(self._members) == self._count:
             self._tell({"met": [self._members[number].facts for number in range(self._count)]})
 
-    def _read(self, member: _Member, lines: _Lines) -> None:
+    def _read(self, member: _Member, lines: Lines) -> None:
         messages = lines.read()
         if messages is None:
             self._leave(member.connection)
@@ -128,21 +128,24 @@ class Hub(threading.Thread):
         connection.close()
 
     def _conclude(self, member: _Member, outcome: Outcome | None) -> None:
-        member.concluded, member.outcome = True, outcome
-        if outcome and self._first is None:
-            self._first = time.monotonic()
+        member.concluded = True
+        if outcome:
+            self._outcomes.append(outcome)
+            self._first = self._first or time.monotonic()
 
     def _decide(self) -> bool:
         """Whether the end of all is known; all are told."""
         now = time.monotonic()
-        outcomes = [member.outcome for member in self._members.values() if member.outcome]
+        outcomes = self._outcomes
         everybody = len(self._members) == self._count and all(member.concluded for member in self._members.values())
         if everybody and not outcomes:
             return self._tell({"verdict": None})
         if self._first is not None:
-            sure = any(outcome.time < math.inf for outcome in outcomes)
+            sure = [outcome for outcome in outcomes if outcome.time < math.inf]
+            if sure and sure[0].code != INTERRUPTED:  # launchers may send signals where one has failed
+                sure = [outcome for outcome in sure if outcome.code != INTERRUPTED]
             if everybody or now - self._first > (_SECONDS_TO_FAIL if sure else _SECONDS_TO_FOLLOW):
-                return self._judge(cause(outcomes) if sure else self._missed() or cause(outcomes))
+                return self._judge(self._missed() if self._places and not sure else cause(sure or outcomes))
         elif len(self._members) < self._count:
             if now - self._begun > self._patience:
                 absent = [str(number) for number in range(self._count) if number not in self._members]
@@ -169,10 +172,12 @@ class Hub(threading.Thread):
         late = behind or silent
         return self._hang(min(late, key=lambda member: member.place)) if late else None
 
-    def _missed(self) -> Outcome | None:
-        """The member that says nothing while others report that they have waited or lost somebody."""
+    def _missed(self) -> Outcome:
+        """What is wrong with the member that says nothing, where others say that they have waited or lost somebody."""
         silent = [member for member in self._members.values() if not member.concluded]
-        return self._hang(min(silent, key=lambda member: member.place)) if silent else None
+        if silent:
+            return self._hang(min(silent, key=lambda member: member.place))
+        return cause(self._outcomes)
 
     def _hang(self, member: _Member) -> Outcome:
         line = f"{member.name} hangs: the others waited for it for {self._patience:.0f} s (engine.timeout)"
@@ -184,7 +189,7 @@ class Hub(threading.Thread):
     def _tell(self, message: Any) -> bool:
         for number in sorted(self._members, reverse=True):  # the hub ends with the process of the first
             with suppress(OSError):
-                _send(self._members[number].connection, message)
+                send(self._members[number].connection, message)
         return True
 
 
@@ -236,15 +241,18 @@ class Member:
 
     def conclude(self, outcome: Outcome | None) -> Outcome | None:
         """Say how this member ended, None for well, and learn how all did; None for well, or where nobody says."""
-        if not self._decided.is_set():
+        if not self._concluded and not self._decided.is_set():
             self._concluded = True
             end = outcome and [outcome.code, outcome.line, outcome.time == math.inf]
             self._say({"end": end})
+        try:
+            self._decided.wait(SECONDS_TO_END)
+        except KeyboardInterrupt:  # some launchers send a signal where one has failed; a second one counts
             self._decided.wait(SECONDS_TO_END)
         return self.verdict
 
     def _listen(self) -> None:
-        lines, heard, since, place = _Lines(self._connection), time.monotonic(), time.monotonic(), self.place
+        lines, heard, since, place = Lines(self._connection), time.monotonic(), time.monotonic(), self.place
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
         while not self._decided.is_set():
@@ -254,7 +262,7 @@ class Member:
             place, since = (place, since) if place == self.place and not self.waits else (self.place, now)
             if messages is None:
                 self._decide(Outcome(DEFECT, f"rlhf: error: {self._first} ended without a word", math.inf))
-            elif self._met.is_set() and now - max(since, heard) > self._patience + _SILENT:
+            elif self._met.is_set() and now - max(since, heard) > self._patience + _SECONDS_TO_SAY:
                 self._decide(Outcome(DEFECT, f"rlhf: error: {self._first} does not answer", math.inf))
             for message in messages or ():
                 if "met" in message:
@@ -280,66 +288,4 @@ class Member:
 
     def _say(self, message: Any) -> None:
         with self._lock, suppress(OSError):
-            _send(self._connection, message)
-
-
-class _Lines:
-    """The messages that arrive on a connection, one a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self._rest = connection, b""
-
-    def read(self) -> list[Any] | None:
-        """What has arrived, without waiting for more than there is; None where the connection has ended."""
-        try:
-            found = self.connection.recv(65536)
-        except OSError:
-            found = b""
-        *lines, self._rest = (self._rest + found).split(b"\n")
-        if not found or len(self._rest) > 2**20:
-            return None
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
-
-
-def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket at which members find the hub, on every network of this machine; a free port where none is given."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=1024)
-
-
-def connected(address: tuple[str, int], patience: float) -> socket.socket:
-    """A connection to `address`, where somebody may begin to listen later.
-
-    Raises:
-        ConfigError: nobody does within `patience` seconds.
-    """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=5)
-            connection.settimeout(None)
-            _keep_alive(connection)
-            return connection
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"{address[0]}:{address[1]}: the first does not answer there within {patience:.0f} s "
-                    f"({error.strerror or error}); start it, and check the address and that its port is open"
-                ) from error
-        time.sleep(0.2)
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out, within a quarter of a minute, that the machine at the other end is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}.items():
-        if hasattr(socket, name):  # Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _send(connection: socket.socket, message: Any) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+            send(self._connection, message)

@@ -156,7 +156,7 @@ class RewardConfig(EpochConfig):
     )
     reset_final_norm: Literal["auto", True, False] = Field(
         "auto",
-        description="untrained norm under a new head; auto: where very unequal gains would cost it bf16's accuracy",
+        description="new norm under a new head: true, false; auto: where unequal gains would cost accuracy in bf16",
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
+import threading
 from dataclasses import dataclass
 
 import rlhf
-from rlhf.companions import Hub, Member, listen
+from rlhf.companions import Hub, Member
+from rlhf.connections import listen
 from rlhf.errors import ConfigError, FailedElsewhere
 from rlhf.outcome import Outcome
 from rlhf.place import here
@@ -113,8 +116,15 @@ def meet(
     refused = [refusal.code, refusal.line] if refusal else None
     facts = {"ranks": ranks, "version": rlhf.__version__, "port": free_port(), "needed": needed, "refused": refused}
     name = f"machine {machine.number} ({socket.gethostname()})"
-    member = Member((machine.host, machine.port), machine.number, name, facts, timeout)
-    found = member.met(limit=_SECONDS_TO_HEAR if refusal else None)
+    waiting = f"rlhf: note: waiting for the other machines at {machine.host}:{machine.port}"
+    note = threading.Timer(_SECONDS_TO_HEAR, print, [waiting], {"file": sys.stderr})
+    note.daemon = True
+    note.start()
+    try:
+        member = Member((machine.host, machine.port), machine.number, name, facts, timeout)
+        found = member.met(limit=_SECONDS_TO_HEAR if refusal else None)
+    finally:
+        note.cancel()
     if found is None:
         verdict = member.verdict
         raise FailedElsewhere(verdict.said if verdict else "refused", verdict.code if verdict else 1)

@@ -94,7 +94,7 @@ class Outcome:
         """
         known = math.inf if follows else time.time()
         if isinstance(error, KeyboardInterrupt):
-            return cls(INTERRUPTED, f"{_INTERRUPTED}on another rank", known)
+            return cls(INTERRUPTED, f"{_INTERRUPTED}by a signal to {rank_name(_place().rank)}", known)
         error = shortage(error) or error
         if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
             return cls(error.exit_code, _ERROR + " ".join(str(error).split()), known)

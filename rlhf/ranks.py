@@ -30,7 +30,8 @@ from rlhf.place import FOLDER_VARIABLE, RENDEZVOUS_VARIABLE, Place, here
 
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
-_SECONDS_TO_LEAVE = 10.0  # for the ranks of this machine to end, once those of another have failed
+_SECONDS_TO_TIDY = 20.0  # for the cause to end, once another rank says that it only followed
+_SECONDS_TO_LEAVE = 8.0  # for the ranks of this machine to end, once another machine's have failed
 # Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
@@ -149,9 +150,11 @@ def _wait(
         failed = [rank for rank, code in codes.items() if code != 0 and code not in _STOPPED]
         if not all(_follows(rank, folder) for rank in failed):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FAIL)
+        elif failed:
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_TIDY)
         elif any(codes.values()) or (codes and arrived):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
-        if member and member.verdict:  # another machine's; ranks that are not stuck learn it too
+        if member and member.verdict:  # of another machine; the ranks learn it from its ranks
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_LEAVE)
         time.sleep(0.05)
     ended = {rank: process.returncode for rank, process in zip(ranks, processes) if process.returncode is not None}

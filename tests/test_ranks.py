@@ -14,6 +14,7 @@ import pytest
 
 from rlhf import ranks
 from rlhf.errors import ConfigError
+from rlhf.nodes import Machine, free_port, invite, meet
 from rlhf.outcome import DEFECT, INTERRUPTED, USER, Outcome
 
 HEAD = """
@@ -41,6 +42,23 @@ def test_every_rank_finds_its_place(tmp_path: Path) -> None:
     script = f"open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
     assert start(script) is None
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
+
+
+def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    script = f"{HEAD}open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
+    port = free_port()
+    invite(Machine(0, 2, "127.0.0.1", port), 30.0)
+    other = threading.Thread(target=meet, args=(Machine(0, 2, "127.0.0.1", port), 2, 30.0))
+    other.start()
+    machine = Machine(1, 2, "127.0.0.1", port)
+    meeting = meet(machine, 2, 30.0)
+    assert ranks.start(2, [sys.executable, "-c", script], among=(machine, meeting)) is None
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
+        f"2 0 4 2 1 127.0.0.1 {meeting.port}",
+        f"3 1 4 2 1 127.0.0.1 {meeting.port}",
+    ]
+    other.join()
 
 
 def test_an_error_of_all_ranks_is_reported_once() -> None:

@@ -70,7 +70,8 @@ def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accele
         # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
         with supervised(place, timeout) as member:
             if place.size == 1:  # no launcher, so no address to meet at
-                dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
+                with quiet.unheard():  # gloo of torch 2.9 prints that it is alone
+                    dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
             # DeepSpeed joins the process group above, or makes one from the launcher's environment.
             with quiet.unheard():  # for some devices it compiles collectives
                 deepspeed.init_distributed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import itertools
 import json
 import os
 import re
@@ -21,11 +22,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from rlhf.companions import Hub, Member, connected, listen
+from rlhf.companions import Hub, Member
+from rlhf.connections import connected, listen
 from rlhf.errors import FailedElsewhere
-from rlhf.outcome import Outcome, rank_name
+from rlhf.outcome import INTERRUPTED, Outcome, rank_name
 from rlhf.place import Place
 
+_SESSIONS = itertools.count()  # the same on all ranks; a launcher's store outlives a session
 _SECONDS_TO_LEAVE = 5.0  # for the main thread to find out by itself that another rank is gone
 # What collectives say where another rank is gone or late, by the libraries that raise a RuntimeError for it.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
@@ -62,7 +65,9 @@ def supervised(place: Place, timeout: float) -> Iterator[Member | None]:
     except BaseException as error:
         follows = isinstance(error, FailedElsewhere) or (isinstance(error, RuntimeError) and _is_loss(error))
         verdict = member.conclude(Outcome.brief(error, follows=follows))
-        if verdict and follows:
+        # Some launchers send signals to all where one has failed.
+        interrupted = isinstance(error, KeyboardInterrupt) and verdict and verdict.code != INTERRUPTED
+        if verdict and (follows or interrupted):
             raise FailedElsewhere(verdict.said, verdict.code) from error
         raise
     else:
@@ -94,11 +99,12 @@ def _hub(store: dist.Store, place: Place, timeout: float) -> tuple[str, int]:
     assert place.address and place.port
     mine = _own_address(place.address, place.port)
     _choose_network(mine)
+    key = f"rlhf/hub/{next(_SESSIONS)}"
     if place.rank == 0:
         listener = listen(mine)
         Hub(listener, place.size, "rank", timeout, places=True).start()
-        store.set("rlhf/hub", json.dumps([mine, listener.getsockname()[1]]))
-    host, port = json.loads(store.get("rlhf/hub"))
+        store.set(key, json.dumps([mine, listener.getsockname()[1]]))
+    host, port = json.loads(store.get(key))
     return host, port
 
 

@@ -16,7 +16,7 @@ from rlhf.models.reasons import reason, unreachable
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
 
-_STATIC_ALL_THE_SAME = frozenset(("ctrl", "doge", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
+_STATIC_ALL_THE_SAME = frozenset(("ctrl", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
 """Architectures of which transformers says that a static cache stops their compilation, and which are right with one
 (tests/families); GPT-Neo with the help of `rlhf.rollout.local_attention`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
 import signal
@@ -102,6 +104,10 @@ class Machines:
         """Let the rank PLANTED_RANK raise an exception."""
         self._planted.touch()
 
+    def disconnect(self) -> None:
+        """Cut the second machine off; no connection is closed."""
+        _ip("-n", self._names[1], "link", "set", f"r{self._mark[:6]}b", "down")
+
     def process(self, rank: int) -> int:
         """The process of a rank."""
         (found,) = (process for process, environ in self._alive() if f"\0RANK={rank}\0" in environ)
@@ -152,6 +158,39 @@ def torchrun(machines: Machines, machine: int, ranks: int, *arguments: object, p
     meeting = ["--nnodes", 2, "--node-rank", machine, "--master-addr", machines.first, "--master-port", port]
     program = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", ranks, "-m", "rlhf"]
     return [*program, *arguments]
+
+
+def deepspeed(machines: Machines, machine: int, ranks: int, *arguments: object, port: int = 29400) -> list[object]:
+    """What the deepspeed launcher starts on each machine."""
+    slots = json.dumps({f"machine-{number}": list(range(ranks)) for number in range(2)})
+    world = base64.urlsafe_b64encode(slots.encode()).decode()
+    meeting = [f"--world_info={world}", f"--node_rank={machine}", f"--master_addr={machines.first}"]
+    program = [sys.executable, "-m", "deepspeed.launcher.launch", *meeting, f"--master_port={port}", "--module", "rlhf"]
+    return [*program, *arguments]
+
+
+def srun(machine: int, local: int, ranks: int) -> dict[str, str]:
+    """The environment of a task that srun starts; where all meet is set, for there is no SLURM to resolve a name."""
+    return {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(machine * ranks + local),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(machine),
+        "SLURM_STEP_NUM_TASKS": str(2 * ranks),
+        "SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x2)",
+        "SLURM_STEP_NODELIST": "machine-[0-1]",
+    }
+
+
+def mpirun(machine: int, local: int, ranks: int) -> dict[str, str]:
+    """The environment of a process that Open MPI starts."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(machine * ranks + local),
+        "OMPI_COMM_WORLD_SIZE": str(2 * ranks),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks),
+    }
 
 
 def _ip(*words: str) -> None:

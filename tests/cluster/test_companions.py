@@ -10,7 +10,8 @@ import time
 import pytest
 
 from rlhf import companions
-from rlhf.companions import Hub, Member, listen
+from rlhf.companions import Hub, Member
+from rlhf.connections import listen
 from rlhf.errors import ConfigError
 from rlhf.outcome import DEFECT, INTERRUPTED, USER, Outcome
 
@@ -100,6 +101,13 @@ def test_a_member_that_is_killed_is_the_cause_though_others_speak_first(run: Run
 def test_a_member_that_was_interrupted_interrupts_the_others(run: Run) -> None:
     run.members[1].conclude(Outcome(INTERRUPTED, "rlhf: interrupted; saved", time.time()))
     assert (run.verdict(0).code, run.verdict(0).line) == (INTERRUPTED, "rlhf: interrupted; saved")
+
+
+def test_a_signal_that_a_launcher_sends_after_a_failure_is_not_the_cause(run: Run) -> None:
+    run.members[2]._connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.05)
+    found = run.members[1].conclude(Outcome(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
+    assert found and found.said == "rank 2 on host-2 ended without a word"
 
 
 def test_the_one_that_hangs_is_named_and_not_those_that_waited(run: Run) -> None:

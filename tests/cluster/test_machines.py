@@ -8,28 +8,28 @@ import re
 import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.machines import Machines, namespaces_are_allowed, rlhf, torchrun
+from tests.cluster.machines import Machines, deepspeed, mpirun, namespaces_are_allowed, rlhf, srun, torchrun
 from tests.helpers import assert_same_weights, wait_for
 
-LAUNCHERS = {"rlhf": rlhf, "torchrun": torchrun}
+LAUNCHERS = {"rlhf": rlhf, "torchrun": torchrun, "deepspeed": deepspeed}
 LIMIT = 30.0  # seconds in which a failure anywhere ends all processes everywhere
 
 
 def two_machines(folder: Path, how: str) -> Iterator[Machines]:
-    if how == "namespaces" and not namespaces_are_allowed():
-        pytest.skip("network namespaces are not allowed here; the same runs on loopback addresses")
     machines = Machines(folder, namespaces=how == "namespaces")
     yield machines
     machines.close()
 
 
-@pytest.fixture(params=["namespaces", "loopback"])
+@pytest.fixture(params=["namespaces" if namespaces_are_allowed() else "loopback"])
 def machines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machines]:
     yield from two_machines(tmp_path, request.param)
 
@@ -87,12 +87,26 @@ def test_machines_that_share_a_folder(machines: Machines, rlhf: Any, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("task", [srun, mpirun])
+def test_processes_that_srun_and_mpirun_start_train_together(
+    machines: Machines, rlhf: Any, tmp_path: Path, task: Any
+) -> None:
+    output, meeting = machines.shared / "run", {"MASTER_ADDR": machines.first, "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "rlhf", "sft", "--config", rlhf.recipe, "--accelerator", "cpu", "--output", output]
+    places = [(machine, local) for machine in range(2) for local in range(2)]
+    found = ends([machines.start(place[0], command, **meeting, **task(*place, 2)) for place in places])
+    assert [code for code, _, _ in found] == [0, 0, 0, 0], found
+    rlhf("sft", "--output", tmp_path / "alone")
+    assert_same_weights(output / "sft" / "model", tmp_path / "alone" / "sft" / "model", atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["rlhf", "torchrun"])
 def test_machines_with_folders_of_their_own_are_refused(
     machines: Machines, rlhf: Any, tmp_path: Path, launcher: str
 ) -> None:
     if not machines.namespaces:
-        pytest.skip("both see one file system")
+        pytest.skip("network namespaces are not allowed here, and two loopback addresses see one file system")
     found = ends(start(machines, launcher, 1, rlhf.recipe, "--output", machines.own / "run"))
     refusal = f"{machines.own}/run: machine-1 has another folder there than machine-0; choose an --output that all"
     for code, _, line in found:
@@ -102,40 +116,46 @@ def test_machines_with_folders_of_their_own_are_refused(
 
 
 def until_training(processes: list[subprocess.Popen[str]], output: Path) -> None:
-    wait_for(output / "sft" / "metrics.jsonl", processes[0])
+    metrics = output / "sft" / "metrics.jsonl"
+    wait_for(metrics, processes[0])
+    while "tokens_per_second" not in metrics.read_text():
+        assert processes[0].poll() is None, processes[0].communicate()
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", ["exception", "kill", "stop"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("failure", "rank"), [("exception", 3), ("exception", 0), ("kill", 3), ("kill", 0), ("stop", 3), ("stop", 0)]
+)
+@pytest.mark.parametrize("launcher", ["rlhf", "torchrun"])
 def test_the_failure_of_one_rank_ends_all_in_its_own_words(
-    machines: Machines, rlhf: Any, launcher: str, failure: str, record_property: Any
+    machines: Machines, rlhf: Any, launcher: str, failure: str, rank: int
 ) -> None:
     output, timeout = machines.shared / "run", 15
     keys = ["sft.max_steps=100000", f"engine.timeout={timeout}", "sft.checkpoint_every=0"]
     options = [word for key in keys for word in ("--set", key)]
-    processes = start(machines, launcher, 2, rlhf.recipe, "--output", output, *options, PLANTED_RANK="3")
+    processes = start(machines, launcher, 2, rlhf.recipe, "--output", output, *options, PLANTED_RANK=str(rank))
     until_training(processes, output)
     if failure == "exception":
         machines.plant()
         said = "ValueError: planted"
     elif failure == "kill":
-        os.kill(machines.process(3), signal.SIGKILL)
+        os.kill(machines.process(rank), signal.SIGKILL)
         said = "ended without a word"
     else:
-        os.kill(machines.process(3), signal.SIGSTOP)
-        said = "hangs: the others waited for it for 15 s"
+        os.kill(machines.process(rank), signal.SIGSTOP)
+        said = "hangs: the others waited for it for 15 s" if rank else "does not answer"
     limit = LIMIT + (timeout if failure == "stop" else 0)
     if failure == "stop" and launcher == "torchrun":  # it does not end what does not end by itself
-        ends(processes[:1], limit)
+        ends([processes[0 if rank else 1]], limit)
         return
     seconds = machines.wait_for_all(limit)
-    record_property("seconds", seconds)
-    print(f"{launcher}, {failure}: all ended after {seconds:.1f} s")
+    print(f"{launcher}, {failure} of rank {rank}: all ended after {seconds:.1f} s")
     for code, _, line in ends(processes):
         assert code == 1, line
-        assert f"rank 3 on {machines.name(1)}" in line and said in line
-    assert not (output / ".rlhf.lock").exists()
+        assert f"rank {rank} on {machines.name(rank // 2)}" in line and said in line
+    if launcher == "rlhf":
+        assert not (output / ".rlhf.lock").exists()
 
 
 @pytest.mark.slow
@@ -170,3 +190,16 @@ def test_the_end_of_a_launcher_is_the_end_of_all(machines: Machines, rlhf: Any) 
     machines.wait_for_all(LIMIT)
     code, _, line = ends(processes)[0]
     assert code == 1 and machines.name(1) in line and "ended without a word" in line
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off_is_the_end_of_all(machines: Machines, rlhf: Any) -> None:
+    if not machines.namespaces:
+        pytest.skip("network namespaces are not allowed here, and a loopback address cannot be cut off")
+    output = machines.shared / "run"
+    processes = start(machines, "rlhf", 1, rlhf.recipe, "--output", output, "--set", "sft.max_steps=100000")
+    until_training(processes, output)
+    machines.disconnect()
+    print(f"cut off: all ended after {machines.wait_for_all(LIMIT):.1f} s")
+    for (code, _, line), other in zip(ends(processes), (1, 0)):
+        assert code == 1 and machines.name(other) in line and "ended without a word" in line

@@ -112,7 +112,6 @@ FAMILIES = (
     Family("BioGPT", "biogpt", slow=True),
     Family("Cohere 2", "cohere2", GROUPED | WINDOW, "sliding window", slow=True),
     Family("CTRL", "ctrl", {"dff": 48}, slow=True),
-    Family("Doge", "doge", PAIRS, "grouped heads", slow=True),
     Family(
         "Falcon-H1", "falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64}, "recurrent layers beside attention", slow=True
     ),

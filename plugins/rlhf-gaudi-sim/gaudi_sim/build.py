@@ -27,8 +27,11 @@ from types import ModuleType
 from accelerators import AcceleratorError
 
 CACHE_VARIABLE = "RLHF_GAUDI_SIM_CACHE"
-TESTED = ("2.9", "2.13")
-"""The torch releases that the device was tested with; it uses parts of PyTorch that change between releases."""
+TESTED = "2.13"
+"""The torch release that the device was tested with; it uses parts of PyTorch that change between releases.
+
+On 2.9 it compiles and loads, but the build for CUDA takes no other device ("Cannot have both HPU and cuda").
+"""
 
 NAME = "gaudi_sim_device"
 SOURCES = Path(__file__).parent / "csrc"
@@ -42,16 +45,15 @@ def load() -> ModuleType:
     """The C++ module; from then on `torch.device("hpu")` works in this process.
 
     Raises:
-        AcceleratorError: torch is another release than the tested ones, no compiler, a cache that cannot be written,
+        AcceleratorError: torch is another release than the tested one, no compiler, a cache that cannot be written,
             or sources that do not compile.
     """
     import torch
 
     release = ".".join(torch.__version__.split(".")[:2])
-    if release not in TESTED:
+    if release != TESTED:
         raise AcceleratorError(
-            f"gaudi-sim: works with torch {' and '.join(TESTED)}, found torch {torch.__version__}; "
-            f"install torch=={TESTED[-1]}.*"
+            f"gaudi-sim: works with torch {TESTED}, found torch {torch.__version__}; install torch=={TESTED}.*"
         )
     library = _folder(torch.__version__) / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     module = _imported(library) if library.exists() else _compiled(library, torch.__version__)

@@ -48,11 +48,11 @@ def a_compiler_that_fails(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
 REFUSED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "an older torch": (
         lambda _, patch: patch.setattr(torch, "__version__", "2.12.1+cpu"),
-        "works with torch 2.9 and 2.13, found torch 2.12.1+cpu; install torch==2.13.*",
+        "works with torch 2.13, found torch 2.12.1+cpu; install torch==2.13.*",
     ),
     "a newer torch": (
         lambda _, patch: patch.setattr(torch, "__version__", "2.14.0"),
-        "works with torch 2.9 and 2.13, found torch 2.14.0; install torch==2.13.*",
+        "works with torch 2.13, found torch 2.14.0; install torch==2.13.*",
     ),
     "no compiler": (no_tools, "compiled once, and g++ is not found; install g++ or set CXX"),
     "another compiler that is not there": (

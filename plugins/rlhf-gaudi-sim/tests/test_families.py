@@ -41,7 +41,8 @@ def test_a_family_goes_through_the_stages_and_compiles_nothing_late(
     how = ["--accelerator", "hpu", "--output", str(tmp_path / "run"), "--set", "engine.shapes=static"]
     done = python("-m", "rlhf", "--config", str(own), *how, env={"RLHF_GAUDI_SIM_REPORT": str(report)})
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "slower" not in done.stderr  # decoding is recorded
+    # Falcon's code takes its one key head by a list of indices, which is copied to the device: not to be recorded.
+    assert ("slower" in done.stderr) == (name == "Falcon"), done.stderr
     lines = [line.removeprefix("attention: ") for line in done.stdout.splitlines() if line.startswith("attention: ")]
     assert lines[0].startswith(said) if said else not lines
     run = proof.Run(tmp_path / "run", json.loads(report.read_text()))
