@@ -25,7 +25,7 @@ _MOST = 2**53
 class Section(BaseModel):
     """Base of every section: immutable, and strict about its keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -18,7 +18,7 @@ _EXPECTED = {
     "int_parsing": "a whole number",
     "int_parsing_size": "a whole number",
     "int_from_float": "a whole number",
-    "finite_number": "a whole number",
+    "finite_number": "a finite number",
     "float_type": "a number",
     "float_parsing": "a number",
     "bool_type": "true or false",

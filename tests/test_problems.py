@@ -30,7 +30,8 @@ def problem(text: str | None = None, *overrides: str, options: dict[str, Any] | 
     [
         ("ppo.steps=many", "expected a whole number, found 'many'"),
         ("ppo.steps=1.5", "expected a whole number, found 1.5"),
-        ("ppo.steps=.inf", "expected a whole number, found inf"),
+        ("ppo.steps=.inf", "expected a finite number, found inf"),
+        ("sft.optimizer.learning_rate=.nan", "expected a finite number, found nan"),
         ("ppo.steps=[1]", "expected a whole number, found [1]"),
         ("ppo.steps=", "expected a whole number, found nothing"),
         ("ppo.steps=0", "expected a number of at least 1, found 0"),
