@@ -248,7 +248,8 @@ def test_modules_of_the_working_directory_are_not_taken_for_those_of_python(
 
 
 def test_ranks_are_started_unless_a_launcher_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     assert ranks.must_start(2)
     assert not ranks.must_start(1)
     assert not ranks.must_start(None)
