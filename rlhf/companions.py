@@ -75,9 +75,22 @@ class Hub(threading.Thread):
                 beat = time.monotonic()
                 self._tell({"here": True})
             decided = self._decide()
+        self._hang_up()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # all are sockets
         self._selector.close()
+
+    def _hang_up(self) -> None:
+        """Let the verdict arrive: closing a connection with something unread may take back what was sent last."""
+        deadline = time.monotonic() + _BEAT
+        connections = [member.connection for member in self._members.values()]
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        for connection in connections:
+            with suppress(OSError):
+                while time.monotonic() < deadline and connection.recv(65536):
+                    pass
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -107,7 +120,7 @@ class Hub(threading.Thread):
         self._selector.modify(lines.connection, selectors.EVENT_READ, partial(self._read, member, lines))
         if len(self._members) == self._count:
             self._tell({"met": [self._members[number].facts for number in range(self._count)]})
-        self._take(member, messages[1:])  # of one that ends at once, its end
+        self._take(member, (messages or [])[1:])  # of one that ends at once, its end
 
     def _read(self, member: _Member, lines: Lines) -> None:
         messages = lines.read()
