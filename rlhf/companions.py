@@ -93,18 +93,21 @@ class Hub(threading.Thread):
             return
         hello = messages[0] if messages else {}
         number, facts = hello.get("number"), hello.get("facts")
-        if (
-            not isinstance(number, int)
-            or number not in range(self._count)
-            or number in self._members
-            or not isinstance(facts, dict)
-        ):
+        if not isinstance(number, int) or not isinstance(facts, dict):
+            self._leave(lines.connection)
+            return
+        if number not in range(self._count) or number in self._members:  # another run's, as a rule
+            why = "it has come already" if number in self._members else f"there are {self._count}, from 0"
+            line = f"{self._noun} {number} is not awaited: {why}; give each its own number, and each run its own port"
+            with suppress(OSError):
+                send(lines.connection, {"verdict": [USER, f"rlhf: error: {line}"]})
             self._leave(lines.connection)
             return
         member = self._members[number] = _Member(lines.connection, str(hello.get("name")), facts)
         self._selector.modify(lines.connection, selectors.EVENT_READ, partial(self._read, member, lines))
         if len(self._members) == self._count:
             self._tell({"met": [self._members[number].facts for number in range(self._count)]})
+        self._take(member, messages[1:])  # of one that ends at once, its end
 
     def _read(self, member: _Member, lines: Lines) -> None:
         messages = lines.read()
@@ -112,7 +115,10 @@ class Hub(threading.Thread):
             self._leave(member.connection)
             if not member.concluded:
                 self._conclude(member, Outcome(DEFECT, f"rlhf: error: {member.name} ended without a word", 0.0))
-        for message in messages or ():
+        self._take(member, messages or [])
+
+    def _take(self, member: _Member, messages: list[Any]) -> None:
+        for message in messages:
             member.heard = time.monotonic()
             if message.get("place", member.place) != member.place or message.get("waits"):
                 member.place, member.since = message["place"], member.heard
@@ -272,6 +278,9 @@ class Member:
                     verdict = message["verdict"]
                     self._decide(Outcome(verdict[0], verdict[1], math.inf) if verdict else None)
             self._say({"place": self.place, "waits": self.waits})
+        selector.close()
+        with self._lock:
+            self._connection.close()
 
     def _decide(self, verdict: Outcome | None) -> None:
         if self._decided.is_set():

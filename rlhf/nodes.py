@@ -8,6 +8,7 @@ also bring torch into the launcher, and with it runtimes that take a device for 
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -18,7 +19,7 @@ import rlhf
 from rlhf.companions import Hub, Member
 from rlhf.connections import listen
 from rlhf.errors import ConfigError, FailedElsewhere
-from rlhf.outcome import Outcome
+from rlhf.outcome import Interrupted, Outcome
 from rlhf.place import here
 
 _SECONDS_TO_HEAR = 10.0  # for the other machines to come, so that they learn why there will be no run
@@ -85,7 +86,7 @@ def invite(machine: Machine, timeout: float) -> None:
         listener = listen(machine.host, machine.port)
     except OSError as error:
         raise ConfigError(
-            f"--rendezvous {machine.host}:{machine.port}: cannot be listened at ({error.strerror}); "
+            f"--rendezvous {machine.host}:{machine.port}: cannot be listened at ({os.strerror(error.errno or 0)}); "
             "choose another port, the same on all machines"
         ) from error
     Hub(listener, machine.count, "machine", timeout).start()
@@ -112,6 +113,7 @@ def meet(
     Raises:
         ConfigError: a machine has not come within `timeout` seconds, or was started in another way.
         FailedElsewhere: another machine refused.
+        Interrupted: Ctrl-C, while this one waits.
     """
     refused = [refusal.code, refusal.line] if refusal else None
     facts = {"ranks": ranks, "version": rlhf.__version__, "port": free_port(), "needed": needed, "refused": refused}
@@ -123,6 +125,8 @@ def meet(
     try:
         member = Member((machine.host, machine.port), machine.number, name, facts, timeout)
         found = member.met(limit=_SECONDS_TO_HEAR if refusal else None)
+    except KeyboardInterrupt as error:
+        raise Interrupted("nothing was started") from error
     finally:
         note.cancel()
     if found is None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rlhf.companions import Hub, Member
 from rlhf.connections import connected, listen
-from rlhf.errors import FailedElsewhere
+from rlhf.errors import ConfigError, FailedElsewhere
 from rlhf.outcome import INTERRUPTED, Outcome, rank_name
 from rlhf.place import Place
 
@@ -42,7 +42,7 @@ def supervised(place: Place, timeout: float) -> Iterator[Member | None]:
         timeout: seconds that ranks wait for each other.
 
     Raises:
-        ConfigError: the machine of rank 0 does not answer.
+        ConfigError: the machine of rank 0 does not answer, or its address or port cannot be used.
         FailedElsewhere: another rank is the cause of what the block raised, or failed where this one did not.
     """
     if place.size == 1:
@@ -89,9 +89,16 @@ def _store(place: Place, timeout: float) -> dist.Store:
     if not serves:  # torch's own message names neither what is missing nor what to do
         connected((place.address, place.port), timeout).close()
     limit = timedelta(seconds=timeout)
-    return dist.TCPStore(
-        place.address, place.port, place.size, serves, limit, wait_for_workers=False, multi_tenant=True
-    )
+    try:
+        return dist.TCPStore(
+            place.address, place.port, place.size, serves, limit, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"{place.address}:{place.port}: the ranks cannot meet there ({why}); "
+            "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+        ) from error
 
 
 def _hub(store: dist.Store, place: Place, timeout: float) -> tuple[str, int]:

@@ -78,10 +78,11 @@ def reset_final_norm(model: Any, wanted: Literal["auto", True, False]) -> str | 
         return None
     norm.load_state_dict(fresh.state_dict())
     setattr(norm, _RESET, True)
+    why = f"above {LARGEST_SPREAD:g} a new head loses accuracy in bf16; reward.reset_final_norm=false keeps it"
     return (
         f"the final norm {name} is reset under the new head: its gains have a median of {median:.3g} and reach "
-        f"{largest:.3g}, their root mean square is {spread:.1f} times the median, and above {LARGEST_SPREAD:g} a new "
-        "head loses accuracy in bf16; reward.reset_final_norm=false keeps it"
+        f"{largest:.3g}, their root mean square is {spread:.1f} times the median; "
+        f"{why if wanted == 'auto' else 'reward.reset_final_norm=true asks for it'}"
     )
 
 

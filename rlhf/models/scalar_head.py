@@ -105,6 +105,7 @@ def _outline(cls: Any, config: Any) -> Any:
     """A model of the class without weights."""
     try:
         with torch.device("meta"):
-            return cls._from_config(copy.deepcopy(config))
+            # On the attention that every class has, whatever the configuration asks for.
+            return cls._from_config(copy.deepcopy(config), attn_implementation="eager")
     except Exception as error:  # whatever the architecture's code says
         raise ValueError(f"{cls.__name__} cannot be built ({reason(error)})") from error

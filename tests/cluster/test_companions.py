@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +105,14 @@ def test_a_member_that_was_interrupted_interrupts_the_others(run: Run) -> None:
     assert (run.verdict(0).code, run.verdict(0).line) == (INTERRUPTED, "rlhf: interrupted; saved")
 
 
+def test_a_member_that_ends_as_soon_as_it_has_come_is_heard() -> None:
+    run = Run(2, absent=(1,))
+    hello = b'{"number": 1, "name": "rank 1 on host-1", "facts": {"name": "rank 1 on host-1"}}\n'
+    with socket.create_connection(run.address) as other:
+        other.sendall(hello + b'{"end": [2, "rlhf: error: no rows", false]}\n')
+    assert run.verdict(0).said == "rank 1 on host-1: no rows"
+
+
 def test_a_signal_that_a_launcher_sends_after_a_failure_is_not_the_cause(run: Run) -> None:
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.05)
@@ -183,9 +193,40 @@ def test_members_learn_that_the_hub_is_gone() -> None:
 
 
 def test_strangers_are_shown_the_door(run: Run) -> None:
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"number": 1, "facts": {}}\n', b"[1]\n", b'{"number": "1"}\n'):
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"number": "1"}\n'):
         with socket.create_connection(run.address) as stranger:
             stranger.sendall(said)
             stranger.settimeout(5)
             assert not stranger.recv(10)
     assert run.together(None, None, None) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(1, "it has come already"), (3, "there are 3, from 0"), (-1, "there are 3, from 0")]
+)
+def test_a_member_that_is_not_awaited_learns_why(number: int, why: str) -> None:
+    """As of another run at the same port; the run goes on."""
+    run = Run()
+    assert all(member.met() for member in run.members)
+    other = Member(run.address, number, "another", {}, 5.0)
+    assert other.met() is None
+    assert other.verdict and other.verdict.code == USER
+    assert other.verdict.said == (
+        f"rank {number} is not awaited: {why}; give each its own number, and each run its own port"
+    )
+    assert run.together(None, None, None) == [None, None, None]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what is open as Linux shows it")
+def test_nothing_stays_open_or_running() -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    run = Run()
+    assert run.together(None, None, None) == [None, None, None]
+    deadline = time.monotonic() + 5
+    while True:
+        # Less than before where what other tests have left ends meanwhile.
+        more = len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
+        if max(more) <= 0 or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert max(more) <= 0, f"{more[0]} files and {more[1]} threads"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from rlhf import nodes
 from rlhf.errors import ConfigError, FailedElsewhere
 from rlhf.nodes import Machine, free_port, invite, meet
-from rlhf.outcome import Outcome
+from rlhf.outcome import Interrupted, Outcome
 
 SRUN = {
     "SLURM_JOB_ID": "77",
@@ -112,5 +114,15 @@ def test_a_machine_that_does_not_come_is_named() -> None:
 def test_a_port_that_is_taken() -> None:
     port = free_port()
     invite(Machine(0, 2, "127.0.0.1", port), 5.0)
-    with pytest.raises(ConfigError, match=rf"--rendezvous 127.0.0.1:{port}: cannot be listened at \(Address already"):
+    with pytest.raises(ConfigError, match=r": cannot be listened at \(Address already in use\); choose another port"):
         invite(Machine(0, 2, "127.0.0.1", port), 5.0)
+
+
+def test_ctrl_c_while_a_machine_waits_is_reported() -> None:
+    machine = Machine(0, 2, "127.0.0.1", free_port())
+    invite(machine, 2.0)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(Interrupted, match=r"^nothing was started$"):
+        meet(machine, 1, timeout=2.0)
+    timer.join()

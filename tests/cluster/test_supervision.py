@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from rlhf import ranks
+from rlhf.engine.supervision import supervised
+from rlhf.errors import ConfigError
 from rlhf.nodes import free_port
 from rlhf.outcome import DEFECT, USER, Outcome
+from rlhf.place import Place
 from tests.helpers import user_environment
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +94,15 @@ def test_a_rank_that_nothing_can_interrupt_is_ended(tmp_path: Path) -> None:
 def test_the_launcher_reports_the_cause_and_not_the_lost_connection() -> None:
     outcome = on_two_ranks("if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))")
     assert outcome and (outcome.code, outcome.line) == (USER, "rlhf: error: no rows")
+
+
+@pytest.mark.parametrize(("host", "why"), [("no-such-host.invalid", "no-such-host.invalid"), ("127.0.0.1", "in use")])
+def test_where_the_ranks_cannot_meet_rank_0_says_so_in_one_line(host: str, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(0, 2, 0, 2, 0, host, port, "torchrun")
+        with pytest.raises(ConfigError) as caught, supervised(place, 1.0):
+            pass
+    said = str(caught.value)
+    assert said.startswith(f"{host}:{port}: the ranks cannot meet there (") and why in said and "\n" not in said
+    assert said.endswith("); set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there")

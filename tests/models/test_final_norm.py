@@ -116,6 +116,7 @@ def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
     assert line is not None and "\n" not in line
     # sqrt((2 * 50^2 + 30) / 32) = 12.54
     assert "its gains have a median of 1 and reach 50, their root mean square is 12.5 times the median" in line
+    assert line.endswith("; above 2 a new head loses accuracy in bf16; reward.reset_final_norm=false keeps it")
     assert {key: tensor.tolist() for key, tensor in final_norm(model)[1].state_dict().items()} == {  # type: ignore[index]
         key: tensor.tolist() for key, tensor in untrained.items()
     }
@@ -125,7 +126,8 @@ def test_true_resets_equal_gains_too() -> None:
     model = spread(family("GPT-2"), 3)
     with torch.no_grad():
         model.transformer.ln_f.bias.fill_(2)
-    assert reset_final_norm(model, True)
+    line = reset_final_norm(model, True)
+    assert line is not None and line.endswith("; reward.reset_final_norm=true asks for it")
     assert model.transformer.ln_f.weight.tolist() == [1.0] * 32 and model.transformer.ln_f.bias.tolist() == [0.0] * 32
 
 

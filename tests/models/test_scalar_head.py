@@ -184,3 +184,16 @@ def test_a_head_with_two_outputs_is_drawn_anew_and_said_in_one_line(tmp_path: Pa
     ]
     with pytest.raises(ModelError, match="its head has 2 outputs"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gpt2"])
+def test_an_attention_that_the_configuration_asks_for_and_nobody_has_is_no_obstacle(tmp_path: Path, name: str) -> None:
+    """The run chooses its own; the configuration's is of the machine where the model was made."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[name](**SIZES | FAMILIES.get(name, {}), vocab_size=64)
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("{", '{"attn_implementation": "flash_attention_2",', 1))
+    found = check_support(str(tmp_path), ModelConfig(path=str(tmp_path)), attention="eager", scalar_head=True)
+    assert found.model_type == name
