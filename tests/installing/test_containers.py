@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ci import versions
-from tests.packaging import places
-from tests.packaging.standins import wheel
+from tests.installing import places
+from tests.installing.standins import wheel
 
 FOLDER = places.ROOT / "ci" / "containers"
 FILES = sorted(FOLDER.glob("Containerfile.*"))

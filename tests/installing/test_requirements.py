@@ -12,8 +12,8 @@ import pytest
 from pip._vendor.packaging.requirements import Requirement
 
 from ci import versions
-from tests.packaging import places
-from tests.packaging.standins import wheel
+from tests.installing import places
+from tests.installing.standins import wheel
 
 LOWEST = dict(line.split("==") for line in versions.lowest())
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ci import versions
-from tests.packaging.standins import unpacked, wheel
+from tests.installing.standins import unpacked, wheel
 
 ROOT = Path(__file__).parents[2]
 

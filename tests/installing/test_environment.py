@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ci import versions
-from tests.packaging import places
-from tests.packaging.standins import wheel
+from tests.installing import places
+from tests.installing.standins import wheel
 
 VENDORS = "2.11.0a0+git1234"
 

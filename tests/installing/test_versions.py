@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ci import versions
-from tests.packaging.standins import unpacked, wheel
+from tests.installing.standins import unpacked, wheel
 
 GAUDI = "[torch.backends]\ndevice_backend = habana_frameworks:__autoload\n"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging import places
+from tests.installing import places
 
 
 @pytest.fixture(scope="session")
