@@ -123,12 +123,16 @@ def _installed() -> tuple[list[EntryPoint], list[Report]]:
         return list(entry_points(group=group)), []
     points: list[EntryPoint] = []
     reports: list[Report] = []
+    seen: set[str] = set()
     for distribution in distributions():
+        name, version = _named(distribution)
+        if name != "unknown" and name in seen:  # once more, further down the path
+            continue
+        seen.add(name)
         try:
             points += distribution.entry_points.select(group=group)
         except Exception as error:
             if group in (distribution.read_text("entry_points.txt") or ""):
-                name, version = _named(distribution)
                 reports.append(Report(name, name, version, error=f"its entry points cannot be read ({text(error)})"))
     return points, reports
 

@@ -37,6 +37,12 @@ def clip_grad_norm(accelerator: Accelerator) -> Any:
     return torch.nn.utils.clip_grad_norm_
 
 
+def beyond_sdpa(model: Any) -> str:
+    """What the model of a configuration hands to its attention that torch's has not: transformers would drop it."""
+    softcap = getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return "torch's scaled_dot_product_attention has no softcap" if softcap else ""
+
+
 def _always(reason: str) -> Any:
     return lambda accelerator: Support(True, reason)
 
@@ -57,6 +63,7 @@ PORTABLE = (
         name="sdpa",
         factory=lambda accelerator: "sdpa",
         supported=_always("torch's scaled_dot_product_attention picks its own kernel"),
+        refuses=beyond_sdpa,
     ),
     KernelImpl(
         operation="attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -171,15 +172,18 @@ def test_a_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatc
 
 
 def test_entry_points_that_cannot_be_read_are_those_of_one_plugin(monkeypatch, tmp_path):
-    for name, written in (("damaged", "no value"), ("whole", "whole = nowhere")):
-        folder = tmp_path / f"{name}-1.0.dist-info"
+    again = "builtin = accelerators.builtin"  # rlhf itself, as where a checkout and an installed copy are on the path
+    for name, written in (("damaged", "no value"), ("whole", "whole = nowhere"), ("rlhf", again)):
+        version = importlib.metadata.version(name) if name == "rlhf" else "1.0"
+        folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (folder / "entry_points.txt").write_text(f"[rlhf.accelerators]\n{written}\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = {report.name: report.reason for report in accelerators.available({})}
     assert found["damaged"].startswith("broken: its entry points cannot be read (TypeError")
     assert found["whole"].startswith("broken: its import failed (ModuleNotFoundError")
+    assert "cpu" in found, found
     assert "cores" in found["cpu"]
     assert select("cpu", environ={}).name == "cpu"
     assert "damaged" not in {report.name for report in accelerators.available({"RLHF_PLUGINS": "none"})}

@@ -66,13 +66,14 @@ class Family:
         """The attention that it gets: sdpa or eager, or "fused" where a backend's own, of that name, serves it."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+        from accelerators.kernels import beyond_sdpa
         from rlhf.models.support import lacks_attention
 
         config = self.configuration()
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if fused and not lacks_attention(architecture, fused.name) and not fused.refuses(config):
             return "fused"
-        return "eager" if lacks_attention(architecture, "sdpa") else "sdpa"
+        return "eager" if lacks_attention(architecture, "sdpa") or beyond_sdpa(config) else "sdpa"
 
     @property
     def has_classifier(self) -> bool:

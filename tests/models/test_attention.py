@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 import accelerators
 from accelerators import KernelImpl, Support
@@ -57,7 +58,6 @@ NONE = {
     "gptj": "GPTJForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
     "codegen": "CodeGenForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
 
@@ -68,6 +68,13 @@ def test_an_architecture_without_sdpa_gets_eager(cpu: Any, tmp_path: Path, name:
     found = chosen(cpu, saved(tmp_path, name, **layers))
     expected = Choice("eager", {"sdpa": f"{NONE[name]} has none"}) if name in NONE else Choice("sdpa", {})
     assert found == expected
+
+
+def test_a_soft_cap_is_never_dropped(cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 says that Gemma 2 has sdpa, which would not cap its scores."""
+    monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
+    refusal = "torch's scaled_dot_product_attention has no softcap"
+    assert chosen(cpu, saved(tmp_path, "gemma2")) == Choice("eager", {"sdpa": refusal})
 
 
 @pytest.mark.parametrize(

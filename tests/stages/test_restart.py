@@ -1,5 +1,7 @@
 """A run that is killed, interrupted or diverges leaves its last good checkpoint, and continues from it exactly."""
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import suppress
@@ -115,7 +118,9 @@ os._exit(7)
 
 def on_terminal():
     """In a process about to be started: standard input is its terminal, of which it hears also under `nohup`."""
-    os.login_tty(0)
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
