@@ -184,6 +184,7 @@ def test_entry_points_that_cannot_be_read_are_those_of_one_plugin(monkeypatch, t
     assert found["damaged"].startswith("broken: its entry points cannot be read (TypeError")
     assert found["whole"].startswith("broken: its import failed (ModuleNotFoundError")
     assert "cpu" in found, found
+    assert "builtin" not in found, found
     assert "cores" in found["cpu"]
     assert select("cpu", environ={}).name == "cpu"
     assert "damaged" not in {report.name for report in accelerators.available({"RLHF_PLUGINS": "none"})}
