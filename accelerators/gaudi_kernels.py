@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accelerators import gaudi
+from accelerators import gaudi, kernels
 from accelerators.accelerator import Accelerator
 from accelerators.guard import text
 from accelerators.types import AcceleratorError, KernelImpl, Support
@@ -164,10 +164,9 @@ def _beyond_fused_sdpa(model: Any) -> str:
     """What a model hands to its attention that FusedSDPA has not; told by its configuration and its code."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    softcap = getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
     code = inspect.getsource(sys.modules[cls.__module__]) if cls else ""
-    lacking = [name for name in _LACKING if (softcap if name == "softcap" else f" {name}=" in code)]
+    lacking = [name for name in _LACKING if (kernels.softcap(model) if name == "softcap" else f" {name}=" in code)]
     return f"FusedSDPA has no {', '.join(lacking)}" if lacking else ""
 
 

@@ -37,10 +37,14 @@ def clip_grad_norm(accelerator: Accelerator) -> Any:
     return torch.nn.utils.clip_grad_norm_
 
 
+def softcap(model: Any) -> float | None:
+    """What a model's configuration bounds its attention's scores by; None: nothing."""
+    return getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
+
+
 def beyond_sdpa(model: Any) -> str:
     """What the model of a configuration hands to its attention that torch's has not: transformers would drop it."""
-    softcap = getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    return "torch's scaled_dot_product_attention has no softcap" if softcap else ""
+    return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
 
 
 def _always(reason: str) -> Any:

@@ -16,18 +16,10 @@ from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head, outline
 from rlhf.models.scalar_head import MadeHere, made_class, note, write_note
 from rlhf.models.support import check_support
+from tests.families import table
 from tests.helpers import build_tokenizer, llama
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+SIZES = {name: value for name, value in table.SIZES.items() if name != "vocab_size"} | {"eos_token_id": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {"num_key_value_heads": 2},
     "cohere2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},

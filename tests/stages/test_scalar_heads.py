@@ -11,30 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.families.table import BY_NAME
 from tests.helpers import assert_same_weights, build_tokenizer, start, wait_for, weights
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Cohere 2 with its tokenizer."""
-    from transformers import Cohere2Config, Cohere2ForCausalLM
+    from transformers import Cohere2ForCausalLM
 
     folder, tokenizer = tmp_path_factory.mktemp("tiny-cohere2"), build_tokenizer()
     torch.manual_seed(0)
-    config = Cohere2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        sliding_window=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    changes = {"max_position_embeddings": 128, "sliding_window": 16, "eos_token_id": 1}
+    config = BY_NAME["Cohere 2"].configuration(vocab_size=len(tokenizer), **changes)
     Cohere2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
