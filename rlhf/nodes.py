@@ -51,7 +51,7 @@ def machine(nodes: int | None, node_rank: int | None, rendezvous: str | None) ->
         if found := [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{found[0]}: is for several machines; say with --nodes how many there are")
         return None
-    if nodes == 1:
+    if nodes == 1 and node_rank is None and rendezvous is None:
         return None
     if place.launcher and place.size != nodes:
         raise ConfigError(
@@ -73,7 +73,7 @@ def machine(nodes: int | None, node_rank: int | None, rendezvous: str | None) ->
     address = re.fullmatch(r"\[?([^\[\]]+)\]?:(\d{1,5})", rendezvous)
     if not address or not 0 < int(address[2]) < 2**16:
         raise ConfigError(f"--rendezvous {rendezvous}: is not HOST:PORT; give the address of machine 0 and a free port")
-    return Machine(node_rank, nodes, address[1], int(address[2]))
+    return Machine(node_rank, nodes, address[1], int(address[2])) if nodes > 1 else None
 
 
 def invite(machine: Machine, timeout: float) -> None:

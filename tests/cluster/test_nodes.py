@@ -35,6 +35,7 @@ def test_a_machine_among_others() -> None:
     assert nodes.machine(2, 0, "[fd00::1]:29400") == Machine(0, 2, "fd00::1", 29400)
     assert nodes.machine(None, None, None) is None
     assert nodes.machine(1, None, None) is None
+    assert nodes.machine(1, 0, "a:1") is None  # a script's options, where it has one machine
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_a_machine_among_others() -> None:
         ((2, None, "a:1"), "--nodes 2: needs --node-rank too, which of them this is, 0 to 1"),
         ((2, 0, None), "--nodes 2: needs --rendezvous too, HOST:PORT of the first"),
         ((2, 2, "a:1"), "--node-rank 2: of 2 machines the last is 1"),
+        ((1, 5, "a:1"), "--node-rank 5: of 1 machines the last is 0"),
+        ((1, 0, "junk"), "--rendezvous junk: is not HOST:PORT"),
         ((2, 0, "a"), "--rendezvous a: is not HOST:PORT"),
         ((2, 0, "a:70000"), "--rendezvous a:70000: is not HOST:PORT"),
     ],
