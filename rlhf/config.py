@@ -13,17 +13,28 @@ from typing import Any, Literal
 from pydantic import (
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
 from rlhf.config_data import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
+from rlhf.config_engine import EngineConfig, LoraConfig, RoleConfig, RolesConfig
 from rlhf.errors import ConfigError
 from rlhf.kinds import Folder, Fraction, OptionalName, Section
-from rlhf.problems import at, explained, shown
+from rlhf.problems import at, explained
 from rlhf.values import Keys, names_model_or_data, overridden, read_yaml
 
-__all__ = ["STAGES", "ColumnsConfig", "Config", "DataConfig", "DatasetConfig", "Stage"]  # what mypy counts as ours
+__all__ = [  # what mypy counts as ours
+    "STAGES",
+    "ColumnsConfig",
+    "Config",
+    "DataConfig",
+    "DatasetConfig",
+    "EngineConfig",
+    "LoraConfig",
+    "RoleConfig",
+    "RolesConfig",
+    "Stage",
+]
 
 EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
 """What `rlhf` runs where it is given no file."""
@@ -43,42 +54,6 @@ class ModelConfig(Section):
         False, description="recompute activations in the backward pass: less memory, more time"
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-
-
-class LoraConfig(Section):
-    """LoRA: train small adapters on frozen weights, in all stages (arXiv:2106.09685)."""
-
-    rank: int = Field(0, ge=0, description="rank of the adapters; 0: off, all weights are trained")
-    alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="part of an adapter's inputs dropped while training; PPO drops nothing"
-    )
-    target_modules: Literal["auto"] | tuple[str, ...] = Field(
-        "auto", description="names of the linear layers to adapt; auto: all but the output embedding and scalar head"
-    )
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {shown(value)}")
-        return value if value == "auto" else tuple(names)
-
-
-class EngineConfig(Section):
-    """How DeepSpeed holds and steps the models."""
-
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights)"
-    )
-    zero_persistence_threshold: int = Field(
-        100_000, ge=0, description="ZeRO-3: parameters smaller than this stay whole on every rank"
-    )
-    shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
-        "auto", description="how batches are padded; auto: the accelerator's own policy"
-    )
-    timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for one that is late, before all end")
 
 
 class OptimizerConfig(Section):
@@ -183,6 +158,17 @@ class PPOConfig(TrainingConfig):
         description="rows in one forward pass of one rank that scores or updates; empty: minibatch_size / ranks",
     )
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
+    generation_batch_size: int | None = Field(
+        None, ge=1, description="rows that a rank generates at a time; empty: its share of batch_size"
+    )
+    generation_weights: Literal["auto", "whole", "layerwise", "tensor_parallel"] = Field(
+        "auto",
+        description="ZeRO-3's weights in rollouts: whole on each rank, layerwise (gathered as needed, slow), "
+        "tensor_parallel (split); auto: the first that fits",
+    )
+    tensor_parallel: int | None = Field(
+        None, ge=2, description="ranks among which tensor_parallel splits each layer; empty: all of a machine"
+    )
     ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
     minibatch_size: int | None = Field(
         None, ge=1, description="rows in one PPO update, over all ranks; empty: batch_size"
@@ -246,6 +232,7 @@ class Config(Section):
     lora: LoraConfig = Field(LoraConfig(), description=LoraConfig.__doc__)
     data: DataConfig = Field(DataConfig(), description=DataConfig.__doc__)
     engine: EngineConfig = Field(EngineConfig(), description=EngineConfig.__doc__)
+    roles: RolesConfig = Field(RolesConfig(), description=RolesConfig.__doc__)
     sft: SFTConfig = Field(SFTConfig(), description=SFTConfig.__doc__)
     reward: RewardConfig = Field(RewardConfig(), description=RewardConfig.__doc__)
     ppo: PPOConfig = Field(PPOConfig(), description=PPOConfig.__doc__)

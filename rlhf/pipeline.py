@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +32,7 @@ from rlhf.models.loading import (
 )
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
+from rlhf.roles import Holding
 from rlhf.settings import STARTS
 from rlhf.stage_directory import step_of
 from rlhf.stages import ppo, reward, sft
@@ -87,15 +87,17 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
 
 def _sft(context: StageContext) -> dict[str, Any]:
     config = context.config
-    (attention,) = _attention(context, config.model.path)
-    if config.model.path is None:
-        tokenizer = world_tokenizer()
-        model = build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
-    else:
-        tokenizer = _tokenizer(context)
-        model = load_causal_lm(config.model, tokenizer, attention=attention)
-    data = _data(context, tokenizer, model.generation_config)
-    return sft.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
+    path = config.model.path
+    (attention,) = _attention(context, path)
+    tokenizer = _tokenizer(context) if path else world_tokenizer()
+
+    def load(holding: Holding) -> Any:
+        if path:
+            return load_causal_lm(config.model, tokenizer, attention=attention)
+        return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
+
+    data = _data(context, tokenizer, generation_settings(path, config.model) if path else None)
+    return sft.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
 
 
 def _reward(context: StageContext) -> dict[str, Any]:
@@ -103,17 +105,20 @@ def _reward(context: StageContext) -> dict[str, Any]:
     (path,) = _starts(context, "reward")
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
-    model = load_scalar_head(
-        config.model,
-        tokenizer,
-        attention=attention,
-        path=path,
-        seed=config.seed,
-        reset_norm=config.reward.reset_final_norm,
-        say=context.say,
-    )
+
+    def load(holding: Holding) -> Any:
+        return load_scalar_head(
+            config.model,
+            tokenizer,
+            attention=attention,
+            path=path,
+            seed=config.seed,
+            reset_norm=config.reward.reset_final_norm,
+            say=context.say,
+        )
+
     data = _data(context, tokenizer, generation_settings(path, config.model))
-    return reward.run(context, model, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return reward.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
 
 
 def _ppo(context: StageContext) -> dict[str, Any]:
@@ -121,13 +126,17 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     actor_path, reward_path = _starts(context, "ppo")
     tokenizer = _tokenizer(context, actor_path)
     attention, of_reward = _attention(context, actor_path, reward_path)
-    policy = partial(load_causal_lm, config.model, tokenizer, attention=attention, path=actor_path)
-    scalar = partial(load_scalar_head, config.model, tokenizer, attention=of_reward, path=reward_path)
-    reference = None if config.lora.rank else policy()  # with LoRA the actor is its own
-    models = ppo.Models(actor=policy(), reference=reference, critic=scalar(), reward=scalar())
+
+    def policy(holding: Holding) -> Any:
+        return load_causal_lm(config.model, tokenizer, attention=attention, path=actor_path)
+
+    def scalar(holding: Holding) -> Any:
+        return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path)
+
+    models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
-    data = _data(context, tokenizer, models.actor.generation_config)
+    data = _data(context, tokenizer, generation_settings(actor_path, config.model))
     return ppo.run(context, models, tokenizer, data, judge) | {"prompt_format": data.prompt_format}
 
 

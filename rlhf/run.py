@@ -282,7 +282,9 @@ class RunDirectory:
             kept = [stage.name for stage in self.stages if stage.begun and (stage.done or stage.name not in stages)]
             described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
             settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
-            settings |= {name: stage_settings(config, _precision(accelerator)) for name in stages if name not in kept}
+            settings |= {
+                name: stage_settings(config, name, _precision(accelerator)) for name in stages if name not in kept
+            }
             invocation = {
                 "command": command_line(),
                 "stages": list(stages),

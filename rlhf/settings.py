@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config import Config, Stage, build_config
 from rlhf.errors import ConfigError
+from rlhf.roles import ROLES
 
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
@@ -57,10 +58,11 @@ def started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
     return [start.earlier for start in STARTS[stage] if start.earlier and not start.named(config)]
 
 
-def stage_settings(config: Config, precision: str | None) -> dict[str, Any]:
+def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[str, Any]:
     """What `run.json` holds for one stage beside its own section; `precision` is what `auto` came to."""
     values = config.model_dump(mode="json")
-    return {key: values[key] for key in _OF_EVERY_STAGE} | {"precision": precision or config.precision}
+    shared = {key: values[key] for key in _OF_EVERY_STAGE}
+    return shared | {"roles": _roles(values, stage), "precision": precision or config.precision}
 
 
 def differences(
@@ -133,8 +135,15 @@ def _differing_beside(recorded: dict[str, Any], config: Config, stage: Stage, pr
     there = own.get("precision")
     if there == "auto":  # recorded as it was given; what it came to may stand with the hardware
         there = ((recorded.get("accelerator") or {}).get("precision") or {}).get("name", "auto")
-    found = [text for key in _OF_EVERY_STAGE for text in _differing(own, now, key)]
+    own, now = own | {"roles": _roles(own, stage)}, now | {"roles": _roles(now, stage)}
+    found = [text for key in (*_OF_EVERY_STAGE, "roles") for text in _differing(own, now, key)]
     return found + _precision(there, config.precision, precision)
+
+
+def _roles(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    """What `roles` says of a stage's own models."""
+    names = {role.name for role in ROLES[stage]}
+    return {name: own for name, own in values.get("roles", {}).items() if name in names}
 
 
 def _precision(there: Any, given: str, resolved: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from rlhf.config import Stage, build_config
 from rlhf.data.rows import Message, Row
 from rlhf.engine import distributed
 from rlhf.metrics.recorder import Recorder
+from rlhf.roles import Holding, holdings
 from rlhf.run import RunDirectory
 from rlhf.stages.loop import StageContext
 from tests.helpers import llama
@@ -55,3 +56,14 @@ def scalar_llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
     config.num_labels = 1
     torch.manual_seed(seed)
     return LlamaForSequenceClassification(config)
+
+
+def given(model: Any) -> Any:
+    """A loader that gives `model`."""
+    return lambda holding: model
+
+
+def held(zero_stage: int = 0, *, trained: bool = True, **engine: Any) -> Holding:
+    """How a model is held at `zero_stage`, its parameters all sharded at ZeRO-3."""
+    config = build_config({"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0, **engine}})
+    return holdings(config, "sft")["sft"] if trained else holdings(config, "ppo")["reward"]

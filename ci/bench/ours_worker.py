@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,11 @@ def make_ppo(context: Any, workload: dict[str, Any]) -> Any:
     model, path = context.config.model, workload["model"]
     tokenizer, _ = load_model_tokenizer(model)
     loaded = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
-    actor, reference = (load_causal_lm(model, tokenizer, **loaded) for _ in range(2))
-    critic, reward = (load_scalar_head(model, tokenizer, seed=0, **loaded) for _ in range(2))
+    policy = partial(load_causal_lm, model, tokenizer, **loaded)
+    scalar = partial(load_scalar_head, model, tokenizer, seed=0, **loaded)
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")
     prompts = [Prompt(ids, row) for ids in workload["prompts"]]
-    models = Models(actor=actor, reference=reference, critic=critic, reward=reward)
+    models = Models(*(lambda holding, load=load: load() for load in (policy, policy, scalar, scalar)))
     return PPO(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
 
 

@@ -18,11 +18,12 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from rlhf import quiet
-from rlhf.config import EngineConfig, OptimizerConfig
+from rlhf.config import OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.optimizer import learning_rate, parameter_groups
 from rlhf.engine.statistics import Sums
 from rlhf.models.placement import place
+from rlhf.roles import Holding
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
@@ -45,7 +46,7 @@ class TrainingEngine:
         *,
         accelerator: Accelerator,
         precision: Precision,
-        engine: EngineConfig,
+        holding: Holding,
         optimizer: OptimizerConfig,
         total_steps: int,
         micro_batch_size: int,
@@ -55,10 +56,10 @@ class TrainingEngine:
         self.accelerator = accelerator
         self.optimizer_config = optimizer
         self.total_steps = total_steps
-        self.zero_stage = engine.zero_stage
+        self.zero_stage = holding.zero_stage
         self.precision = precision
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
-        self._clips_itself = engine.zero_stage == 0 and precision.name == "fp32"
+        self._clips_itself = self.zero_stage == 0 and precision.name == "fp32"
         self._max_grad_norm = optimizer.max_grad_norm
         self._norm: Tensor = torch.zeros(())
         self._scale = 1.0
@@ -76,7 +77,7 @@ class TrainingEngine:
                     eps=optimizer.eps,
                 ),
                 config=_deepspeed_config(
-                    engine,
+                    holding,
                     precision,
                     micro_batch_size,
                     accumulation,
@@ -187,13 +188,13 @@ def _hooks_off(offload: Any) -> Iterator[None]:
             hooks[key] = hook
 
 
-def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, engine: EngineConfig) -> nn.Module:
+def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding) -> nn.Module:
     """A model for scoring only: on the device, in the compute precision, its weights sharded at ZeRO-3."""
     model.requires_grad_(False).eval()
-    if engine.zero_stage < 3:
+    if holding.zero_stage < 3:
         return place(model, accelerator.device(), precision.dtype)
     frozen, *_ = deepspeed.initialize(
-        model=model, config=_deepspeed_config(engine, precision, micro_batch_size=1, accumulation=1)
+        model=model, config=_deepspeed_config(holding, precision, micro_batch_size=1, accumulation=1)
     )
     frozen.eval()
     return frozen
@@ -209,16 +210,16 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def _deepspeed_config(
-    engine: EngineConfig,
+    holding: Holding,
     precision: Precision,
     micro_batch_size: int,
     accumulation: int,
     max_grad_norm: float | None = None,
 ) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": engine.zero_stage}
-    if engine.zero_stage == 3:
-        zero["stage3_param_persistence_threshold"] = engine.zero_persistence_threshold
-        if engine.zero_persistence_threshold == 0:  # shard all of a small model: keep nothing gathered
+    zero: dict[str, Any] = {"stage": holding.zero_stage}
+    if holding.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = holding.engine.zero_persistence_threshold
+        if holding.engine.zero_persistence_threshold == 0:  # shard all of a small model: keep nothing gathered
             zero |= {
                 "stage3_max_live_parameters": 0,
                 "stage3_max_reuse_distance": 0,
@@ -231,12 +232,12 @@ def _deepspeed_config(
         "zero_allow_untested_optimizer": True,  # AdamW of the accelerator's choice
         "steps_per_print": 10**9,
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
-        **_float32_sums(engine, precision, accumulation),
+        **_float32_sums(holding, precision, accumulation),
         **precision.deepspeed_config(),
     }
 
 
-def _float32_sums(engine: EngineConfig, precision: Precision, accumulation: int) -> dict[str, Any]:
+def _float32_sums(holding: Holding, precision: Precision, accumulation: int) -> dict[str, Any]:
     """Add bf16 gradients of ranks in float32, and those of micro-batches too where gradients are sharded (ZeRO 2, 3).
 
     With 8 bits, every part that is added costs digits. Below ZeRO 2, DeepSpeed 0.19 adds micro-batches up in the
@@ -245,7 +246,7 @@ def _float32_sums(engine: EngineConfig, precision: Precision, accumulation: int)
     if precision.name != "bf16":
         return {}
     over_ranks = {"communication_data_type": "fp32"} if distributed.world().size > 1 else {}
-    if accumulation == 1 or engine.zero_stage < 2:
+    if accumulation == 1 or holding.zero_stage < 2:
         return over_ranks
     return over_ranks | {"data_types": {"grad_accum_dtype": "fp32"}}
 

@@ -21,9 +21,14 @@ from rlhf.models.folder import check_model_folder
 from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
 from rlhf.models.tokenizers import load_tokenizer
+from rlhf.roles import Holding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+Loader = Callable[[Holding], Any]
+"""Loads one role's model, to be held so."""
 
 
 def outline(
@@ -223,8 +228,6 @@ def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) ->
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         if model.generation_config.eos_token_id is None:
             model.generation_config.eos_token_id = tokenizer.eos_token_id
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,9 @@ from rlhf.metrics.progress import console, progress
 from rlhf.metrics.recorder import Recorder
 from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
+from rlhf.models.loading import Loader
 from rlhf.models.lora import add_adapters
+from rlhf.roles import Holding, Name, holdings
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
@@ -75,38 +78,40 @@ class StageContext:
         if self.world.is_main:
             self.run.settle(self.directory)
 
+    @cached_property
+    def holdings(self) -> dict[Name, Holding]:
+        """How each model of this stage is held."""
+        return holdings(self.config, self.directory.name)
+
     def engine(
         self,
-        name: str,
-        model: nn.Module,
+        name: Name,
+        load: Loader,
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
         batch_size: int,
         micro_batch_size: int,
-        dropout: float | None,
     ) -> TrainingEngine:
-        """A training engine for global batches of `batch_size` rows; it trains adapters where the run uses LoRA.
-
-        Args:
-            dropout: the model's rate in training; None: its own. That of adapters is `lora.dropout`, and 0 in PPO.
+        """The role's model, loaded and held as `holdings` says, under an engine for batches of `batch_size` rows.
 
         Raises:
-            RLHFError: the model has no layers that `lora` could adapt.
+            RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
         """
-        if dropout is not None:
-            set_dropout(model, dropout)
-        lora = self.config.lora
-        if self.directory.name == "ppo":
-            lora = lora.model_copy(update={"dropout": 0.0})
+        holding = self.holdings[name]
+        lora, model = holding.lora, load(holding)
+        if holding.dropout is not None:
+            set_dropout(model, holding.dropout)
+        if holding.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora.rank:
-            add_adapters(model.model if isinstance(model, ScalarHead) else model, lora, seed=self.config.seed)
+            add_adapters(model, lora, seed=self.config.seed)
         engine = self.models[name] = TrainingEngine(
             name,
-            model,
+            ScalarHead(model) if holding.role.scalar_head else model,
             accelerator=self.accelerator,
             precision=self.precision,
-            engine=self.config.engine,
+            holding=holding,
             optimizer=optimizer,
             total_steps=total_steps,
             micro_batch_size=micro_batch_size,
@@ -117,10 +122,15 @@ class StageContext:
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
         return engine
 
-    def frozen(self, name: str, model: nn.Module) -> nn.Module:
-        """A model for scoring only; see `freeze`."""
+    def frozen(self, name: Name, load: Loader) -> nn.Module:
+        """The role's model for scoring only; see `freeze`."""
+        holding = self.holdings[name]
+        model = load(holding)
         self.models[name] = freeze(
-            model, accelerator=self.accelerator, precision=self.precision, engine=self.config.engine
+            ScalarHead(model) if holding.role.scalar_head else model,
+            accelerator=self.accelerator,
+            precision=self.precision,
+            holding=holding,
         )
         return self.models[name]
 

@@ -22,7 +22,8 @@ from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch
 from rlhf.models.export import save_model
-from rlhf.models.forward import ScalarHead, completion_log_probs, last_token_scores
+from rlhf.models.forward import completion_log_probs, last_token_scores
+from rlhf.models.loading import Loader
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import (
@@ -42,15 +43,15 @@ from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
 
 @dataclass(frozen=True)
 class Models:
-    """The four models of PPO, as loaded; `critic` and `reward` have a scalar head.
+    """The four models of PPO, each loaded when its turn comes; `critic` and `reward` have a scalar head.
 
-    With LoRA no `reference` is needed: it is the actor without its adapters.
+    Where the actor is trained by LoRA, `reference` is not loaded: it is the actor without its adapters.
     """
 
-    actor: nn.Module
-    reference: nn.Module | None
-    critic: nn.Module
-    reward: nn.Module
+    actor: Loader
+    reference: Loader
+    critic: Loader
+    reward: Loader
 
 
 class PPO:
@@ -68,13 +69,10 @@ class PPO:
 
         updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
         sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": self.micro_rows}
-        # Without dropout the ratio of new to old policy is 1 before the first update.
-        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes, dropout=settings.dropout)
-        self.critic = context.engine(
-            "critic", ScalarHead(models.critic), settings.critic_optimizer, **sizes, dropout=settings.critic_dropout
-        )
-        self.reference = context.frozen("reference", models.reference) if models.reference is not None else None
-        self.reward = context.frozen("reward", ScalarHead(models.reward))
+        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
+        self.critic = context.engine("critic", models.critic, settings.critic_optimizer, **sizes)
+        self.reference = context.frozen("reference", models.reference) if "reference" in context.holdings else None
+        self.reward = context.frozen("reward", models.reward)
 
         collate = partial(
             collate_ppo,
@@ -91,7 +89,7 @@ class PPO:
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
         self.decoder = Decoder(
             context.accelerator,
-            eos_ids=end_tokens(tokenizer, models.actor.generation_config),
+            eos_ids=end_tokens(tokenizer, self.actor.module.generation_config),
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,

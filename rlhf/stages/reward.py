@@ -16,14 +16,14 @@ from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.export import save_model
-from rlhf.models.forward import ScalarHead
+from rlhf.models.loading import Loader
 from rlhf.models.scalar_head import note
 from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
 
-def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData) -> dict[str, Any]:
-    """Train `model` (a sequence-classification model) on `data.train`, save it, and return the stage's summary."""
+def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
+    """Train the sequence-classification model that `load` gives, save it, and return the stage's summary."""
     settings = context.config.reward
     micro = settings.micro_batch(context.world.size, section="reward")
     collate = partial(
@@ -37,12 +37,11 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     total_steps = settings.total_steps(len(batches))
     engine = context.engine(
         "reward",
-        ScalarHead(model),
+        load,
         settings.optimizer,
         total_steps=total_steps,
         batch_size=settings.batch_size,
         micro_batch_size=micro,
-        dropout=settings.dropout,
     )
 
     def step(index: int) -> Numbers:
@@ -74,7 +73,7 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     )
     after = measure("after")
     save_model(engine, tokenizer, context.directory.model)
-    if line := note(model, context.directory.model):
+    if line := note(engine.module.model, context.directory.model):
         context.say(f"note: {line}")
     return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
 

@@ -17,6 +17,7 @@ from rlhf.engine import distributed
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.export import save_model
 from rlhf.models.forward import model_inputs
+from rlhf.models.loading import Loader
 from rlhf.objectives import token_log_probs
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
@@ -28,8 +29,8 @@ def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
     return -(log_probs * batch["loss_mask"][:, 1:]).sum()
 
 
-def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData) -> dict[str, Any]:
-    """Train on `data.train`, save the model, and return the stage's summary."""
+def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
+    """Train what `load` gives on `data.train`, save the model, and return the stage's summary."""
     settings = context.config.sft
     micro = settings.micro_batch(context.world.size, section="sft")
     collate = partial(
@@ -44,12 +45,11 @@ def run(context: StageContext, model: nn.Module, tokenizer: Any, data: StageData
     total_steps = settings.total_steps(len(batches))
     engine = context.engine(
         "sft",
-        model,
+        load,
         settings.optimizer,
         total_steps=total_steps,
         batch_size=settings.batch_size,
         micro_batch_size=micro,
-        dropout=settings.dropout,
     )
 
     def step(index: int) -> Numbers:

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from rlhf import ranks
-from rlhf.config import EngineConfig, OptimizerConfig
+from rlhf.config import OptimizerConfig
 from rlhf.engine import checkpoint, distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.errors import RunError
 from rlhf.models.forward import completion_log_probs
 from rlhf.run import RunDirectory
 from tests.helpers import llama
+from tests.in_process import held
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def build(accelerator, zero_stage=1, precision="fp32", accumulation=1):
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        engine=EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0),
+        holding=held(zero_stage),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         total_steps=10,
         micro_batch_size=len(IDS) // accumulation,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.config import EngineConfig, ModelConfig, load_config
+from rlhf.config import ModelConfig, load_config
 from rlhf.engine import memory
 from rlhf.engine.memory import Situation, advice, bytes_held
 from rlhf.engine.training import freeze
@@ -18,6 +18,7 @@ from rlhf.stages.loop import StageContext
 from rlhf.stages.ppo import PPO
 from tests.engine.test_training import build, train
 from tests.helpers import llama
+from tests.in_process import held
 
 ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_length=96"
 HALVES = ["sft.batch_size=24", "data.max_prompt_length=64", "data.max_completion_length=192"]
@@ -138,6 +139,7 @@ def test_a_trained_model_holds_weights_two_moments_and_what_it_is_stepped_in(
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_a_frozen_model_holds_its_weights(accelerator, parameters, zero_stage):
-    engine = EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0)
-    model = freeze(llama(60), accelerator=accelerator, precision=accelerator.precision("fp32"), engine=engine)
+    model = freeze(
+        llama(60), accelerator=accelerator, precision=accelerator.precision("fp32"), holding=held(zero_stage)
+    )
     assert 4 <= bytes_held(model) / parameters <= 4 * 1.01

@@ -18,7 +18,7 @@ from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.stages import loop, ppo, reward
 from rlhf.stages.evaluation import distinct_2, evaluate
 from tests.helpers import llama
-from tests.in_process import OPTIMIZER, ROW, scalar_llama, stage_context
+from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
 from tests.optimum import language
 
 EOS = 0
@@ -143,9 +143,8 @@ def build_ppo(accelerator, tmp_path, monkeypatch):
         }
         context = stage_context(accelerator, tmp_path, "ppo", values)
         actor, reference = (llama(4, eos_token_id=EOS, num_hidden_layers=1) for _ in range(2))
-        models = ppo.Models(
-            actor, reference, scalar_llama(4, eos_token_id=EOS, num_hidden_layers=1), language.TableOfRewards(seed=0)
-        )
+        critic, reward = scalar_llama(4, eos_token_id=EOS, num_hidden_layers=1), language.TableOfRewards(seed=0)
+        models = ppo.Models(*map(given, (actor, reference, critic, reward)))
         built = ppo.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
         built.batches._endless = False  # here a row fills the batch up, and must count nowhere
         monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))

@@ -23,7 +23,7 @@ from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.run import RunDirectory
 from rlhf.stages import ppo, reward, sft
 from tests.helpers import llama
-from tests.in_process import OPTIMIZER, ROW, scalar_llama, stage_context
+from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
 from tests.metrics.test_keys import RECORDS, STAGES, keys_of_records, table
 from tests.optimum import language
 
@@ -107,7 +107,7 @@ def gradient_norm(model: nn.Module, loss: Tensor) -> float:
 def sft_ran(run_stage):
     values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
     data = StageData(DEMONSTRATIONS, HELDOUT, [])
-    return run_stage("sft", values, lambda context: sft.run(context, policy(), language.tokenizer(), data))
+    return run_stage("sft", values, lambda context: sft.run(context, given(policy()), language.tokenizer(), data))
 
 
 def test_the_supervised_loss_is_that_of_transformers_before_the_update(sft_ran):
@@ -156,7 +156,7 @@ HELDOUT_PAIRS = [
 def reward_ran(run_stage):
     values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
     data = StageData(PAIRS, HELDOUT_PAIRS, [])
-    return run_stage("reward", values, lambda context: reward.run(context, scorer(), language.tokenizer(), data))
+    return run_stage("reward", values, lambda context: reward.run(context, given(scorer()), language.tokenizer(), data))
 
 
 def plain_scores(model: Any, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
@@ -245,7 +245,7 @@ def ppo_ran(run_stage):
 
     def call(context):
         actor, reference = (llama(4, eos_token_id=EOS, num_hidden_layers=1) for _ in range(2))
-        models = ppo.Models(actor, reference, scalar_llama(4, **SIZES), language.TableOfRewards(seed=0))
+        models = ppo.Models(*map(given, (actor, reference, scalar_llama(4, **SIZES), language.TableOfRewards(seed=0))))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Decoder, "generate", Echo(backwards=3))  # the held-out prompts, two at a time
             return ppo.run(

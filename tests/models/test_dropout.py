@@ -13,7 +13,7 @@ from rlhf.models.dropout import check_dropout, set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
 from tests.helpers import llama, weights
-from tests.in_process import stage_context
+from tests.in_process import given, stage_context
 
 SIZES = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32, "intermediate_size": 48, "ffn_dim": 48,
@@ -146,10 +146,17 @@ def test_a_rate_is_refused_where_the_architecture_has_no_dropout():
     [("sft", None, {0.0, 0.5}), ("sft", 0.125, {0.125, 0.5}), ("ppo", 0.0, {0.0}), ("ppo", 0.125, {0.0, 0.125})],
 )
 def test_adapters_drop_at_their_own_rate_and_nothing_in_ppo(accelerator, tmp_path, stage, dropout, expected):
-    context = stage_context(accelerator, tmp_path, stage, {"lora": {"rank": 2, "dropout": 0.5}})
+    context = stage_context(
+        accelerator, tmp_path, stage, {"lora": {"rank": 2, "dropout": 0.5}, stage: {"dropout": dropout}}
+    )
     model = llama(60)  # of which attention alone drops anything, by numbers of its own
     engine = context.engine(
-        "model", model, context.config.sft.optimizer, total_steps=1, batch_size=1, micro_batch_size=1, dropout=dropout
+        "sft" if stage == "sft" else "actor",
+        given(model),
+        context.config.sft.optimizer,
+        total_steps=1,
+        batch_size=1,
+        micro_batch_size=1,
     )
     adapters = {module.p for module in engine.module.modules() if isinstance(module, torch.nn.Dropout)}
     own = {layer.self_attn.attention_dropout for layer in model.model.layers}

@@ -15,7 +15,7 @@ from accelerators import Accelerator
 from rlhf.data.tokenization import StageData
 from rlhf.stages.ppo import PPO, Models
 from tests.helpers import llama
-from tests.in_process import scalar_llama, stage_context
+from tests.in_process import given, scalar_llama, stage_context
 from tests.optimum.language import (
     END,
     LENGTH,
@@ -66,7 +66,7 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
     context = stage_context(accelerator, folder, "ppo", {"seed": seed, "data": data, "ppo": settings})
     actor, reference = (llama(len(WORDS), seed=seed, **SIZES) for _ in range(2))
     critic = scalar_llama(len(WORDS), seed=seed, **SIZES)
-    models = Models(actor, reference, critic, TableOfRewards(seed=seed))
+    models = Models(*map(given, (actor, reference, critic, TableOfRewards(seed=seed))))
     prompts = [PROMPT] * context.config.ppo.batch_size
     accelerator.seed(seed)
     return PPO(context, models, tokenizer(), StageData(prompts, prompts[:1], []))

@@ -25,6 +25,7 @@ from rlhf.stage_directory import StageDirectory
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
 from tests.helpers import weights
+from tests.in_process import given
 from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
 from tests.reference.expected import ppo_batch
 
@@ -40,7 +41,7 @@ def supervised(
     run = {"sft": sft.run, "reward": reward.run}[stage]
     around = _context(accelerator, config, stage, folder)
     with around.recorder:
-        summary = run(around, _loaded(model, config), Tokenizer(), data(stage, count))
+        summary = run(around, given(_loaded(model, config)), Tokenizer(), data(stage, count))
     if not around.world.is_main:
         return None
     return Outcome(_records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})
@@ -85,7 +86,7 @@ def reinforced(
 
     rows = data("ppo", count)
     names = ("actor", "reference", "critic", "reward")
-    four = ppo.Models(*(_loaded(getattr(models, name), config) for name in names))
+    four = ppo.Models(*(given(_loaded(getattr(models, name), config)) for name in names))
     with mock.patch.object(ppo, "PPO", Watched), around.recorder:
         try:
             summary = ppo.run(around, four, Tokenizer(), rows)

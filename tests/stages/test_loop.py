@@ -15,7 +15,7 @@ from rlhf.models.loading import load_causal_lm
 from rlhf.stages import sft
 from rlhf.stages.loop import run_steps
 from tests.helpers import assert_same_weights
-from tests.in_process import stage_context
+from tests.in_process import given, stage_context
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def train(accelerator, recipe, tokenizer):
 
     def run(folder):
         model = load_causal_lm(config.model, tokenizer, attention="sdpa")
-        return sft.run(stage_context(accelerator, folder, "sft", recipe), model, tokenizer, data)
+        return sft.run(stage_context(accelerator, folder, "sft", recipe), given(model), tokenizer, data)
 
     return run
 

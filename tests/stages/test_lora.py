@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from rlhf.config import LoraConfig, ModelConfig, OptimizerConfig
 from rlhf.data.tokenization import load_stage
 from rlhf.engine import checkpoint
 from rlhf.engine.training import TrainingEngine
@@ -20,7 +20,7 @@ from rlhf.rollout.switch import generating
 from rlhf.run import RunDirectory
 from rlhf.stages.ppo import PPO, Models
 from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
-from tests.in_process import stage_context
+from tests.in_process import given, held, stage_context
 from tests.stages.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
@@ -43,7 +43,7 @@ def build(accelerator, zero_stage, precision="fp32"):
         adapted(),
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        engine=EngineConfig(zero_stage=zero_stage, zero_persistence_threshold=0),
+        holding=held(zero_stage),
         optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup=0, weight_decay=0.1),
         total_steps=100,
         micro_batch_size=4,
@@ -141,7 +141,7 @@ def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
         config = context.config
         reward = str(lora_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
-        models = Models(original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)
+        models = Models(*map(given, (original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)))
         return PPO(context, models, tokenizer, load_stage(config.data, "ppo", tokenizer, seed=0))
 
     return build

@@ -8,7 +8,7 @@ from rlhf.stages.ppo import PPO, Models
 from tests.families.table import BY_NAME
 from tests.families.table import build as architecture
 from tests.helpers import llama
-from tests.in_process import stage_context
+from tests.in_process import given, stage_context
 
 NO_BF16 = pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 
@@ -47,7 +47,7 @@ def build(accelerator, recipe, tokenizer, tmp_path):
         changed = {"precision": precision, "engine": engine, "lora": lora or {}, "ppo": {**recipe["ppo"], **settings}}
         context = stage_context(accelerator, tmp_path, "ppo", {**recipe, **changed})
         size = len(tokenizer)
-        models = Models(model(size), None if lora else model(size), scalar(model(size)), scalar(model(size)))
+        models = Models(*map(given, (model(size), model(size), scalar(model(size)), scalar(model(size)))))
         data = load_stage(context.config.data, "ppo", tokenizer, seed=0)
         return PPO(context, models, tokenizer, data)
 

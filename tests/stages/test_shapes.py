@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf.data.tokenization import load_stage
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.stages.ppo import PPO, Models
-from tests.in_process import stage_context
+from tests.in_process import given, stage_context
 
 
 class Operators(TorchDispatchMode):
@@ -37,7 +37,7 @@ def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: 
         reward = str(finished_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
         data = load_stage(config.data, "ppo", tokenizer, seed=0)
-        return PPO(context, Models(actor, reference, critic, scorer), tokenizer, data)
+        return PPO(context, Models(*map(given, (actor, reference, critic, scorer))), tokenizer, data)
 
     return ppo
 

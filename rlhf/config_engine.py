@@ -1,0 +1,102 @@
+"""Sections of the schema about how models are held: LoRA, the engine's defaults, and what a role does differently."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf.kinds import Folder, Section
+from rlhf.problems import shown
+
+Offload = Literal["none", "optimizer", "parameters", "all"]
+Frozen = Literal["auto", "int8", "int4"]
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class LoraConfig(Section):
+    """LoRA: train small adapters on frozen weights, in all stages (arXiv:2106.09685)."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0: off, all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="part of an adapter's inputs dropped while training; PPO drops nothing"
+    )
+    target_modules: Literal["auto"] | tuple[str, ...] = Field(
+        "auto", description="names of the linear layers to adapt; auto: all but the output embedding and scalar head"
+    )
+
+    learning_rate: float | None = Field(
+        None, gt=0, description="peak learning rate of the adapters; empty: ten times the stage's"
+    )
+    also_train: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+        (), description="what of the frozen weights is trained too: norms, biases, embeddings"
+    )
+    share_base: Literal["auto", True, False] = Field(
+        "auto", description="PPO's models share one frozen base where they start from the same; true: or else refuse"
+    )
+    merge: Literal["auto", True, False] = Field(
+        "auto", description="add adapters to a copy of the weights for rollouts; auto: where that copy is small"
+    )
+    save: Literal["merged", "adapter", "both"] = Field(
+        "merged", description="what a stage leaves: the model with its adapters merged, adapters as peft loads them"
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {shown(value)}")
+        return value if value == "auto" else tuple(names)
+
+
+class EngineConfig(Section):
+    """How models are held, trained and frozen ones; `roles` says what one of them does differently."""
+
+    zero_stage: ZeroStage = Field(
+        0, description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights)"
+    )
+    zero_persistence_threshold: int = Field(
+        100_000, ge=0, description="ZeRO-3: parameters smaller than this stay whole on every rank"
+    )
+    offload: Offload = Field(
+        "none",
+        description="what waits in the host's memory: optimizer (state and step), parameters (ZeRO-3's shards, and "
+        "frozen models between their uses), all",
+    )
+    nvme: Folder | None = Field(
+        None, description="folder on a fast disk for what is offloaded at ZeRO-3; empty: the host's memory"
+    )
+    frozen: Frozen = Field(
+        "auto", description="numbers that frozen weights are held in: auto (the precision of the run), int8, int4"
+    )
+    deepspeed: dict[str, Any] = Field(
+        {}, description="settings of DeepSpeed's own, merged last into what it is given; rlhf's own are refused"
+    )
+    shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
+        "auto", description="how batches are padded; auto: the accelerator's own policy"
+    )
+    timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for one that is late, before all end")
+
+
+class RoleConfig(Section):
+    """What one model does differently; an empty key: as `engine`, `model` and `lora` say."""
+
+    zero_stage: ZeroStage | None = Field(None, description="ZeRO stage; empty: engine.zero_stage")
+    offload: Offload | None = Field(None, description="what waits in the host's memory; empty: engine.offload")
+    frozen: Frozen | None = Field(None, description="numbers that its frozen weights are held in; empty: engine.frozen")
+    gradient_checkpointing: bool | None = Field(
+        None, description="recompute activations in the backward pass; empty: model.gradient_checkpointing"
+    )
+    lora_rank: int | None = Field(None, ge=0, description="rank of the adapters; empty: lora.rank")
+
+
+class RolesConfig(Section):
+    """What single models do differently from `engine`, `model` and `lora`."""
+
+    sft: RoleConfig = Field(RoleConfig(), description="the model that SFT trains")
+    reward: RoleConfig = Field(RoleConfig(), description="the reward model, trained in its stage and frozen in PPO")
+    actor: RoleConfig = Field(RoleConfig(), description="PPO's policy")
+    critic: RoleConfig = Field(RoleConfig(), description="PPO's value model")
+    reference: RoleConfig = Field(RoleConfig(), description="the policy as it was before PPO, frozen")
