@@ -165,7 +165,9 @@ def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = 
         optimizer = model.engine.optimizer
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
-    there = [tensor for tensor in tensors if device is None or tensor.device.type == device.type]
+    # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
+    kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
+    there = [tensor for tensor in tensors if tensor.device.type in kinds]
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
     return sum(storages.values())
 
