@@ -228,6 +228,14 @@ class Accelerator(ABC):
 
     # memory and random numbers
 
+    def host_device(self) -> torch.device:
+        """Where what is offloaded waits; the device itself, where that has no memory of its own."""
+        return torch.device("cpu")
+
+    def pins_memory(self) -> bool:
+        """Whether tensors there can be page-locked (`Tensor.pin_memory`), so that copies to the device are fast."""
+        return False
+
     @abstractmethod
     def memory(self) -> Memory:
         """Bytes in use, at most since `reset_peak`, and in all."""

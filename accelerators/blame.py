@@ -55,6 +55,8 @@ METHODS: Mapping[str, Expected] = {
     "precision": _a(Precision),
     "kernels": _a(list),
     "shape_policy": _a(ShapePolicy),
+    "host_device": _a(torch.device),
+    "pins_memory": _a(bool),
     "memory": _a(Memory),
     "reset_peak": ANYTHING,
     "empty_cache": ANYTHING,

@@ -127,6 +127,9 @@ class CUDA(Accelerator):
         """Few lengths, since each is a recording of its own; multiples of 8, which tensor cores multiply fastest."""
         return ShapePolicy("bucketed", pad_to_multiple=8, first=64)
 
+    def pins_memory(self) -> bool:
+        return True
+
     def memory(self) -> Memory:
         device = self.device()
         return Memory(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
+from rlhf.engine.parking import at_hand
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch
 from rlhf.models.export import save_model
@@ -138,7 +139,8 @@ class PPO:
         """
         self.actor.engine.eval()
         self.critic.engine.eval()
-        parts = [self._score(part) for part in self._micro_batches(sequences)]
+        with at_hand(self.reference, self.reward):
+            parts = [self._score(part) for part in self._micro_batches(sequences)]
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def collect(self, prompts: Batch, sums: Sums) -> Experience:
