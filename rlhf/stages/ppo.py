@@ -100,10 +100,10 @@ class PPO:
         (prompts,) = self.batches.step(index)
         sums = Sums()
         self.experience = experience = self.collect(self.accelerator.to_device(prompts), sums)
-        rate = self.actor.scheduled_rate
+        rates = self.actor.rates
         for epoch in range(self.settings.ppo_epochs):
             self.update(experience, self._order(index, epoch), sums)
-        return self._numbers(sums.read(), rate)
+        return self._numbers(sums.read(), rates)
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Batch:
@@ -260,7 +260,7 @@ class PPO:
         seed = (self.context.config.seed * 1_000_003 + index) * 1_009 + epoch
         return torch.Generator().manual_seed(seed)
 
-    def _numbers(self, sums: Numbers, rate: float) -> Numbers:
+    def _numbers(self, sums: Numbers, rates: Numbers) -> Numbers:
         """Sums of a step to means, and the KL coefficient's own step."""
         settings = self.settings
         updates = settings.ppo_epochs * settings.batch_size // (self.minibatch_rows * self.context.world.size)
@@ -270,7 +270,7 @@ class PPO:
         numbers |= {
             "returns": sums["returns"] / max(sums["tokens"], 1),
             "kl_coef": self.kl_coef,
-            "learning_rate": rate,
+            **rates,
             "grad_norm": self.actor.grad_norm(),
             "critic_grad_norm": self.critic.grad_norm(),
         }

@@ -52,9 +52,9 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
             result = pair_loss(model, batch, total)
             return result.loss, pair_statistics(result, batch)
 
-        rate = engine.scheduled_rate
+        rates = engine.rates
         numbers = averages(engine.step(micro_batches, loss).read())
-        return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
+        return numbers | rates | {"grad_norm": engine.grad_norm()}
 
     def measure(when: str) -> Numbers:
         found = evaluate(context, engine, held_out, when)

@@ -61,9 +61,9 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
             tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()  # of real rows
             return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
 
-        rate = engine.scheduled_rate
+        rates = engine.rates
         numbers = engine.step(micro_batches, loss).read()
-        return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
+        return numbers | rates | {"grad_norm": engine.grad_norm()}
 
     def measure(when: str) -> Numbers:
         found = {"perplexity": perplexity(context, engine, held_out, when)}
