@@ -6,6 +6,7 @@ loaded in float32; the engine casts them to the compute precision.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,6 +92,20 @@ def load_scalar_head(
     if (report["missing_keys"] or report["mismatched_keys"]) and (line := reset_final_norm(model, reset_norm)):
         say(f"note: {path}: {line}")
     return _fit(model, tokenizer, config)
+
+
+def empty(found: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
+    """A model of the configuration `found`, of a model that was loaded, on torch's meta device and without weights.
+
+    Args:
+        scalar_head: as a sequence-classification model with one output.
+    """
+    found, model_class = copy.deepcopy(found), _class(found, config, scalar_head=scalar_head)
+    if scalar_head:
+        found.num_labels = 1
+    code = {"trust_remote_code": True} if config.trust_remote_code and getattr(found, "auto_map", None) else {}
+    with torch.device("meta"):
+        return model_class.from_config(found, attn_implementation=attention, **code)
 
 
 def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[PreTrainedTokenizerBase, list[str]]:

@@ -21,7 +21,6 @@ from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch
-from rlhf.models.export import save_model
 from rlhf.models.forward import completion_log_probs, last_token_scores
 from rlhf.models.loading import Loader
 from rlhf.models.lora import without_adapters
@@ -38,6 +37,7 @@ from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
 from rlhf.rollout.switch import generating
 from rlhf.stages.evaluation import Judge, evaluate, means, record, rollout_statistics
+from rlhf.stages.leaving import leave
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
 
 
@@ -319,7 +319,7 @@ def run(
         load_state=ppo.load_state,
     )
     after = measure("after")
-    save_model(ppo.actor, tokenizer, context.directory.model)
+    leave(context, ppo.actor, tokenizer)
     samples = [
         {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
         for old, new in zip(before["samples"], after["samples"])

@@ -15,10 +15,10 @@ from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.models.export import save_model
 from rlhf.models.loading import Loader
 from rlhf.models.scalar_head import note
 from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
+from rlhf.stages.leaving import leave
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
 
@@ -72,7 +72,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
         shown=("loss", "accuracy"),
     )
     after = measure("after")
-    save_model(engine, tokenizer, context.directory.model)
+    leave(context, engine, tokenizer)
     if line := note(engine.module.model, context.directory.model):
         context.say(f"note: {line}")
     return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
