@@ -58,6 +58,12 @@ class Holding:
         return self.engine.zero_stage
 
     @property
+    def quantization(self) -> Literal["int8", "int4"] | None:
+        """How the weights of its linear layers are quantized, where they are frozen; None: they are not."""
+        kind = self.engine.frozen
+        return None if kind == "auto" or (self.role.trained and not self.lora.rank) else kind
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether the optimizer's state waits, and its steps are taken, on the host."""
         return self.role.trained and self.engine.offload in ("optimizer", "all")

@@ -24,6 +24,7 @@ from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
+from rlhf.models import quantized
 from rlhf.models.placement import place
 from rlhf.roles import Holding
 
@@ -221,7 +222,7 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
     parameters = list(model.parameters())
     return {
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "all": sum(parameter.numel() for parameter in parameters),
+        "all": sum(parameter.numel() for parameter in parameters) + quantized.count(model),
     }
 
 
