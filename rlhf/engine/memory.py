@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PHASES = {
     "rlhf.models.loading._load": "loading",
+    "rlhf.models.weights.fill": "loading",
     "rlhf.stages.loop.engine": "set-up",
     "rlhf.stages.loop.frozen": "set-up",
     "rlhf.stages.loop.sum_over": "evaluation",
