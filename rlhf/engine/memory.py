@@ -71,6 +71,8 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append(f"{stage}.micro_batch_size={rows}")
     if phase == "update" and not config.model.gradient_checkpointing:
         free.append("model.gradient_checkpointing=true")
+    if phase == "generation" and (rows := _fewer_at_a_time(situation)):
+        free.append(f"ppo.generation_batch_size={rows}")
     if phase == "generation" and (rows := _smaller_rollout(situation)):
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
@@ -190,6 +192,13 @@ def _micro_batch(situation: Situation) -> int:
 def _smaller(rows: int) -> int:
     """The largest part into which `rows` divide; 0 for one row."""
     return next((part for part in range(rows // 2, 0, -1) if rows % part == 0), 0)
+
+
+def _fewer_at_a_time(situation: Situation) -> int:
+    """Half the rows that a rank generates at a time; 0 for one row."""
+    ppo = situation.config.ppo
+    share = ppo.batch_size // situation.ranks
+    return min(ppo.generation_batch_size or share, share) // 2
 
 
 def _smaller_rollout(situation: Situation) -> int:

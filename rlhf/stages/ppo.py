@@ -93,6 +93,7 @@ class PPO:
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
+            batch_size=settings.generation_batch_size,
         )
 
     def step(self, index: int) -> Numbers:
