@@ -94,6 +94,14 @@ class Team(Alone):
         self.size = len(ranks)
         self.position = ranks.index(distributed.world().rank)
 
+    @classmethod
+    def of(cls, size: int) -> Team:
+        """This rank's team, where the ranks of the run are cut into teams of `size`; all ranks must ask together."""
+        world = distributed.world()
+        teams = [list(range(first, first + size)) for first in range(0, world.size, size)]
+        groups = [None] if len(teams) == 1 else [dist.new_group(ranks) for ranks in teams]
+        return next(cls(*each) for each in zip(teams, groups) if world.rank in each[0])
+
     def gathered(self, prompts: Prompts) -> Prompts:
         width = torch.tensor(prompts.ids.shape[1], device=prompts.ids.device)
         dist.all_reduce(width, dist.ReduceOp.MAX, group=self.group)
