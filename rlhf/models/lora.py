@@ -90,7 +90,7 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer in layers:
                 weight = layer.get_base_layer().weight
-                total = _sum(layer)
+                total = merged_weight(layer)
                 frozen.append(weight.clone())
                 weight.copy_(total)
         for layer in layers:
@@ -102,6 +102,14 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer, weight in zip(layers, frozen):
                 layer.get_base_layer().weight.copy_(weight)
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """What an adapted layer's weight is with its adapter, in float32; both must be whole."""
+    adapter = layer.lora_B[_ADAPTER].weight.float() @ layer.lora_A[_ADAPTER].weight.float()
+    if layer.fan_in_fan_out:
+        adapter = adapter.T
+    return layer.get_base_layer().weight.float() + layer.scaling[_ADAPTER] * adapter
 
 
 def check_targets(model: Any, config: LoraConfig) -> None:
@@ -136,11 +144,3 @@ def _ends_in(path: str, name: str) -> bool:
 
 def _adapted_layers(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-
-
-def _sum(layer: Any) -> Tensor:
-    """The layer's frozen weight and its adapter, in float32."""
-    adapter = layer.lora_B[_ADAPTER].weight.float() @ layer.lora_A[_ADAPTER].weight.float()
-    if layer.fan_in_fan_out:
-        adapter = adapter.T
-    return layer.get_base_layer().weight.float() + layer.scaling[_ADAPTER] * adapter
