@@ -34,6 +34,7 @@ from rlhf.objectives import (
     value_loss,
     whiten,
 )
+from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
 from rlhf.rollout.switch import generating
@@ -94,6 +95,8 @@ class PPO:
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
+            batch_size=settings.generation_batch_size,
+            team=choose(self.actor, context.config, say=context.say),
         )
 
     def step(self, index: int) -> Numbers:
@@ -117,7 +120,7 @@ class PPO:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
             batch have no actions.
         """
-        with generating(self.actor) as model:
+        with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )
