@@ -19,7 +19,7 @@ from rlhf.models import sources
 from rlhf.models.export import save_model
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.lora import TRAINED, add_adapters, adapted_layers, change, check_targets
+from rlhf.models.lora import TRAINED, adapted_layers, add_adapters, change, check_targets
 from rlhf.models.quantized import count, quantize, quantized_layers, quantizing, unpacked
 from rlhf.models.weights import into
 from tests.families.table import BY_NAME
