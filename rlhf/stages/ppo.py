@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
+from rlhf.engine.parking import at_hand
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch
 from rlhf.models.forward import completion_log_probs, last_token_scores
@@ -33,6 +34,7 @@ from rlhf.objectives import (
     value_loss,
     whiten,
 )
+from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
 from rlhf.rollout.switch import generating
@@ -93,6 +95,8 @@ class PPO:
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
+            batch_size=settings.generation_batch_size,
+            team=choose(self.actor, context.config, say=context.say),
         )
 
     def step(self, index: int) -> Numbers:
@@ -116,7 +120,7 @@ class PPO:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
             batch have no actions.
         """
-        with generating(self.actor) as model:
+        with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )
@@ -138,7 +142,8 @@ class PPO:
         """
         self.actor.engine.eval()
         self.critic.engine.eval()
-        parts = [self._score(part) for part in self._micro_batches(sequences)]
+        with at_hand(self.reference, self.reward):
+            parts = [self._score(part) for part in self._micro_batches(sequences)]
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def collect(self, prompts: Batch, sums: Sums) -> Experience:
