@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf import sharing
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
@@ -95,6 +96,7 @@ def check(
         check_rollouts(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
+    sharing.check(config, pending, directory)
     values = config.model_dump()
     for stage in pending:
         for start in STARTS[stage]:
@@ -138,6 +140,8 @@ def examine(
     accelerator.kernel("adamw", required=True)
     if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
         accelerator.kernel("adamw_cpu_offload", required=True)
+    if any(held.quantization for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("quantized_weights", required=True)
     deepspeed_config.check(config)
     deepspeed_config.check_disk(config)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
