@@ -161,6 +161,7 @@ class Accelerator(ABC):
             clip_grad_norm: (parameters, max_norm) -> total norm, a scalar tensor
             attention: a name for transformers' `attn_implementation`
             graph_capture: (fn, key) -> fn, what `capture` gives out
+            quantized_weights: `pack`, `unpack` and `multiply`, as `accelerators.quantized.QuantizedWeights` has them
 
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.

@@ -18,6 +18,7 @@ from rlhf.models.folder import check_model_folder
 from rlhf.place import here
 from rlhf.roles import check as check_roles
 from rlhf.roles import holdings
+from rlhf.rollout.choice import check as check_rollouts
 from rlhf.run import RunDirectory
 from rlhf.settings import STARTS, Fingerprints, Start
 
@@ -90,6 +91,8 @@ def check(
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
     check_roles(config, pending, ranks)
+    if "ppo" in pending:
+        check_rollouts(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
     values = config.model_dump()
@@ -246,10 +249,12 @@ class _Models(_Tokenizers):
     def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
         from rlhf.models.dropout import check_dropout
+        from rlhf.models.embedded import build_outline
         from rlhf.models.final_norm import check_final_norm
         from rlhf.models.loading import check_fits, check_same_vocabulary
         from rlhf.models.lora import check_targets
         from rlhf.models.support import check_positions
+        from rlhf.rollout.choice import check_model
 
         for found in origins:
             outline = self.outline(found)
@@ -266,6 +271,7 @@ class _Models(_Tokenizers):
             actor, reward = origins
             where = reward.path or "the embedded model"
             check_same_vocabulary(self.tokenizer(actor), self.tokenizer(reward), where)
+            check_model(self.outline(actor) or build_outline(self.tokenizer(actor)), self._config.ppo, here().size)
 
     def outline(self, found: Origin) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""

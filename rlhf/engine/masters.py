@@ -19,6 +19,15 @@ from rlhf.models.sharded import is_sharded, kept
 from rlhf.models.weights import remember, source_of
 
 
+def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round what is trained, and was made with more digits (adapters), to `dtype`, and remember what it was."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not is_sharded(parameter) and _is_wider(parameter.dtype, dtype):
+            if source_of(parameter) is None:
+                remember(parameter, sources.Held(parameter.detach()))
+            parameter.data = parameter.detach().to(dtype)
+
+
 def restore_precision(engine: Any) -> None:
     """Set the masters of a new DeepSpeed engine; what its parameters were made from is let go of."""
     whole = _whole_masters(engine.optimizer)
@@ -26,10 +35,15 @@ def restore_precision(engine: Any) -> None:
         found = source_of(parameter)
         if found is None:
             continue
-        if parameter.requires_grad and torch.promote_types(found.dtype, parameter.dtype) != parameter.dtype:
+        if parameter.requires_grad and _is_wider(found.dtype, parameter.dtype):
             _set(parameter, found, whole.get(id(parameter)))
         if parameter.requires_grad or isinstance(found, sources.Held):
             remember(parameter, None)
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a number of type `one` may not be a number of the `other`."""
+    return torch.promote_types(one, other) != other
 
 
 def _set(parameter: nn.Parameter, found: sources.Source, master: Tensor | None) -> None:

@@ -76,6 +76,8 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append(f"{stage}.micro_batch_size={rows}")
     if phase == "update" and not config.model.gradient_checkpointing:
         free.append("model.gradient_checkpointing=true")
+    if phase == "generation" and (rows := _fewer_at_a_time(situation)):
+        free.append(f"ppo.generation_batch_size={rows}")
     if situation.host and (wish := _more_offload(situation)):
         free.append(f"engine.offload={wish}")
     elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
@@ -166,7 +168,9 @@ def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = 
         optimizer = model.engine.optimizer
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
-    there = [tensor for tensor in tensors if device is None or tensor.device.type == device.type]
+    # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
+    kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
+    there = [tensor for tensor in tensors if tensor.device.type in kinds]
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
     return sum(storages.values())
 
@@ -229,6 +233,13 @@ def _micro_batch(situation: Situation) -> int:
 def _smaller(rows: int) -> int:
     """The largest part into which `rows` divide; 0 for one row."""
     return next((part for part in range(rows // 2, 0, -1) if rows % part == 0), 0)
+
+
+def _fewer_at_a_time(situation: Situation) -> int:
+    """Half the rows that a rank generates at a time; 0 for one row."""
+    ppo = situation.config.ppo
+    share = ppo.batch_size // situation.ranks
+    return min(ppo.generation_batch_size or share, share) // 2
 
 
 def _smaller_rollout(situation: Situation) -> int:

@@ -21,8 +21,8 @@ from rlhf import quiet
 from rlhf.config import OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.deepspeed_config import deepspeed_config
-from rlhf.engine.masters import restore_precision
-from rlhf.engine.optimizer import learning_rate, parameter_groups
+from rlhf.engine.masters import keep_precision, restore_precision
+from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
 from rlhf.models.placement import place
@@ -57,7 +57,9 @@ class TrainingEngine:
     ) -> None:
         self.name = name
         self.accelerator = accelerator
+        self.holding = holding
         self.optimizer_config = optimizer
+        self._adapter_factor = adapter_factor(optimizer, holding.lora)
         self.total_steps = total_steps
         self.zero_stage = holding.zero_stage
         self.precision = precision
@@ -68,6 +70,7 @@ class TrainingEngine:
         self._scale = 1.0
         self._trained = False
         self.parameter_counts = _parameter_counts(model)
+        keep_precision(model, precision.dtype)
         # Where the optimizer's state waits on the host, its step is taken there too.
         on_host = holding.offloads_optimizer
         adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
@@ -75,7 +78,7 @@ class TrainingEngine:
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=adamw(
-                    parameter_groups(model, optimizer.weight_decay),
+                    parameter_groups(model, optimizer.weight_decay, self._adapter_factor),
                     # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
                     lr=0.0,
                     betas=optimizer.betas,
@@ -109,6 +112,13 @@ class TrainingEngine:
         """Learning rate of the next step."""
         return learning_rate(self.optimizer_config, self.steps, self.total_steps)
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates of the next step, by the names under which they are recorded."""
+        rate = self.scheduled_rate
+        adapters = {"lora_learning_rate": self._adapter_factor * rate} if self.holding.lora.rank else {}
+        return {"learning_rate": rate} | adapters
+
     def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
         """One optimizer step over this rank's micro-batches of one global batch.
 
@@ -118,7 +128,7 @@ class TrainingEngine:
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = self.scheduled_rate
+            group["lr"] = group["factor"] * self.scheduled_rate
         self.engine.train()
         self._record_order()
         sums = Sums()

@@ -8,6 +8,7 @@ quantized checkpoints) it loads whole and in float32 first.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,20 @@ def load_scalar_head(
         if line := reset_final_norm(model, reset_norm):
             say(f"note: {path}: {line}")
     return fill(_fit(model, tokenizer), put or into(torch.float32))
+
+
+def empty(found: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
+    """A model of the configuration `found`, of a model that was loaded, on torch's meta device and without weights.
+
+    Args:
+        scalar_head: as a sequence-classification model with one output.
+    """
+    found, model_class = copy.deepcopy(found), _class(found, config, scalar_head=scalar_head)
+    if scalar_head:
+        found.num_labels = 1
+    code = {"trust_remote_code": True} if config.trust_remote_code and getattr(found, "auto_map", None) else {}
+    with torch.device("meta"):
+        return model_class.from_config(found, attn_implementation=attention, **code)
 
 
 def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[PreTrainedTokenizerBase, list[str]]:
