@@ -23,6 +23,8 @@ from rlhf.models.weights import into
 from tests.helpers import build_tokenizer
 from tests.in_process import held
 
+LORA = LoraConfig(rank=4)
+
 
 def main(folder: str) -> None:
     """`folder` holds float32 checkpoints, each named as its family and what is tried with it."""
@@ -45,11 +47,14 @@ class Check:
         torch.manual_seed(3)
         plain, found = self.load(into(torch.float32)), []
         expected = dict(plain.named_parameters(remove_duplicate=False))
+        adapted = self.load(into(torch.float32))
+        add_adapters(adapted, LORA, seed=0)
+        self.drawn = {name: tensor.detach().clone() for name, tensor in adapted.named_parameters() if "lora" in name}
         cases = [(0, 0), (1, 0), (2, 4), (3, 0), (3, 4)] if "trained" in self.path.name else []
         for stage, rank in cases:
             model = self.load(self.put(stage))
             if rank:
-                add_adapters(model, LoraConfig(rank=rank), seed=0)
+                add_adapters(model, LORA, seed=0)
             found += [f"stage {stage}, LoRA {rank}: {line}" for line in self.of_engine(model, stage, expected)]
         frozen = freeze(self.load(self.put(3)), **self.holding(3, trained=False))
         found += [f"frozen: {line}" for line in self.of_weights(frozen, expected)]
@@ -91,10 +96,11 @@ class Check:
             groups = zip(optimizer.fp16_groups, optimizer.fp32_groups)
             whole = {id(a): b for mine, theirs in groups for a, b in zip(mine, theirs)}
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad or "lora" in name:
+            if not parameter.requires_grad:
                 continue
+            wanted = self.drawn[name] if "lora" in name else expected[plain_name(name)]
             master = whole[id(parameter)] if stage == 0 else safe_get_full_fp32_param(parameter)
-            if master.dtype != torch.float32 or not torch.equal(master, expected[plain_name(name)]):
+            if master.dtype != torch.float32 or not torch.equal(master, wanted):
                 found.append(f"master of {name}")
         return found
 
