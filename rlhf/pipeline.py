@@ -19,7 +19,7 @@ from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
-from rlhf.engine import distributed, memory
+from rlhf.engine import distributed, memory, parking
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
@@ -75,6 +75,8 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 
 def _run_stage(stage: Stage, context: StageContext) -> None:
     context.accelerator.reset_peak()
+    if line := parking.describe(context.holdings.values(), context.accelerator):
+        context.say(f"{stage}: {line}")
     with memory.explained(context):
         summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
