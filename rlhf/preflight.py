@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf import sharing
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
 from rlhf.errors import RunError
@@ -95,6 +96,7 @@ def check(
         check_rollouts(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
+    sharing.check(config, pending, directory)
     values = config.model_dump()
     for stage in pending:
         for start in STARTS[stage]:

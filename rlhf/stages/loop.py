@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from rlhf.metrics.recorder import Recorder
 from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import Loader
-from rlhf.models.lora import add_adapters
+from rlhf.models.lora import add_adapters, merges
 from rlhf.models.shared_base import Base
 from rlhf.roles import Holding, Name, holdings
 
@@ -124,12 +124,19 @@ class StageContext:
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
+            merged, why = merges(model, lora, self.accelerator.memory().total)
+            if name == "actor" and not merged and why:
+                self.say(f"{name}: adapters run beside the weights in rollouts: {why}")
         return engine
 
     def frozen(self, name: Name, load: Loader) -> nn.Module:
         """The role's model for scoring only; see `freeze`."""
         holding = self.holdings[name]
         model = load(holding)
+        trained = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
+        if holding.offloads_parameters and any(id(parameter) in trained for parameter in model.parameters()):
+            self.say(f"{name}: engine.offload moves nothing of it; it shares the base of a model that is trained")
+            holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
         self.models[name] = freeze(
             ScalarHead(model) if holding.role.scalar_head else model,
             accelerator=self.accelerator,
