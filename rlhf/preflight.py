@@ -16,6 +16,8 @@ from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
 from rlhf.place import here
+from rlhf.roles import check as check_roles
+from rlhf.roles import holdings
 from rlhf.rollout.choice import check as check_rollouts
 from rlhf.run import RunDirectory
 from rlhf.settings import STARTS, Fingerprints, Start
@@ -88,6 +90,7 @@ def check(
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
+    check_roles(config, pending, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)
     if overwrite:
@@ -128,10 +131,15 @@ def examine(
     """
     from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import check_stage, load_stage
+    from rlhf.engine import deepspeed_config
     from rlhf.engine.room import Need, check_room
 
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
+    if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("adamw_cpu_offload", required=True)
+    deepspeed_config.check(config)
+    deepspeed_config.check_disk(config)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)

@@ -1,7 +1,7 @@
 """The switch of one model from training to generation and back: the same weights, no second copy.
 
 How the weights are had follows from who generates together (`rlhf.rollout.teams`). A rank alone has them whole, with
-LoRA adapters merged; see `merged_adapters` for what that takes. Ranks in step have ZeRO-3 gather each layer when it is
+LoRA adapters merged if there is room for that (`merges`). Ranks in step have ZeRO-3 gather each layer when it is
 needed, the adapters beside it; a team makes a second model, of which each rank holds a part.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rlhf.models.lora import merged_adapters
+from rlhf.models.lora import adapters_for_rollout
 from rlhf.rollout.teams import Alone, InStep, Team
 from rlhf.rollout.tensor_parallel import split
 
@@ -44,5 +44,6 @@ def _weights(engine: TrainingEngine, team: Alone | None) -> Iterator[nn.Module]:
     elif isinstance(team, InStep):
         yield engine.module
     else:
-        with engine.whole_weights() as module, merged_adapters(module):
+        memory, lora = engine.accelerator.memory().total, engine.holding.lora
+        with engine.whole_weights() as module, adapters_for_rollout(module, lora, memory):
             yield module
