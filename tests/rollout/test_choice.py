@@ -99,7 +99,8 @@ def test_a_plan_whose_parts_do_not_fit_together_is_found_before_the_run():
     from transformers import CohereConfig, CohereForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = CohereForCausalLM(CohereConfig(vocab_size=60, num_key_value_heads=4, use_qk_norm=True, **sizes))
+    options = {"num_key_value_heads": 4, "use_qk_norm": True, "use_cache": False}
+    model = CohereForCausalLM(CohereConfig(vocab_size=60, **options, **sizes))
     line = refusal(check_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
     assert "the layers of cohere do not fit together when they are split; use layerwise" in line
 
