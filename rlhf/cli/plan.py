@@ -100,7 +100,7 @@ def _where(config: Config, options: Options, devices: int, memory: str | None, h
     with stdout_to_stderr():  # a device's software may print as it likes
         accelerator = launch.select(config, options.accelerator).create()
         accelerator.bind(0)
-        return surroundings.found(accelerator, config, devices)
+        return surroundings.found(accelerator, config, devices, local=devices)
 
 
 def _print(stage: dict[str, Any]) -> None:

@@ -41,8 +41,11 @@ def described(config: Config, devices: int, memory: int, host: int | None) -> tu
     return around, Room(memory - _CONTEXT, host and host // devices)
 
 
-def found(accelerator: Accelerator, config: Config, ranks: int, *, fused: bool = True) -> tuple[Surroundings, Room]:
-    """The accelerator that this process is bound to, `ranks` of them; a process holds what this one does now."""
+def found(accelerator: Accelerator, config: Config, ranks: int, *, local: int) -> tuple[Surroundings, Room]:
+    """The accelerator that this process is bound to, `ranks` of them, `local` of them on this machine.
+
+    A process holds what this one does now.
+    """
     import torch
 
     memory = accelerator.memory()
@@ -50,10 +53,9 @@ def found(accelerator: Accelerator, config: Config, ranks: int, *, fused: bool =
     around = Surroundings(
         ranks,
         accelerator.precision(config.precision).name,
-        fused=fused,
         one_memory=one_memory,
         base=memory.allocated if one_memory else PROCESS,
         margin=0 if one_memory else _MARGIN,
     )
     # Ranks on one machine share the host's memory, but each has its device for itself.
-    return around, Room(memory.total // (ranks if one_memory else 1) - (0 if one_memory else _CONTEXT))
+    return around, Room(memory.total // local if one_memory else memory.total - _CONTEXT)
