@@ -161,6 +161,7 @@ class Accelerator(ABC):
             clip_grad_norm: (parameters, max_norm) -> total norm, a scalar tensor
             attention: a name for transformers' `attn_implementation`
             graph_capture: (fn, key) -> fn, what `capture` gives out
+            quantized_weights: `pack`, `unpack` and `multiply`, as `accelerators.quantized.QuantizedWeights` has them
 
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.
@@ -227,6 +228,14 @@ class Accelerator(ABC):
         return ShapePolicy("dynamic")
 
     # memory and random numbers
+
+    def host_device(self) -> torch.device:
+        """Where what is offloaded waits; the device itself, where that has no memory of its own."""
+        return torch.device("cpu")
+
+    def pins_memory(self) -> bool:
+        """Whether tensors there can be page-locked (`Tensor.pin_memory`), so that copies to the device are fast."""
+        return False
 
     @abstractmethod
     def memory(self) -> Memory:

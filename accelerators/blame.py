@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import MethodType, NoneType
+from types import MethodType, NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ METHODS: Mapping[str, Expected] = {
     "precision": _a(Precision),
     "kernels": _a(list),
     "shape_policy": _a(ShapePolicy),
+    "host_device": _a(torch.device),
+    "pins_memory": _a(bool),
     "memory": _a(Memory),
     "reset_peak": ANYTHING,
     "empty_cache": ANYTHING,
@@ -81,12 +83,23 @@ _ATTRIBUTES = ("absent", "deepspeed_name", "name")
 # Trainers answer these: a checkpoint may hold the state of another device's generators.
 _EXPECTED_ERRORS = {"set_rng_state": (KeyError, TypeError, ValueError, RuntimeError)}
 
+_OF_QUANTIZED: Mapping[str, Expected] = {
+    "pack": _a(dict),
+    "unpack": _a(torch.Tensor),
+    "multiply": _a(torch.Tensor),
+}
+"""What trainers call of quantized weights, and what each method gives."""
+
 _MAKES: Mapping[str, Expected] = {
     "adamw": _FUNCTION,
     "adamw_cpu_offload": _FUNCTION,
     "clip_grad_norm": _FUNCTION,
     "attention": _a(str),
     "graph_capture": _FUNCTION,
+    "quantized_weights": (
+        "an object with pack, unpack and multiply",
+        lambda found: all(callable(getattr(found, name, None)) for name in _OF_QUANTIZED),
+    ),
 }
 """What the factory of an operation's kernel makes."""
 
@@ -195,14 +208,20 @@ def refusal(implementation: KernelImpl, model: Any, plugin: str) -> str:
 
 def kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:
     """A kernel that says of `plugin` what goes wrong when it is called."""
-    expected = _GIVES.get(implementation.operation)
-    if expected is None or ours(implementation.factory):
+    expected = _GIVES.get(implementation.operation, ANYTHING)
+    if implementation.operation == "attention" or ours(implementation.factory):
         return made
     who = f"{implementation.operation} kernel {implementation.name!r} of {plugin}"
     # A kernel that a backend brings itself cannot be left out without the backend.
     remedy = f"{AUTHORS}, or leave it out with {ALLOWLIST_ENV}" if implementation.plugin else AUTHORS
     if implementation.operation == "graph_capture":
         return WatchedRecorder(made, plugin, who, expected, remedy=remedy)
+    if implementation.operation == "quantized_weights":
+        methods = {
+            name: Watched(getattr(made, name), plugin, f"{who}: {name}()", given, remedy=remedy)
+            for name, given in _OF_QUANTIZED.items()
+        }
+        return SimpleNamespace(**methods)
     watched = Watched(made, plugin, who, expected, remedy=remedy)
     if expected is not _OPTIMIZER:
         return watched

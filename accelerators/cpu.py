@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from accelerators import host, kernels
+from accelerators import host, kernels, quantized
 from accelerators.accelerator import Accelerator
 from accelerators.types import AcceleratorError, DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -25,7 +25,6 @@ class CPU(Accelerator):
     deepspeed_name = "cpu"
     absent: ClassVar[dict[str, str]] = {
         "graph_capture": "operators run on the calling thread of a CPU: there are no launches to record",
-        "quantized_weights": "DeepSpeed's quantizer kernels have no CPU build",
     }
 
     def bind(self, local_rank: int) -> torch.device:
@@ -65,7 +64,7 @@ class CPU(Accelerator):
         return view
 
     def kernels(self) -> Iterable[KernelImpl]:
-        return (*kernels.PORTABLE, FUSED_ADAMW)
+        return (*kernels.PORTABLE, FUSED_ADAMW, quantized.CPU_KERNELS)
 
     def memory(self) -> Memory:
         allocated, peak = host.resident_memory()

@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -31,12 +31,6 @@ class CUDA(Accelerator):
 
     name = "cuda"
     deepspeed_name = "cuda"
-    absent: ClassVar[dict[str, str]] = {
-        "quantized_weights": (
-            "DeepSpeed 0.19 quantizes frozen weights (MixZ++) correctly only in fp16 on two or more ranks: bf16 fails "
-            "an assertion, one rank fails, and weights frozen before ZeRO-3 partitions them become NaN"
-        ),
-    }
 
     def __init__(self) -> None:
         self._recordings = 0
@@ -121,11 +115,14 @@ class CUDA(Accelerator):
         return Precision(dtype, name, reason, loss_scaling=name == "fp16")
 
     def kernels(self) -> Iterable[KernelImpl]:
-        return (*kernels.PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS)
+        return (*kernels.PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
         """Few lengths, since each is a recording of its own; multiples of 8, which tensor cores multiply fastest."""
         return ShapePolicy("bucketed", pad_to_multiple=8, first=64)
+
+    def pins_memory(self) -> bool:
+        return True
 
     def memory(self) -> Memory:
         device = self.device()
@@ -217,5 +214,16 @@ CUDA_GRAPHS = KernelImpl(
     name="cuda-graphs",
     factory=_cuda_graphs,
     supported=lambda accelerator: Support(True, "all launches of a recorded function are replayed as one"),
+    priority=10,
+)
+PACKED_PRODUCTS = KernelImpl(
+    operation="quantized_weights",
+    name="torch-cuda",
+    factory=kernels.quantized_weights,
+    supported=lambda accelerator: Support(
+        False,
+        "torch's product of int8 weights on CUDA has a thread for each number and no tensor cores: unpacking first is "
+        "faster; its int4 weights lie in an order for products alone, and gradients need them unpacked",
+    ),
     priority=10,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,7 +36,6 @@ class HPU(Accelerator):
 
     name = "hpu"
     deepspeed_name = "hpu"
-    absent: ClassVar[dict[str, str]] = {"quantized_weights": "DeepSpeed's quantizer kernels have no HPU build"}
 
     # placement
 

@@ -37,6 +37,13 @@ def clip_grad_norm(accelerator: Accelerator) -> Any:
     return torch.nn.utils.clip_grad_norm_
 
 
+def quantized_weights(accelerator: Accelerator) -> Any:
+    """Weights of 8 or 4 bits; see `accelerators.quantized`."""
+    from accelerators.quantized import QuantizedWeights
+
+    return QuantizedWeights()
+
+
 def softcap(model: Any) -> float | None:
     """What a model's configuration bounds its attention's scores by; None: nothing."""
     return getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
@@ -75,5 +82,11 @@ PORTABLE = (
         factory=lambda accelerator: "eager",
         supported=_always("every architecture's own operators"),
         priority=-1000,
+    ),
+    KernelImpl(
+        operation="quantized_weights",
+        name="torch",
+        factory=quantized_weights,
+        supported=_always("plain torch operators: the weight of one layer at a time is unpacked, then multiplied"),
     ),
 )

@@ -32,7 +32,7 @@ OPERATIONS = (
 )
 """What `Accelerator.kernel` can be asked for; every backend reports each in its capabilities."""
 
-RESERVED = ("adamw_cpu_offload", "quantized_weights")
+RESERVED: tuple[str, ...] = ()
 """Those of OPERATIONS that no trainer asks for yet."""
 
 AUTHORS = "report it to the plugin's authors"

@@ -159,7 +159,7 @@ class PPOConfig(TrainingConfig):
     )
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     generation_batch_size: int | None = Field(
-        None, ge=1, description="rows that a rank generates at a time; empty: its share of batch_size"
+        None, ge=1, description="rows that a rank generates at a time, at most; empty: its share of batch_size"
     )
     generation_weights: Literal["auto", "whole", "layerwise", "tensor_parallel"] = Field(
         "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -23,7 +24,9 @@ class LoraConfig(Section):
         0.0, ge=0, lt=1, description="part of an adapter's inputs dropped while training; PPO drops nothing"
     )
     target_modules: Literal["auto"] | tuple[str, ...] = Field(
-        "auto", description="names of the linear layers to adapt; auto: all but the output embedding and scalar head"
+        "auto",
+        description="linear layers to adapt: names, or re: and a regular expression for whole paths; auto: all but the "
+        "output embedding and scalar head",
     )
 
     learning_rate: float | None = Field(
@@ -48,6 +51,12 @@ class LoraConfig(Section):
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {shown(value)}")
+        for name in names:
+            if name.startswith("re:"):
+                try:
+                    re.compile(name.removeprefix("re:"))
+                except re.error as error:
+                    raise ValueError(f"{shown(name)} holds no regular expression ({error})") from error
         return value if value == "auto" else tuple(names)
 
 

@@ -30,12 +30,14 @@ from rlhf.models.loading import (
     load_model_tokenizer,
     load_scalar_head,
 )
+from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
 from rlhf.place import here
 from rlhf.planning import announced
 from rlhf.roles import Holding
 from rlhf.settings import STARTS
+from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.loop import StageContext
@@ -150,10 +152,19 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     tokenizer = _tokenizer(context, actor_path)
     attention, of_reward = _attention(context, actor_path, reward_path)
 
+    sharing = decide(config, context.holdings, actor_path, reward_path)
+    if line := sharing.line(context.holdings):
+        context.say(f"ppo: {line}")
+
     def policy(holding: Holding) -> Any:
+        if donor := sharing.donors.get(holding.role.name):
+            return on_base(context.bases[donor], config.model, attention=attention)
         return load_causal_lm(config.model, tokenizer, attention=attention, path=actor_path)
 
     def scalar(holding: Holding) -> Any:
+        if donor := sharing.donors.get(holding.role.name):
+            base = context.bases[donor]
+            return on_base(base, config.model, attention=of_reward, scalar_head=True, adapter=sharing.adapter)
         return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path)
 
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)

@@ -16,6 +16,9 @@ from rlhf.data import sources
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
 from rlhf.place import here
+from rlhf.roles import check as check_roles
+from rlhf.roles import holdings
+from rlhf.rollout.choice import check as check_rollouts
 from rlhf.run import RunDirectory
 from rlhf.settings import STARTS, Fingerprints, Start
 
@@ -87,6 +90,9 @@ def check(
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
+    check_roles(config, pending, ranks)
+    if "ppo" in pending:
+        check_rollouts(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
     values = config.model_dump()
@@ -125,10 +131,15 @@ def examine(
     """
     from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import check_stage, load_stage
+    from rlhf.engine import deepspeed_config
     from rlhf.engine.room import Need, check_room
 
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
+    if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("adamw_cpu_offload", required=True)
+    deepspeed_config.check(config)
+    deepspeed_config.check_disk(config)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)
@@ -238,10 +249,12 @@ class _Models(_Tokenizers):
     def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
         from rlhf.models.dropout import check_dropout
+        from rlhf.models.embedded import build_outline
         from rlhf.models.final_norm import check_final_norm
         from rlhf.models.loading import check_fits, check_same_vocabulary
         from rlhf.models.lora import check_targets
         from rlhf.models.support import check_positions
+        from rlhf.rollout.choice import check_model
 
         for found in origins:
             outline = self.outline(found)
@@ -258,6 +271,7 @@ class _Models(_Tokenizers):
             actor, reward = origins
             where = reward.path or "the embedded model"
             check_same_vocabulary(self.tokenizer(actor), self.tokenizer(reward), where)
+            check_model(self.outline(actor) or build_outline(self.tokenizer(actor)), self._config.ppo, here().size)
 
     def outline(self, found: Origin) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""

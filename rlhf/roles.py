@@ -6,11 +6,12 @@ read alike. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf.config import Config, EngineConfig, LoraConfig, RoleConfig, Stage
+from rlhf.errors import ConfigError
 
 Name = Literal["sft", "reward", "actor", "critic", "reference"]
 
@@ -56,11 +57,24 @@ class Holding:
     def zero_stage(self) -> int:
         return int(self.engine.zero_stage)
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state waits, and its steps are taken, on the host."""
+        return self.role.trained and self.engine.offload in ("optimizer", "all")
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether weights wait on the host: ZeRO-3's shards, and all of a frozen model between its uses."""
+        return self.engine.offload in ("parameters", "all") and (self.zero_stage == 3 or not self.role.trained)
+
 
 def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
-    """How each model of a stage is held. With LoRA on the actor, PPO has no reference: it is the actor without."""
+    """How each model of a stage is held.
+
+    With LoRA on the actor, PPO has no reference: it is the actor without its adapters, unless more of it is trained.
+    """
     found = {role.name: _holding(config, stage, role) for role in ROLES[stage]}
-    if stage == "ppo" and found["actor"].lora.rank:
+    if stage == "ppo" and found["actor"].lora.rank and not config.lora.also_train:
         del found["reference"]
     return found
 
@@ -107,3 +121,78 @@ def _dropout(config: Config, stage: Stage, role: Role) -> float | None:
     if stage != "ppo":
         return config.sft.dropout if stage == "sft" else config.reward.dropout
     return {"actor": config.ppo.dropout, "critic": config.ppo.critic_dropout}.get(role.name, 0.0)
+
+
+def check(config: Config, stages: Sequence[Stage], ranks: int) -> None:
+    """Refuse what cannot be, of how models of `stages` are to be held, before anything is loaded.
+
+    Raises:
+        ConfigError: with the nearest that can be.
+    """
+    _check_reference(config, stages)
+    held = [holding for stage in stages for holding in holdings(config, stage).values()]
+    for holding in held:
+        _check_offload(config, holding, held)
+    _check_nvme(config, held)
+
+
+def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
+    """The reference is frozen in every stage, and is no model of its own beside an actor with adapters."""
+    own = config.roles.reference
+    said = own.model_dump(exclude_none=True)
+    if "ppo" not in stages or not said:
+        return
+    if "reference" not in holdings(config, "ppo"):
+        raise ConfigError(
+            f"roles.reference.{next(iter(said))}: with LoRA the reference is the actor without its adapters, held as "
+            "the actor is; leave it out, or set roles.actor.lora_rank=0"
+        )
+    if own.zero_stage in (1, 2):
+        raise ConfigError(
+            f"roles.reference.zero_stage: {own.zero_stage} shards an optimizer, and the reference is frozen; "
+            "set 0, or 3 to shard its weights"
+        )
+    for key, nothing in {"gradient_checkpointing": "false", "lora_rank": "0"}.items():
+        if said.get(key):
+            raise ConfigError(
+                f"roles.reference.{key}: is for a model that is trained, and the reference is frozen; "
+                f"leave it out, or set {nothing}"
+            )
+    if own.offload == "optimizer":
+        raise ConfigError(
+            "roles.reference.offload: the reference is frozen and has no optimizer; set parameters, or leave it out"
+        )
+
+
+def _check_offload(config: Config, holding: Holding, held: Sequence[Holding]) -> None:
+    name, wish, stage = holding.role.name, holding.engine.offload, holding.zero_stage
+    own = getattr(config.roles, name)
+    key = "engine.offload" if own.offload is None else f"roles.{name}.offload"
+    zero = "engine.zero_stage" if own.zero_stage is None else f"roles.{name}.zero_stage"
+    if holding.offloads_optimizer and stage == 0:
+        raise ConfigError(
+            f"{key}: {wish}: DeepSpeed keeps an optimizer on the host from ZeRO 1 on, and the {name} model is held "
+            f"at ZeRO 0; set {zero}=1, on one rank too, or {key}=none"
+        )
+    # What is said of all models is for those that it suits; what is said of one, for any stage that it is part of.
+    alike = [one for one in held if getattr(config.roles, one.role.name).offload is None]
+    if own.offload is not None:
+        alike = [one for of in ROLES for one in holdings(config, of).values() if one.role.name == name]
+    if wish in ("parameters", "all") and not any(one.offloads_parameters for one in alike):
+        raise ConfigError(
+            f"{key}: {wish}: weights that are trained wait on the host at ZeRO-3 only, and the {name} model is held "
+            f"at ZeRO {stage}; set {zero}=3, or {key}={'optimizer' if stage else 'none'}"
+        )
+
+
+def _check_nvme(config: Config, held: Sequence[Holding]) -> None:
+    if config.engine.nvme is None:
+        return
+    offloading = [holding for holding in held if holding.offloads_optimizer or holding.offloads_parameters]
+    if not offloading:
+        raise ConfigError("engine.nvme: nothing is offloaded; set engine.offload=all, or leave engine.nvme out")
+    if all(holding.zero_stage < 3 for holding in offloading):
+        raise ConfigError(
+            "engine.nvme: DeepSpeed uses a disk at ZeRO-3 only, and no model that is offloaded is held so; "
+            "set engine.zero_stage=3, or leave engine.nvme out for the host's memory"
+        )

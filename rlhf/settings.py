@@ -16,7 +16,8 @@ _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
 # what is learned; or say (data.datasets.*.prefer.nothing) that a column does not decide, which none did then.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
-_HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "timeout", "nothing"}
+_HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
+_HARMLESS |= {"generation_batch_size", "generation_weights", "tensor_parallel"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
 # What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.

@@ -197,3 +197,9 @@ class Suite:
         from accelerators.testing import arithmetic
 
         arithmetic.check_attention(accelerator)
+
+    def test_quantized_weights(self, accelerator: Accelerator) -> None:
+        """weights of 8 and 4 bits come back within half a step, and multiply as what comes back does"""
+        from accelerators.testing import quantized
+
+        quantized.check_quantized_weights(accelerator)

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from accelerators import lack_of_memory
+from rlhf import roles
 from rlhf.config import Config, Stage
 from rlhf.errors import ConfigError, OutOfMemory
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 PHASES = {
     "rlhf.models.loading._load": "loading",
+    "rlhf.models.weights.fill": "loading",
     "rlhf.stages.loop.engine": "set-up",
     "rlhf.stages.loop.frozen": "set-up",
     "rlhf.stages.loop.sum_over": "evaluation",
@@ -47,7 +50,8 @@ class Situation:
     """What the advice depends on.
 
     `precision` is what the run computes in, `best` what this device would take by itself. A stage that has `begun`, and
-    a run that is `continued`, go on with the settings that they were begun with.
+    a run that is `continued`, go on with the settings that they were begun with. `host`: there is a host with memory of
+    its own, where what is offloaded would wait.
     """
 
     config: Config
@@ -58,6 +62,7 @@ class Situation:
     best: str = "fp32"
     begun: bool = False
     continued: bool = False
+    host: bool = False
 
 
 def advice(situation: Situation) -> tuple[list[str], list[str]]:
@@ -71,6 +76,12 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append(f"{stage}.micro_batch_size={rows}")
     if phase == "update" and not config.model.gradient_checkpointing:
         free.append("model.gradient_checkpointing=true")
+    if phase == "generation" and (rows := _fewer_at_a_time(situation)):
+        free.append(f"ppo.generation_batch_size={rows}")
+    if situation.host and (wish := _more_offload(situation)):
+        free.append(f"engine.offload={wish}")
+    elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
+        of_the_stage.append("engine.zero_stage=1 --set engine.offload=optimizer")
     if phase == "generation" and (rows := _smaller_rollout(situation)):
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
@@ -89,13 +100,18 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
 
 
 def line(
-    lack: BaseException, where: str, figures: str, held: Mapping[str, int], keys: tuple[list[str], list[str]]
+    lack: BaseException,
+    where: str,
+    figures: str,
+    held: Mapping[str, int],
+    keys: tuple[list[str], list[str]],
+    on_host: Mapping[str, int] | None = None,
 ) -> str:
-    """One line: what happened, the peak, what each model holds, and what to do."""
+    """One line: what happened, the peak, what each model holds, on the device and on the host, and what to do."""
     parts = [f"out of memory {where} ({_short(lack)})", figures]
-    if held:
-        listed = ", ".join(f"{role} {size(count)}" for role, count in held.items())
-        parts.append(f"weights, gradients and optimizer: {listed}")
+    for what, counts in {"weights, gradients and optimizer": held, "and on the host": on_host}.items():
+        if counts:
+            parts.append(f"{what}: {', '.join(f'{role} {size(count)}' for role, count in counts.items())}")
     now, anew = keys
     if now:
         parts.append(f"try, with --set and in this order: {', '.join(now)}")
@@ -116,6 +132,7 @@ def explained(context: StageContext) -> Iterator[None]:
         if lack is None:
             raise
         accelerator, world = context.accelerator, context.world
+        device = accelerator.device()
         situation = Situation(
             context.config,
             context.directory.name,
@@ -125,15 +142,23 @@ def explained(context: StageContext) -> Iterator[None]:
             best=accelerator.precision().name,
             begun=context.directory.begun,
             continued=any(stage.begun for stage in context.run.stages),
+            host=not _is_the_hosts(lack) and accelerator.host_device() != device,
         )
         where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"
         rank = f"rank {world.rank}: " if world.size > 1 else ""
-        held = {role: bytes_held(model) for role, model in context.models.items()}
-        raise OutOfMemory(rank + line(lack, where, _figures(accelerator), held, advice(situation))) from error
+        held = {role: bytes_held(model, device) for role, model in context.models.items()}
+        others = {role: bytes_held(model) - held[role] for role, model in context.models.items()}
+        on_host = {role: count for role, count in others.items() if count}
+        figures = _figures(accelerator)
+        raise OutOfMemory(rank + line(lack, where, figures, held, advice(situation), on_host)) from error
 
 
-def bytes_held(model: TrainingEngine | nn.Module) -> int:
-    """Bytes of this rank's weights, gradients and optimizer state; what shares memory counts once."""
+def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = None) -> int:
+    """Bytes of this rank's weights, gradients and optimizer state; what shares memory counts once.
+
+    Args:
+        device: counts what is there; None: what is offloaded too.
+    """
     module = model if isinstance(model, nn.Module) else model.module
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     tensors += [
@@ -143,7 +168,10 @@ def bytes_held(model: TrainingEngine | nn.Module) -> int:
         optimizer = model.engine.optimizer
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
+    kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
+    there = [tensor for tensor in tensors if tensor.device.type in kinds]
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
     return sum(storages.values())
 
 
@@ -179,6 +207,21 @@ def _is_the_hosts(lack: BaseException) -> bool:
     return isinstance(lack, (MemoryError, OSError)) or "CPUAllocator" in str(lack)
 
 
+def _more_offload(situation: Situation) -> str:
+    """The most that `engine.offload` may say in this stage; empty where that would change nothing."""
+    config, stage = situation.config, situation.stage
+    for wish in ("all", "optimizer", "parameters"):
+        changed = config.model_copy(update={"engine": config.engine.model_copy(update={"offload": wish})})
+        with contextlib.suppress(ConfigError):
+            roles.check(changed, [stage], situation.ranks)
+            return wish if _offloaded(changed, stage) != _offloaded(config, stage) else ""
+    return ""
+
+
+def _offloaded(config: Config, stage: Stage) -> list[tuple[bool, bool]]:
+    return [(held.offloads_optimizer, held.offloads_parameters) for held in roles.holdings(config, stage).values()]
+
+
 def _micro_batch(situation: Situation) -> int:
     config, ranks = situation.config, situation.ranks
     if situation.stage == "ppo":
@@ -190,6 +233,13 @@ def _micro_batch(situation: Situation) -> int:
 def _smaller(rows: int) -> int:
     """The largest part into which `rows` divide; 0 for one row."""
     return next((part for part in range(rows // 2, 0, -1) if rows % part == 0), 0)
+
+
+def _fewer_at_a_time(situation: Situation) -> int:
+    """Half the rows that a rank generates at a time; 0 for one row."""
+    ppo = situation.config.ppo
+    share = ppo.batch_size // situation.ranks
+    return min(ppo.generation_batch_size or share, share) // 2
 
 
 def _smaller_rollout(situation: Situation) -> int:

@@ -7,16 +7,33 @@ from typing import Any
 
 from torch import nn
 
-from rlhf.config import OptimizerConfig
+from rlhf.config import LoraConfig, OptimizerConfig
+
+ADAPTERS_FACTOR = 10.0
+"""Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` says otherwise: they begin at zero,
+and what a full fine-tuning changes little they must change alone."""
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices with weight decay, vectors (biases, norms) without."""
+def adapter_factor(optimizer: OptimizerConfig, lora: LoraConfig) -> float:
+    """What the learning rate of a stage is multiplied by for its adapters; they follow the same schedule."""
+    return ADAPTERS_FACTOR if lora.learning_rate is None else lora.learning_rate / optimizer.learning_rate
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, factor: float = 1.0) -> list[dict[str, Any]]:
+    """Trainable parameters in three groups: matrices with weight decay, vectors (biases, norms) without, adapters.
+
+    Each group's `factor` is what the stage's learning rate is to be multiplied by: `factor` for adapters, 1 for others.
+    """
     # A parameter partitioned by ZeRO-3 is flat and empty; its own shape is in `ds_shape`.
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1]
-    vectors = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    trainable = [(".lora_" in name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for adapter, p in trainable if not adapter and len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for adapter, p in trainable if not adapter and len(getattr(p, "ds_shape", p.shape)) <= 1]
+    adapters = [p for adapter, p in trainable if adapter]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, "factor": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "factor": 1.0},
+        {"params": adapters, "weight_decay": weight_decay, "factor": factor},
+    ]
     return [group for group in groups if group["params"]]
 
 

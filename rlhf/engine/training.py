@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from rlhf import quiet
 from rlhf.config import OptimizerConfig
 from rlhf.engine import distributed
-from rlhf.engine.optimizer import learning_rate, parameter_groups
+from rlhf.engine.deepspeed_config import deepspeed_config
+from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
+from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
 from rlhf.models.placement import place
 from rlhf.roles import Holding
@@ -54,7 +56,9 @@ class TrainingEngine:
     ) -> None:
         self.name = name
         self.accelerator = accelerator
+        self.holding = holding
         self.optimizer_config = optimizer
+        self._adapter_factor = adapter_factor(optimizer, holding.lora)
         self.total_steps = total_steps
         self.zero_stage = holding.zero_stage
         self.precision = precision
@@ -65,19 +69,22 @@ class TrainingEngine:
         self._scale = 1.0
         self._trained = False
         self.parameter_counts = _parameter_counts(model)
-        adamw = accelerator.kernel("adamw", required=True)
+        # Where the optimizer's state waits on the host, its step is taken there too.
+        on_host = holding.offloads_optimizer
+        adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
         with quiet.unheard():  # operators that DeepSpeed compiles
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=adamw(
-                    parameter_groups(model, optimizer.weight_decay),
+                    parameter_groups(model, optimizer.weight_decay, self._adapter_factor),
                     # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
                     lr=0.0,
                     betas=optimizer.betas,
                     eps=optimizer.eps,
                 ),
-                config=_deepspeed_config(
+                config=deepspeed_config(
                     holding,
+                    accelerator,
                     precision,
                     micro_batch_size,
                     accumulation,
@@ -102,6 +109,13 @@ class TrainingEngine:
         """Learning rate of the next step."""
         return learning_rate(self.optimizer_config, self.steps, self.total_steps)
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates of the next step, by the names under which they are recorded."""
+        rate = self.scheduled_rate
+        adapters = {"lora_learning_rate": self._adapter_factor * rate} if self.holding.lora.rank else {}
+        return {"learning_rate": rate} | adapters
+
     def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
         """One optimizer step over this rank's micro-batches of one global batch.
 
@@ -111,7 +125,7 @@ class TrainingEngine:
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = self.scheduled_rate
+            group["lr"] = group["factor"] * self.scheduled_rate
         self.engine.train()
         self._record_order()
         sums = Sums()
@@ -189,12 +203,14 @@ def _hooks_off(offload: Any) -> Iterator[None]:
 
 
 def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding) -> nn.Module:
-    """A model for scoring only: on the device, in the compute precision, its weights sharded at ZeRO-3."""
+    """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3."""
     model.requires_grad_(False).eval()
+    if holding.zero_stage < 3 and holding.offloads_parameters:
+        return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if holding.zero_stage < 3:
         return place(model, accelerator.device(), precision.dtype)
     frozen, *_ = deepspeed.initialize(
-        model=model, config=_deepspeed_config(holding, precision, micro_batch_size=1, accumulation=1)
+        model=model, config=deepspeed_config(holding, accelerator, precision, micro_batch_size=1, accumulation=1)
     )
     frozen.eval()
     return frozen
@@ -207,48 +223,6 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "all": sum(parameter.numel() for parameter in parameters),
     }
-
-
-def _deepspeed_config(
-    holding: Holding,
-    precision: Precision,
-    micro_batch_size: int,
-    accumulation: int,
-    max_grad_norm: float | None = None,
-) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": holding.zero_stage}
-    if holding.zero_stage == 3:
-        zero["stage3_param_persistence_threshold"] = holding.engine.zero_persistence_threshold
-        if holding.engine.zero_persistence_threshold == 0:  # shard all of a small model: keep nothing gathered
-            zero |= {
-                "stage3_max_live_parameters": 0,
-                "stage3_max_reuse_distance": 0,
-                "stage3_prefetch_bucket_size": 0,
-            }
-    return {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # AdamW of the accelerator's choice
-        "steps_per_print": 10**9,
-        **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
-        **_float32_sums(holding, precision, accumulation),
-        **precision.deepspeed_config(),
-    }
-
-
-def _float32_sums(holding: Holding, precision: Precision, accumulation: int) -> dict[str, Any]:
-    """Add bf16 gradients of ranks in float32, and those of micro-batches too where gradients are sharded (ZeRO 2, 3).
-
-    With 8 bits, every part that is added costs digits. Below ZeRO 2, DeepSpeed 0.19 adds micro-batches up in the
-    weights' own type (0), or holds float32 gradients of the whole model on every rank (1).
-    """
-    if precision.name != "bf16":
-        return {}
-    over_ranks = {"communication_data_type": "fp32"} if distributed.world().size > 1 else {}
-    if accumulation == 1 or holding.zero_stage < 2:
-        return over_ranks
-    return over_ranks | {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def _forget_setup_step(engine: Any) -> None:

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def build_outline(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model without its weights, on torch's meta device."""
+    with torch.device("meta"):
+        return build_llama(tokenizer, attention="sdpa", seed=0, max_length=0)
+
+
 def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
     """A Llama with random weights drawn from `seed`, its vocabulary the tokenizer's."""
     from transformers import LlamaConfig, LlamaForCausalLM

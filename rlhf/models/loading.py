@@ -1,12 +1,16 @@
 """Loading causal language models and scalar-head models from a folder, a hub name or a GGUF file.
 
-A folder is checked before transformers reads it, so that a missing file is one clear line. Weights are
-loaded in float32; the engine casts them to the compute precision.
+A folder is checked before transformers reads it, so that a missing file is one clear line. transformers builds the
+model without its weights and says what the checkpoint lacks; the weights are then read one by one (`weights`), into
+whatever is asked for: the compute precision on the device, a shard. What transformers alone can read (GGUF files,
+quantized checkpoints) it loads whole and in float32 first.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +20,13 @@ from accelerators import lack_of_memory
 from rlhf import hub
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.final_norm import reset_final_norm
+from rlhf.models import sources
+from rlhf.models.final_norm import final_norm, reset_final_norm
 from rlhf.models.folder import check_model_folder
 from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
 from rlhf.models.tokenizers import load_tokenizer
+from rlhf.models.weights import Checkpoint, Put, fill, grow, into, make_real, prepare
 from rlhf.roles import Holding
 
 if TYPE_CHECKING:
@@ -52,13 +58,18 @@ def load_causal_lm(
     *,
     attention: str,
     path: str | None = None,
+    put: Put | None = None,
 ) -> PreTrainedModel:
     """The causal language model at `path` (default: the one of `config`), its vocabulary fit to the tokenizer.
+
+    Args:
+        put: makes its parameters; None: in memory, in float32.
 
     Raises:
         ModelError: the folder is incomplete, transformers cannot load it, or its architecture is not supported.
     """
-    return _fit(_load(path or _required(config), config, attention)[0], tokenizer, config)
+    model = _fit(_load(path or _required(config), config, attention)[0], tokenizer)
+    return fill(model, put or into(torch.float32))
 
 
 def load_scalar_head(
@@ -70,6 +81,7 @@ def load_scalar_head(
     seed: int | None = None,
     reset_norm: Literal["auto", True, False] = False,
     say: Callable[[str], None] = lambda line: None,
+    put: Put | None = None,
 ) -> PreTrainedModel:
     """The sequence-classification model with one output at `path`.
 
@@ -78,6 +90,7 @@ def load_scalar_head(
             `path` must hold a trained reward model.
         reset_norm: whether the norm before a new head is reset; `auto`: where its gains are very unequal.
         say: is given a line about each thing that is not as it was saved.
+        put: as in `load_causal_lm`.
 
     Raises:
         ModelError: as `load_causal_lm`; or there is no scalar head, in the architecture or in the weights.
@@ -88,9 +101,26 @@ def load_scalar_head(
     model, report = _load(path, config, attention, trained=seed is None, scalar_head=True)
     for _, there, _ in report["mismatched_keys"]:  # of the head alone: others are errors
         say(f"note: {path}: its head has {there[0]} outputs, a reward model has one; a new head is drawn from the seed")
-    if (report["missing_keys"] or report["mismatched_keys"]) and (line := reset_final_norm(model, reset_norm)):
-        say(f"note: {path}: {line}")
-    return _fit(model, tokenizer, config)
+    if report["missing_keys"] or report["mismatched_keys"]:
+        if norm := final_norm(model):
+            make_real(norm[1])
+        if line := reset_final_norm(model, reset_norm):
+            say(f"note: {path}: {line}")
+    return fill(_fit(model, tokenizer), put or into(torch.float32))
+
+
+def empty(found: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
+    """A model of the configuration `found`, of a model that was loaded, on torch's meta device and without weights.
+
+    Args:
+        scalar_head: as a sequence-classification model with one output.
+    """
+    found, model_class = copy.deepcopy(found), _class(found, config, scalar_head=scalar_head)
+    if scalar_head:
+        found.num_labels = 1
+    code = {"trust_remote_code": True} if config.trust_remote_code and getattr(found, "auto_map", None) else {}
+    with torch.device("meta"):
+        return model_class.from_config(found, attn_implementation=attention, **code)
 
 
 def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[PreTrainedTokenizerBase, list[str]]:
@@ -144,7 +174,10 @@ def _load(
     scalar_head: bool = False,
     weights: bool = True,
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and transformers' report of what it found among the weights."""
+    """The model, its parameters to be filled, and transformers' report of what it found among the weights.
+
+    Without `weights`, all of it is on the meta device.
+    """
     check_model_folder(path)
     hub.ask(path, "model")
     found = check_support(path, config, attention=attention, scalar_head=scalar_head)
@@ -159,18 +192,24 @@ def _load(
 
         # Left quantized, the weights could be neither trained nor saved.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    if not weights:
-        options["device_map"] = "meta"
+    load = partial(
+        model_class.from_pretrained,
+        path,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=config.trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are errors, but of ours: transformers' refers to a report
+        **options,
+    )
     try:
-        model, report = model_class.from_pretrained(
-            path,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are errors, but of ours: transformers' refers to a report
-            **options,
-        )
+        tensors = None if gguf or hasattr(found, "quantization_config") else sources.stored(path)
+        if tensors or not weights:
+            model, report = load(device_map="meta")
+        checkpoint = Checkpoint(model, tensors) if weights and tensors else None
+        if weights and not (checkpoint and checkpoint.covers(model)):
+            checkpoint = None
+            model, report = load()
     except Exception as error:
         if lack_of_memory(error):  # its files may be in order
             raise
@@ -184,6 +223,8 @@ def _load(
         raise ModelError(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )
+    if checkpoint:
+        prepare(model, checkpoint)
     return model, report
 
 
@@ -217,10 +258,10 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool)
         raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")
 
 
-def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Any:
+def _fit(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Match the model to the tokenizer: embedding rows, pad and EOS ids; no cache while training."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        _grow(model, len(tokenizer))
+        grow(model, len(tokenizer))
     for part in (model.config, model.config.get_text_config(decoder=True)):  # of a composite model, both
         part.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
@@ -229,19 +270,3 @@ def _fit(model: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) ->
         if model.generation_config.eos_token_id is None:
             model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model
-
-
-def _grow(model: Any, rows: int) -> None:
-    """Add rows to the embeddings, each the mean of the old ones: the same on every rank and after a resume.
-
-    The mean's logit is the mean of all logits, so a new token is never likelier than the average one. Rows drawn at
-    random would have a logit near 0, which in a model whose logits are all far below (GPT-2) takes all probability.
-    """
-    before = model.get_input_embeddings().num_embeddings
-    with torch.random.fork_rng(devices=[]):  # rows are drawn, then replaced
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            for tensor in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
-                if tensor is not None:
-                    tensor[before:] = tensor[:before].mean(0)

@@ -2,11 +2,14 @@
 
 A loaded model and the `lora` section flow in; `add_adapters` changes the model in place. Afterwards it is read
 in three ways: with its adapters (training, scoring), `without_adapters` (the model that training started
-from), and with `merged_adapters` (plain weights, for generation and export).
+from), and with `merged_adapters` (plain weights, for generation). A layer may have two: below the one that is
+trained, a frozen one that came with the model (PPO's critic has the reward model's, see `shared_base`).
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,41 +25,65 @@ from rlhf.config import LoraConfig
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.final_norm import was_reset
 
-_ADAPTER = "default"
+TRAINED = "default"
+"""peft's name of the adapters that are trained."""
+FROZEN = "reward"
+"""Of those that came with the model."""
+
+_LARGEST_COPY = 0.1  # of the device's memory, for `lora.merge: auto`
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
-    """Freeze a model of transformers, but for adapters on its linear layers, and its scalar head, if it has one.
+    """Freeze a model of transformers, but for new adapters on its linear layers, and its scalar head, if it has one.
 
-    The norm before the head is trained too where it was reset under a new one.
+    The norm before the head is trained too where it was reset under a new one, and so is what `also_train` names.
 
-    One factor of each adapter begins at zero, so the model computes what it did before, bit for bit.
+    One factor of each adapter begins at zero, so the model computes what it did before, bit for bit. Both are float32,
+    whatever the model's numbers are: an engine's master weights begin with them as they were drawn.
 
     Args:
         seed: draws the other factor; the same on every rank.
 
     Raises:
-        ConfigError: `target_modules` names a layer that is not there.
+        ConfigError: `target_modules` names a layer that is not there, or matches none.
         ModelError: the model has no linear layers.
     """
     model.requires_grad_(False)
-    transformer = model.base_model  # without the output embedding and the scalar head
-    targets = _targets(transformer, config.target_modules)
     torch.manual_seed(seed)
-    inject_adapter_in_model(
-        PeftConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=list(targets),
-            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in targets.values()),
-        ),
-        transformer,
-        adapter_name=_ADAPTER,
+    inject(model, TRAINED, peft_config(model, config))
+    drawn = torch.Generator().manual_seed(seed)
+    for layer in adapted_layers(model).values():
+        if TRAINED in layer.lora_A:
+            for factor in (layer.lora_A[TRAINED], layer.lora_B[TRAINED]):
+                factor.weight = nn.Parameter(torch.zeros(factor.out_features, factor.in_features, dtype=torch.float32))
+            nn.init.kaiming_uniform_(layer.lora_A[TRAINED].weight, a=math.sqrt(5), generator=drawn)  # as peft does
+    for parameter in _trained_whole(model, config):
+        parameter.requires_grad_(True)
+
+
+def peft_config(model: Any, config: LoraConfig) -> PeftConfig:
+    """What peft is told of adapters on `model`.
+
+    Raises:
+        ConfigError, ModelError: as `add_adapters`.
+    """
+    targets = _targets(model, config.target_modules)
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(targets),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in targets.values()),
     )
-    for name, module in model.named_modules():
-        if name == "score" or was_reset(module):
-            module.requires_grad_(True)
+
+
+def inject(model: Any, name: str, config: PeftConfig) -> None:
+    """Put adapters called `name` on layers of `model`, beside those that it has; trained are those called TRAINED."""
+    inject_adapter_in_model(config, model.base_model, adapter_name=name)
+    for layer in adapted_layers(model).values():
+        layer.set_adapter([key for key in (FROZEN, TRAINED) if key in layer.lora_A])
+        for key, factor in (*layer.lora_A.items(), *layer.lora_B.items()):
+            factor.requires_grad_(key == TRAINED)
 
 
 @contextmanager
@@ -64,16 +91,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model computes what its frozen weights alone do; for blocks without gradients. No adapters: no change.
 
     The adapters run, and count for nothing: the same layers in the same order as with them are the same graph to an
-    accelerator that compiles, and the same order of weights to gather at ZeRO-3.
+    accelerator that compiles, and the same order of weights to gather at ZeRO-3. What `also_train` names stays as
+    training has made it: a model with such parts has a reference of its own.
     """
-    layers = _adapted_layers(model)
+    layers = adapted_layers(model).values()
     for layer in layers:
-        layer.set_scale(_ADAPTER, 0)
+        layer.set_scale(TRAINED, 0)
     try:
         yield
     finally:
         for layer in layers:
-            layer.set_scale(_ADAPTER, 1)
+            layer.set_scale(TRAINED, 1)
 
 
 @contextmanager
@@ -84,13 +112,13 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
     exist twice on the device: nearly a second model, where all linear layers are adapted. The weights must be
     whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered.
     """
-    layers = _adapted_layers(model)
+    layers = list(adapted_layers(model).values())
     frozen: list[Tensor] = []
     try:
         with torch.no_grad():
             for layer in layers:
                 weight = layer.get_base_layer().weight
-                total = _sum(layer)
+                total = merged_weight(layer)
                 frozen.append(weight.clone())
                 weight.copy_(total)
         for layer in layers:
@@ -104,43 +132,134 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
                 layer.get_base_layer().weight.copy_(weight)
 
 
+@contextmanager
+def adapters_for_rollout(model: nn.Module, config: LoraConfig, memory: int) -> Iterator[None]:
+    """`merged_adapters` where `merges` says so; else they stay beside the weights, which then take no second copy."""
+    if merges(model, config, memory)[0]:
+        with merged_adapters(model):
+            yield
+    else:
+        yield
+
+
+def merges(model: nn.Module, config: LoraConfig, memory: int) -> tuple[bool, str]:
+    """Whether adapters are merged for rollouts, or run beside the weights; and, for `auto`, why they are not.
+
+    Args:
+        memory: bytes that the device has; beside the weights, merging needs as much as the adapted ones take.
+    """
+    weights = [getattr(layer.get_base_layer(), "weight", None) for layer in adapted_layers(model).values()]
+    if not all(weight is not None and weight.is_floating_point() for weight in weights):
+        return False, "the frozen weights are quantized"
+    if config.merge != "auto":
+        return config.merge, ""
+    # A parameter partitioned by ZeRO-3 is empty; `ds_numel` counts its numbers.
+    copied = sum(
+        getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in weights if weight is not None
+    )
+    if copied <= _LARGEST_COPY * memory:
+        return True, ""
+    return False, (
+        f"a copy of the adapted weights would take {copied / 2**30:.1f} of {memory / 2**30:.1f} GiB; "
+        "lora.merge=true merges them all the same"
+    )
+
+
 def check_targets(model: Any, config: LoraConfig) -> None:
     """Raise as `add_adapters` where the model has no layers that `config` could adapt; changes nothing."""
-    _targets(model.base_model, config.target_modules)
+    _targets(model, config.target_modules)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with adapters, by the path that they had without."""
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def change(layer: Any) -> Tensor:
+    """What the adapters of a layer add to its weight, in float32."""
+    total: Tensor | None = None
+    for name in layer.active_adapters:
+        adapter = layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()
+        scaled = layer.scaling[name] * adapter
+        total = scaled if total is None else total + scaled
+    assert total is not None  # a layer is adapted by at least one
+    return total.T if layer.fan_in_fan_out else total
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """The layer's frozen weight and its adapters, in float32."""
+    weight: Tensor = layer.get_base_layer().weight
+    return weight.float() + change(layer)
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name before adapters were added."""
+    return name.replace(".base_layer.", ".")
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state under the names that it had before `add_adapters`, the adapters' own left out."""
-    return {
-        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
+    return {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+
+
+def trained_modules(model: nn.Module) -> list[str]:
+    """Paths of the modules, adapters aside, all of whose own parameters are trained: the scalar head, norms, ..."""
+    found = []
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(parameter.requires_grad for parameter in own) and ".lora_" not in path:
+            found.append(plain_name(f"{path}.").removesuffix("."))
+    return found
+
+
+def _trained_whole(model: Any, config: LoraConfig) -> Iterator[nn.Parameter]:
+    """Parameters that are trained beside the adapters."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    for path, module in model.named_modules():
+        if ".lora_" in path:
+            continue
+        norm = "norms" in config.also_train and "Norm" in type(module).__name__
+        embedding = "embeddings" in config.also_train and any(module is each for each in embeddings)
+        whole = norm or embedding or path == "score" or was_reset(module)
+        for name, parameter in module.named_parameters(recurse=path == "score"):
+            if whole or ("biases" in config.also_train and name == "bias"):
+                yield parameter
+
+
+def _targets(model: Any, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
+    """Linear layers by their path below the transformer: those that are wanted by the end of it, or by `re:`, or all.
+
+    The output embedding and the scalar head are not of the transformer.
+    """
+    transformer = model.base_model
+    linear = {
+        name.removesuffix(".base_layer"): layer
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name
     }
-
-
-def _targets(transformer: nn.Module, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
-    """Linear layers by their path: those whose path is or ends in a wanted name, or all."""
-    linear = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
     if not linear:
         raise ModelError(f"lora.rank: {type(transformer).__name__} has no linear layers to adapt; set it to 0")
     if isinstance(wanted, str):
         return linear
+    prefix = "" if transformer is model else f"{model.base_model_prefix}."
+    found: set[str] = set()
     for name in wanted:
-        if not any(_ends_in(path, name) for path in linear):
-            known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
-            raise ConfigError(f"lora.target_modules: no linear layer is named {name!r}; there are {known}")
-    return {path: layer for path, layer in linear.items() if any(_ends_in(path, name) for name in wanted)}
+        here = {path for path in linear if _is_wanted(path, name, prefix)}
+        if not here:
+            raise ConfigError(f"lora.target_modules: {_nothing_found(name, linear, prefix)}")
+        found |= here
+    return {path: layer for path, layer in linear.items() if path in found}
 
 
-def _ends_in(path: str, name: str) -> bool:
+def _is_wanted(path: str, name: str, prefix: str) -> bool:
+    if name.startswith("re:"):
+        return re.fullmatch(name.removeprefix("re:"), prefix + path) is not None
     return f".{path}".endswith(f".{name}")
 
 
-def _adapted_layers(model: nn.Module) -> list[Any]:
-    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-
-
-def _sum(layer: Any) -> Tensor:
-    """The layer's frozen weight and its adapter, in float32."""
-    adapter = layer.lora_B[_ADAPTER].weight.float() @ layer.lora_A[_ADAPTER].weight.float()
-    if layer.fan_in_fan_out:
-        adapter = adapter.T
-    return layer.get_base_layer().weight.float() + layer.scaling[_ADAPTER] * adapter
+def _nothing_found(name: str, linear: dict[str, nn.Module], prefix: str) -> str:
+    if name.startswith("re:"):
+        example = prefix + next(iter(linear))
+        return f"no linear layer's whole path matches the regular expression {name!r}; one of the paths is {example}"
+    known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
+    return f"no linear layer is named {name!r}; there are {known}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf import roles
 from rlhf.config import Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.planning.held import Surroundings
@@ -74,7 +75,8 @@ def settled(
     """
     choices = [config]
     for key, values in _choices(config, around):
-        choices = [changed(choice, {key: value}) for choice in choices for value in values]
+        made = [changed(choice, {key: value}) for choice in choices for value in values]
+        choices = [choice for choice in made if _possible(choice, stages, around)] or made[:1]
     if room is None:
         return choices[0]
     for choice in choices:
@@ -110,7 +112,7 @@ def remedy(
     """
     if fits(config, stages, around, room, shapes):
         return []
-    known = list(changes(config, stages, around))
+    known = [one for one in changes(config, stages, around) if _possible(changed(config, one.settings), stages, around)]
     for change in known:
         if fits(changed(config, change.settings), stages, around, room, shapes):
             return [change]
@@ -144,7 +146,8 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
         for more in range(stage + 1, 4):
             yield Change({"engine.zero_stage": more}, f"{cost[more]}; the same numbers")
     if config.engine.offload == "none" and not around.one_memory:
-        yield Change({"engine.offload": "optimizer"}, "the optimizer steps on the host: slower updates")
+        sharded = {} if stage else {"engine.zero_stage": 1}
+        yield Change({"engine.offload": "optimizer"} | sharded, "the optimizer steps on the host: slower updates")
         yield Change(
             {"engine.offload": "all", "engine.zero_stage": 3}, "weights come from the host in every pass: slow"
         )
@@ -188,6 +191,15 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
         own = getattr(config, section).model_copy(update={name: value})
         config = config.model_copy(update={section: own})
     return config
+
+
+def _possible(config: Config, stages: Sequence[Stage], around: Surroundings) -> bool:
+    """Whether the models can be held so."""
+    try:
+        roles.check(config, stages, around.ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with(config: Config, taken: Sequence[Change]) -> Config:

@@ -109,20 +109,18 @@ class Model:
         Args:
             fresh: before the first step, which makes the moments.
         """
-        offload = holding.engine.offload
         _, trained = self.counts(holding)
-        parameters_away = offload in ("parameters", "all") and (holding.zero_stage == 3 or not holding.role.trained)
-        items = [Item(self.role, "weights", self.weights(holding, around), _host(parameters_away, around))]
+        items = [Item(self.role, "weights", self.weights(holding, around), _host(holding.offloads_parameters, around))]
         if not trained:
             return items
         part = _part(holding, around)
-        away = _host(offload in ("optimizer", "all"), around)
+        away = _host(holding.offloads_optimizer, around)
         if holding.zero_stage or around.width < 4:
             own = holding.zero_stage == 3 and around.width == 4  # ZeRO-3's shards are masters already
             items.append(Item(self.role, "masters", 0 if own else 4 * trained // part, away))
         if not fresh or holding.zero_stage == 0:
             items.append(Item(self.role, "moments", 8 * trained // part, away))
-        if offload in ("optimizer", "all"):  # DeepSpeed holds float32 gradients and a copy in the weights' type there
+        if holding.offloads_optimizer:  # DeepSpeed holds float32 gradients and a copy in the weights' type there
             items.append(Item(self.role, "gradients", 4 * trained // part, away))
             if holding.zero_stage < 3:
                 items.append(Item(self.role, "communication", around.width * trained // part, away))
@@ -153,7 +151,6 @@ class Model:
         _, trained = self.counts(holding)
         width, part, ranks = around.width, _part(holding, around), around.ranks
         bucket = min(BUCKET, trained)
-        offloaded = holding.engine.offload in ("optimizer", "all")
         if holding.zero_stage == 0:
             gradients = trained * (4 if width == 4 else width + 4)
             moving = bucket * 4 if ranks > 1 else 0
@@ -165,7 +162,9 @@ class Model:
             whole = trained if holding.zero_stage == 1 else bucket
             gradients = whole * width
             reducing = bucket * (width + 4 if width < 4 else 4) if ranks > 1 else 0
-            stepping = 0 if offloaded else (width + 4) * trained // part if width < 4 else 4 * trained // part
+            stepping = (
+                0 if holding.offloads_optimizer else (width + 4) * trained // part if width < 4 else 4 * trained // part
+            )
             moving = max(reducing, stepping)
         return [Item(self.role, "gradients", gradients), Item(self.role, "communication", moving)]
 

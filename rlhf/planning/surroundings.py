@@ -46,10 +46,8 @@ def found(accelerator: Accelerator, config: Config, ranks: int, *, local: int) -
 
     A process holds what this one does now.
     """
-    import torch
-
     memory = accelerator.memory()
-    one_memory = accelerator.device() == torch.empty(0).device  # where torch puts things by itself
+    one_memory = accelerator.device() == accelerator.host_device()
     around = Surroundings(
         ranks,
         accelerator.precision(config.precision).name,

@@ -2,7 +2,8 @@
 
 The step reads and writes buffers in place, takes its randomness from a table drawn before the first step
 and never waits for the device, so an accelerator can capture it once and replay it. Whether all rows have
-ended is asked every few steps only.
+ended is asked every few steps only. A rollout may be cut into parts of one shape, one after the other in the same
+buffers; the table is that of the whole rollout, so the samples are the same.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from accelerators import CaptureError
 from rlhf.config import SamplingConfig
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 from rlhf.rollout.local_attention import LocalAttention
 from rlhf.rollout.sampling import sample
+from rlhf.rollout.teams import Alone, Prompts
 
 if TYPE_CHECKING:
     from transformers import StaticCache
@@ -49,13 +52,23 @@ class Decoder:
         pad_id: int,
         max_new_tokens: int,
         shapes: ShapePolicy | None = None,
+        batch_size: int | None = None,
+        team: Alone | None = None,
     ) -> None:
+        """Sizes of the buffers, and the ranks that generate together.
+
+        Args:
+            batch_size: rows of this rank that are generated at a time, at most; None: all of a call.
+            team: None: this rank generates alone.
+        """
         self.accelerator = accelerator
         self.eos_ids = torch.tensor(list(eos_ids), device=accelerator.device())
         self.pad_id = pad_id
         self.max_new_tokens = max_new_tokens
         self.shapes = shapes or accelerator.shape_policy()
-        self._capture: Callable[..., Callable[[], None]] = accelerator.capture
+        self.batch_size = batch_size
+        self.team = team or Alone()
+        self._capture: Callable[..., Callable[[], None]] = accelerator.capture if self.team.records else _as_it_is
         self._sessions: list[_Session] = []
 
     @torch.no_grad()
@@ -69,14 +82,17 @@ class Decoder:
         """Complete each prompt until it ends or has `max_new_tokens` tokens.
 
         Args:
-            model: a causal language model of transformers with whole weights, in evaluation mode.
+            model: a causal language model of transformers as the team holds it, in evaluation mode.
             prompt_ids, prompt_mask: [B, P], padded left.
 
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
+        rows, device = len(prompt_ids), prompt_ids.device
+        uniform = torch.rand(self.max_new_tokens, rows, device=device)
+        prompts = Prompts(prompt_ids, prompt_mask, uniform, torch.ones(rows, dtype=torch.bool, device=device))
         try:
-            return self._generate(model, prompt_ids, prompt_mask, sampling)
+            return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
             # Where nothing is recorded, nothing is lost; and the line to blame is for authors, not for users.
             if self.accelerator.capabilities()["graph_capture"].ok:
@@ -87,7 +103,7 @@ class Decoder:
             logger.debug("generation is not recorded: %s", refusal)
             self._capture = _as_it_is
             self.release()
-            return self._generate(model, prompt_ids, prompt_mask, sampling)
+            return self._generate(model, prompts, sampling)
 
     def release(self) -> None:
         """Give back caches, buffers and what was recorded over them; the next call makes them anew."""
@@ -103,16 +119,22 @@ class Decoder:
         if sum(session.size() for session in self._sessions) > self.accelerator.memory().total / _ROOM:
             self.release()
 
-    def _generate(
-        self, model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, sampling: SamplingConfig
-    ) -> Completions:
-        session = self._session(model, prompt_ids, sampling)
+    def _generate(self, model: nn.Module, prompts: Prompts, sampling: SamplingConfig) -> Completions:
+        parts = [self._part(model, part, sampling) for part in prompts.parts(self.batch_size)]
+        rows, length = len(prompts.ids), max(part.ids.shape[1] for part in parts)
+        ids = [pad(part.ids, (0, length - part.ids.shape[1]), value=self.pad_id) for part in parts]
+        masks = [pad(part.mask, (0, length - part.mask.shape[1])) for part in parts]
+        return Completions(torch.cat(ids)[:rows], torch.cat(masks)[:rows])
+
+    def _part(self, model: nn.Module, own: Prompts, sampling: SamplingConfig) -> Completions:
+        prompts = self.team.gathered(own)
+        session = self._session(model, prompts.ids, sampling)
         try:
             with session.local_attention.shown():
-                session.start(prompt_ids, prompt_mask)
+                session.start(prompts)
                 done = 1
                 while done < self.max_new_tokens:
-                    if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and bool(session.finished.all()):
+                    if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and self.team.ended(session.finished):
                         break
                     session.step()
                     self.accelerator.step_boundary("rollout/decode")
@@ -120,7 +142,8 @@ class Decoder:
         finally:
             session.cache.reset()
         length = self.shapes.length(done, self.max_new_tokens)
-        return Completions(session.ids[:, :length].clone(), session.mask[:, :length].clone())
+        drawn = (self.team.own(tensor[:, :length]).clone() for tensor in (session.ids, session.mask))
+        return Completions(*drawn)
 
     def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> _Session:
         for session in self._sessions:
@@ -211,19 +234,19 @@ class _Session:
             held += states.values()
         return sum(value.nbytes for value in held if isinstance(value, Tensor))
 
-    def start(self, prompt_ids: Tensor, prompt_mask: Tensor) -> None:
+    def start(self, prompts: Prompts) -> None:
         """Reset the buffers, read the prompts and draw the first token."""
-        prompt_length = prompt_ids.shape[1]
+        prompt_length = prompts.ids.shape[1]
         # Columns after the prompt stay 1: causality hides those not yet written.
-        self.attention_mask[:, :prompt_length] = prompt_mask
+        self.attention_mask[:, :prompt_length] = prompts.mask
         self.ids.fill_(self.decoder.pad_id)
         self.mask.zero_()
         self.column.zero_()
-        self.finished.zero_()
-        self.uniform.uniform_()
-        self.position.copy_(position_ids(prompt_mask)[:, -1:])
+        self.finished.copy_(~prompts.alive)
+        self.uniform.copy_(prompts.uniform)
+        self.position.copy_(position_ids(prompts.mask)[:, -1:])
         self.local_attention.prompt(prompt_length)
-        inputs = model_inputs(self.model, prompt_ids, self.attention_mask, self.cache)
+        inputs = model_inputs(self.model, prompts.ids, self.attention_mask, self.cache)
         self._draw(self.model(**inputs, logits_to_keep=1).logits[:, -1])
 
     def _step(self) -> None:
@@ -242,7 +265,7 @@ class _Session:
 
     def _draw(self, logits: Tensor) -> None:
         drawn = sample(logits, self.uniform.index_select(0, self.column).squeeze(0), self.sampling)
-        drawn = torch.where(self.finished, self.decoder.pad_id, drawn)
+        drawn = self.decoder.team.same(torch.where(self.finished, self.decoder.pad_id, drawn))
         self.ids.index_copy_(1, self.column, drawn.unsqueeze(1))
         self.mask.index_copy_(1, self.column, (~self.finished).long().unsqueeze(1))
         self.finished.logical_or_(torch.isin(drawn, self.decoder.eos_ids))

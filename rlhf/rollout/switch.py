@@ -1,6 +1,8 @@
 """The switch of one model from training to generation and back: the same weights, no second copy.
 
-Where LoRA adapters are trained they are merged for generation; see `merged_adapters` for what that takes.
+How the weights are had follows from who generates together (`rlhf.rollout.teams`). A rank alone has them whole, with
+LoRA adapters merged if there is room for that (`merges`). Ranks in step have ZeRO-3 gather each layer when it is
+needed, the adapters beside it; a team makes a second model, of which each rank holds a part.
 """
 
 from __future__ import annotations
@@ -11,19 +13,37 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rlhf.models.lora import merged_adapters
+from rlhf.models.lora import adapters_for_rollout
+from rlhf.rollout.teams import Alone, InStep, Team
+from rlhf.rollout.tensor_parallel import split
 
 if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
 
 
 @contextmanager
-def generating(engine: TrainingEngine) -> Iterator[nn.Module]:
-    """The engine's model with whole weights, in evaluation mode and the engine's precision."""
-    with engine.whole_weights() as module, merged_adapters(module), engine.precision.autocast():
+def generating(engine: TrainingEngine, team: Alone | None = None) -> Iterator[nn.Module]:
+    """The engine's model as the team reads it, in evaluation mode and the engine's precision.
+
+    Args:
+        team: the ranks that generate together; None: this one alone.
+    """
+    with _weights(engine, team) as module, engine.precision.autocast():
         was_training = module.training
         module.eval()
         try:
             yield module
         finally:
             module.train(was_training)
+
+
+@contextmanager
+def _weights(engine: TrainingEngine, team: Alone | None) -> Iterator[nn.Module]:
+    if isinstance(team, Team):
+        yield split(engine.module, team)
+    elif isinstance(team, InStep):
+        yield engine.module
+    else:
+        memory, lora = engine.accelerator.memory().total, engine.holding.lora
+        with engine.whole_weights() as module, adapters_for_rollout(module, lora, memory):
+            yield module

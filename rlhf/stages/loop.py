@@ -31,6 +31,7 @@ from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import Loader
 from rlhf.models.lora import add_adapters
+from rlhf.models.shared_base import Base
 from rlhf.roles import Holding, Name, holdings
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class StageContext:
     clock: Clock = field(default_factory=Clock)
     models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
     """What `engine` and `frozen` have made, by role."""
+    bases: dict[str, Base] = field(default_factory=dict)
+    """What other models may stand on: the frozen weights of those that `engine` has made with LoRA, by role."""
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -106,6 +109,7 @@ class StageContext:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
+            self.bases[name] = Base(model)
         engine = self.models[name] = TrainingEngine(
             name,
             ScalarHead(model) if holding.role.scalar_head else model,

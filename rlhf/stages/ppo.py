@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine import distributed
+from rlhf.engine.parking import at_hand
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch
-from rlhf.models.export import save_model
 from rlhf.models.forward import completion_log_probs, last_token_scores
 from rlhf.models.loading import Loader
 from rlhf.models.lora import without_adapters
@@ -34,10 +34,12 @@ from rlhf.objectives import (
     value_loss,
     whiten,
 )
+from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
 from rlhf.rollout.switch import generating
 from rlhf.stages.evaluation import Judge, evaluate, means, record, rollout_statistics
+from rlhf.stages.leaving import leave
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps
 
 
@@ -93,6 +95,8 @@ class PPO:
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
+            batch_size=settings.generation_batch_size,
+            team=choose(self.actor, context.config, say=context.say),
         )
 
     def step(self, index: int) -> Numbers:
@@ -100,10 +104,10 @@ class PPO:
         (prompts,) = self.batches.step(index)
         sums = Sums()
         self.experience = experience = self.collect(self.accelerator.to_device(prompts), sums)
-        rate = self.actor.scheduled_rate
+        rates = self.actor.rates
         for epoch in range(self.settings.ppo_epochs):
             self.update(experience, self._order(index, epoch), sums)
-        return self._numbers(sums.read(), rate)
+        return self._numbers(sums.read(), rates)
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Batch:
@@ -116,7 +120,7 @@ class PPO:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
             batch have no actions.
         """
-        with generating(self.actor) as model:
+        with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )
@@ -138,7 +142,8 @@ class PPO:
         """
         self.actor.engine.eval()
         self.critic.engine.eval()
-        parts = [self._score(part) for part in self._micro_batches(sequences)]
+        with at_hand(self.reference, self.reward):
+            parts = [self._score(part) for part in self._micro_batches(sequences)]
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def collect(self, prompts: Batch, sums: Sums) -> Experience:
@@ -260,7 +265,7 @@ class PPO:
         seed = (self.context.config.seed * 1_000_003 + index) * 1_009 + epoch
         return torch.Generator().manual_seed(seed)
 
-    def _numbers(self, sums: Numbers, rate: float) -> Numbers:
+    def _numbers(self, sums: Numbers, rates: Numbers) -> Numbers:
         """Sums of a step to means, and the KL coefficient's own step."""
         settings = self.settings
         updates = settings.ppo_epochs * settings.batch_size // (self.minibatch_rows * self.context.world.size)
@@ -270,7 +275,7 @@ class PPO:
         numbers |= {
             "returns": sums["returns"] / max(sums["tokens"], 1),
             "kl_coef": self.kl_coef,
-            "learning_rate": rate,
+            **rates,
             "grad_norm": self.actor.grad_norm(),
             "critic_grad_norm": self.critic.grad_norm(),
         }
@@ -319,7 +324,7 @@ def run(
         load_state=ppo.load_state,
     )
     after = measure("after")
-    save_model(ppo.actor, tokenizer, context.directory.model)
+    leave(context, ppo.actor, tokenizer)
     samples = [
         {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
         for old, new in zip(before["samples"], after["samples"])

@@ -15,10 +15,10 @@ from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.models.export import save_model
 from rlhf.models.loading import Loader
 from rlhf.models.scalar_head import note
 from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
+from rlhf.stages.leaving import leave
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
 
@@ -52,9 +52,9 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
             result = pair_loss(model, batch, total)
             return result.loss, pair_statistics(result, batch)
 
-        rate = engine.scheduled_rate
+        rates = engine.rates
         numbers = averages(engine.step(micro_batches, loss).read())
-        return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
+        return numbers | rates | {"grad_norm": engine.grad_norm()}
 
     def measure(when: str) -> Numbers:
         found = evaluate(context, engine, held_out, when)
@@ -72,7 +72,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
         shown=("loss", "accuracy"),
     )
     after = measure("after")
-    save_model(engine, tokenizer, context.directory.model)
+    leave(context, engine, tokenizer)
     if line := note(engine.module.model, context.directory.model):
         context.say(f"note: {line}")
     return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}

@@ -15,10 +15,10 @@ from rlhf.data.batches import Batches, collate_sft
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.models.export import save_model
 from rlhf.models.forward import model_inputs
 from rlhf.models.loading import Loader
 from rlhf.objectives import token_log_probs
+from rlhf.stages.leaving import leave
 from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
 
 
@@ -61,9 +61,9 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
             tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()  # of real rows
             return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
 
-        rate = engine.scheduled_rate
+        rates = engine.rates
         numbers = engine.step(micro_batches, loss).read()
-        return numbers | {"learning_rate": rate, "grad_norm": engine.grad_norm()}
+        return numbers | rates | {"grad_norm": engine.grad_norm()}
 
     def measure(when: str) -> Numbers:
         found = {"perplexity": perplexity(context, engine, held_out, when)}
@@ -81,7 +81,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
         shown=("loss",),
     )
     after = measure("after")
-    save_model(engine, tokenizer, context.directory.model)
+    leave(context, engine, tokenizer)
     return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
 
 

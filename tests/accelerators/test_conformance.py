@@ -58,6 +58,14 @@ BROKEN = [
     ("clip-other-norm", "clip-grad-norm", "clip_grad_norm to 1: the norm: differs by"),
     ("clip-gives-float", "clip-grad-norm", "clip_grad_norm kernel 'broken' of rlhf-broken 1.2.3 gave 8.8"),
     ("attention-sees-padding", "attention", "rows padded left: logits: differs by"),
+    ("weights-truncated", "quantized-weights", "192 x 128: a number comes back more than half a step off"),
+    ("weights-dense", "quantized-weights", "int8 weights of 'broken', 192 x 128 take 98304 bytes, expected at most"),
+    ("weights-detached", "quantized-weights", "the product has no gradient to its inputs"),
+    (
+        "weights-without-offset",
+        "quantized-weights",
+        "int4 weights of 'broken', 192 x 128, 1 rows: the product: differs",
+    ),
     ("attention-cannot-be-asked", "attention", "asked for a Llama: its check of the model failed (AttributeError: "),
 ]
 """Backend, the check that finds it, and a part of the line that says what is wrong; checked in one process."""

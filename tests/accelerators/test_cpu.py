@@ -161,7 +161,7 @@ def test_every_operation_has_a_capability_and_every_refusal_a_reason(cpu):
     assert set(capabilities) == set(OPERATIONS)
     assert all(support.reason for support in capabilities.values())
     assert all(support.implementation for support in capabilities.values() if support.ok)
-    assert {name for name, support in capabilities.items() if not support.ok} == {"graph_capture", "quantized_weights"}
+    assert {name for name, support in capabilities.items() if not support.ok} == {"graph_capture"}
 
 
 @pytest.mark.parametrize("refusal", [Support, Probe])
@@ -222,8 +222,8 @@ def test_a_check_that_raises_is_a_refusal(cpu):
     def check(accelerator):
         raise RuntimeError("no driver")
 
-    cpu.contribute([KernelImpl(operation="quantized_weights", name="q", factory=lambda a: None, supported=check)])
-    assert cpu.capabilities()["quantized_weights"] == Support(False, "q: its check failed (RuntimeError: no driver)")
+    cpu.contribute([KernelImpl(operation="graph_capture", name="q", factory=lambda a: None, supported=check)])
+    assert cpu.capabilities()["graph_capture"] == Support(False, "q: its check failed (RuntimeError: no driver)")
 
 
 # memory

@@ -136,8 +136,9 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
         "clip_grad_norm": "torch",
         "attention": "sdpa",
         "graph_capture": "cuda-graphs",
+        "quantized_weights": "torch",
     }
-    assert set(cuda.capabilities()) == set(OPERATIONS)
+    assert set(used) == set(OPERATIONS)
     assert all(support.reason for operation in OPERATIONS for _, support in cuda.candidates(operation))
 
 
@@ -162,10 +163,11 @@ def test_the_plain_adamw_stands_behind_the_fused_one(on):
     assert [impl.name for impl, _ in on("A100").candidates("adamw")] == ["torch-fused", "torch-foreach"]
 
 
-def test_quantized_weights_are_absent_with_the_release_that_lacks_them(on):
-    support = on("A100").capabilities()["quantized_weights"]
+def test_torchs_products_of_packed_weights_are_refused_with_their_reason(on):
+    *_, (refused, support) = on("A100").candidates("quantized_weights")
+    assert refused.name == "torch-cuda"
     assert not support.ok
-    assert "DeepSpeed 0.19" in support.reason
+    assert "no tensor cores" in support.reason
 
 
 # placement

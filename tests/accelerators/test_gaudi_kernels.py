@@ -30,17 +30,13 @@ def test_fused_kernels_are_used_where_they_can_be_imported_and_torchs_elsewhere(
         "clip_grad_norm": "habana-fused" if "normalization" in hpex else "torch",
         "attention": "habana-fused" if "kernels" in hpex else "sdpa",
         "graph_capture": "hpu-graphs" if MODES[mode] else "torch-compile",
-        "quantized_weights": "",
+        "quantized_weights": "torch",
     }
     assert set(used) == set(OPERATIONS)
     for operation in ("adamw", "clip_grad_norm", "attention"):
         for implementation, support in hpu.candidates(operation):
             if implementation.name == "habana-fused" and not support.ok:
                 assert "cannot be imported (ModuleNotFoundError: No module named" in support.reason
-
-
-def test_quantized_weights_are_refused_with_the_reason(machine):
-    assert machine().capabilities()["quantized_weights"].reason == "DeepSpeed's quantizer kernels have no HPU build"
 
 
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}

@@ -29,6 +29,7 @@ def situation(*settings: str, **facts) -> Situation:
     return Situation(**{"config": config, "stage": "sft", "phase": "update", "ranks": 1, **facts})
 
 
+GENERATION, ROWS = {"stage": "ppo", "phase": "generation"}, "ppo.generation_batch_size"
 CHECKPOINTING = "model.gradient_checkpointing=true"
 
 
@@ -50,18 +51,13 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         ([], {"stage": "reward"}, ["reward.micro_batch_size=16", CHECKPOINTING, LORA, LENGTH]),
         (["ppo.minibatch_size=8"], {"stage": "ppo"}, ["ppo.micro_batch_size=4", CHECKPOINTING, LORA, LENGTH]),
         ([], {"stage": "ppo", "phase": "scoring"}, ["ppo.micro_batch_size=16", LORA, LENGTH]),
-        (["ppo.minibatch_size=8"], {"stage": "ppo", "phase": "generation"}, ["ppo.batch_size=16", LORA, LENGTH]),
-        (
-            ["ppo.batch_size=24", "ppo.minibatch_size=8"],
-            {"stage": "ppo", "phase": "generation"},
-            ["ppo.batch_size=8", LORA, LENGTH],
-        ),
-        (["ppo.minibatch_size=32"], {"stage": "ppo", "phase": "generation"}, [LORA, LENGTH]),
-        (
-            ["ppo.batch_size=6"],
-            {"stage": "ppo", "phase": "generation", "ranks": 2},
-            ["ppo.batch_size=2", ZERO, LORA, LENGTH],
-        ),
+        (["ppo.minibatch_size=8"], GENERATION, [f"{ROWS}=16", "ppo.batch_size=16", LORA, LENGTH]),
+        (["ppo.batch_size=24", "ppo.minibatch_size=8"], GENERATION, [f"{ROWS}=12", "ppo.batch_size=8", LORA, LENGTH]),
+        (["ppo.minibatch_size=32"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
+        (["ppo.minibatch_size=32", f"{ROWS}=5"], GENERATION, [f"{ROWS}=2", LORA, LENGTH]),
+        (["ppo.minibatch_size=32", f"{ROWS}=99"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
+        (["ppo.minibatch_size=32", f"{ROWS}=1"], GENERATION, [LORA, LENGTH]),
+        (["ppo.batch_size=6"], GENERATION | {"ranks": 2}, [f"{ROWS}=1", "ppo.batch_size=2", ZERO, LORA, LENGTH]),
     ],
 )
 def test_only_what_would_help_here_is_advised_the_mildest_first(settings, facts, expected):

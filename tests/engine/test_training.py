@@ -13,14 +13,14 @@ ROWS, PROMPT, COMPLETION = 4, 4, 8
 IDS = torch.randint(2, 60, (ROWS, PROMPT + COMPLETION), generator=torch.Generator().manual_seed(0))
 
 
-def build(accelerator, zero_stage, precision="fp32", accumulation=1, **optimizer):
-    settings = {"learning_rate": 1e-2, "schedule": "constant", "warmup": 0, "weight_decay": 0.1, **optimizer}
+def build(accelerator, zero_stage, precision="fp32", accumulation=1, **engine):
+    settings = {"learning_rate": 1e-2, "schedule": "constant", "warmup": 0, "weight_decay": 0.1}
     return TrainingEngine(
         "test",
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        holding=held(zero_stage),
+        holding=held(zero_stage, **engine),
         optimizer=OptimizerConfig(**settings),
         total_steps=100,
         micro_batch_size=ROWS // accumulation,

@@ -13,7 +13,7 @@ from rlhf import pipeline, preflight
 from rlhf.config import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.run import RunDirectory
-from rlhf.stages import ppo, reward, sft
+from rlhf.stages import ppo
 from tests.families.table import FAMILIES, Family
 from tests.helpers import weights
 
@@ -78,7 +78,7 @@ def trained(
 
     ends: dict[str, torch.Tensor] = {}
     ratios: list[torch.Tensor] = []
-    save, loss = sft.save_model, ppo.policy_loss
+    save, loss = leaving.save_model, ppo.policy_loss
 
     def saved(engine: Any, own: Any, path: Path) -> None:
         ends[path.parent.name] = numbers(engine.module, len(tokenizer))
@@ -88,8 +88,7 @@ def trained(
         ratios.append(((log_probs - old) * mask).exp().detach())
         return loss(log_probs, old, advantages, mask, **options)
 
-    for stage in (sft, reward, ppo):
-        monkeypatch.setattr(stage, "save_model", saved)
+    monkeypatch.setattr(leaving, "save_model", saved)
     monkeypatch.setattr(ppo, "policy_loss", watched)
 
     def run(family: Family) -> tuple[Path, dict[str, torch.Tensor], list[torch.Tensor]]:

@@ -26,7 +26,11 @@ def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
 class AdamW:
     """Steps `parameters` in place."""
 
-    def __init__(self, parameters: dict[str, Tensor], config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, parameters: dict[str, Tensor], config: OptimizerConfig, total_steps: int, adapters: float | None = None
+    ) -> None:
+        """`adapters`: the peak rate of LoRA's matrices; None: ten times that of the rest."""
+        self._adapters = 10 * config.learning_rate if adapters is None else adapters
         self._parameters = parameters
         self._config = config
         self._total = total_steps
@@ -58,5 +62,7 @@ class AdamW:
                 corrected = first / (1 - beta1**self.steps)
                 spread = (second / (1 - beta2**self.steps)).sqrt()
                 decay = self._config.weight_decay if parameter.dim() > 1 else 0.0
-                parameter -= rate * (corrected / (spread + self._config.eps) + decay * parameter)
+                is_adapter = name.endswith((".weight.A", ".weight.B"))
+                own = rate * self._adapters / self._config.learning_rate if is_adapter else rate
+                parameter -= own * (corrected / (spread + self._config.eps) + decay * parameter)
         return norm

@@ -24,7 +24,7 @@ def supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
     rows = data(stage, count)
     total = settings.max_steps
     batches = [[tokens(row) for row in batch] for batch in _global_batches(config, settings, rows.train)[:total]]
-    optimizer = AdamW(network.trained, settings.optimizer, total)
+    optimizer = AdamW(network.trained, settings.optimizer, total, config.lora.learning_rate)
     heldout = [tokens(row) for row in rows.heldout]
     if stage == "sft":
         before = {"perplexity": sft.perplexity(network, heldout, loss_on=config.sft.loss_on)}
@@ -80,6 +80,7 @@ def reinforced(
         Network(models.reward),
         Network(models.reference) if models.reference is not None else None,
         settings.steps * settings.ppo_epochs * minibatches,
+        config.lora.learning_rate,
     )
     before = ppo.evaluation(reference.collect(heldout))
     steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]

@@ -43,6 +43,7 @@ class PPO:
     Args:
         reference: None: the actor without its adapters (LoRA).
         total_updates: optimizer steps of the whole run.
+        adapters: as `AdamW` takes it.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class PPO:
         reward_model: Network,
         reference: Network | None,
         total_updates: int,
+        adapters: float | None = None,
     ) -> None:
         self.config = config
         self.actor, self.critic, self.reward_model, self.reference = actor, critic, reward_model, reference
-        self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates)
-        self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates)
+        self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates, adapters)
+        self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates, adapters)
         self.kl_coef = config.kl_coef
         self.rollouts: list[list[Row]] = []
         self.updates: list[dict[str, float]] = []

@@ -8,12 +8,13 @@ import pytest
 
 from tests.reference import cases, expected, real
 
+LORA = cases.LORA | {"learning_rate": 5e-3}
 LATE = {"schedule": "linear", "warmup": 0.4, "min_lr_ratio": 0.2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO 1, a batch of two epochs": ("llama", {}),
-    "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
+    "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": LORA}),
     "ZeRO 0, GPT-2": ("gpt2", {"engine": {"zero_stage": 0}, "steps": 1}),
-    "GPT-2, LoRA": ("gpt2", {"lora": cases.LORA}),
+    "GPT-2, LoRA": ("gpt2", {"lora": LORA}),
     "gradient checkpointing": ("llama", {"model": {"gradient_checkpointing": True}, "steps": 1}),
     "one minibatch, no whitening, a fixed coefficient, dynamic shapes": (
         "llama",
@@ -87,7 +88,7 @@ def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran)
     assert [step["clip_fraction"] for step in found.steps] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("lora", [{}, cases.LORA], ids=["ZeRO 1", "LoRA"])
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["ZeRO 1", "LoRA"])
 def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, lora):
     config = cases.configuration("ppo", lora=lora)
     models = cases.Models.build(lora=bool(lora))

@@ -8,10 +8,14 @@ import torch
 from tests.reference import cases, expected, real
 
 SCHEDULE = {"epochs": 2, "max_steps": 4, "optimizer": cases.OPTIMIZER | {"warmup": 0.25, "min_lr_ratio": 0.2}}
+LORA = cases.LORA | {"learning_rate": 0.02}
 CASES = {
     "ZeRO 1, the last batch filled up": ("llama", {}),
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
-    "LoRA, gradient checkpointing": ("llama", {"lora": cases.LORA, "model": {"gradient_checkpointing": True}}),
+    "LoRA, gradient checkpointing": (
+        "llama",
+        {"lora": LORA, "model": {"gradient_checkpointing": True}},
+    ),
     "ZeRO 0, GPT-2, loss on all tokens": ("gpt2", {"engine": {"zero_stage": 0}, "loss_on": "all"}),
     "cosine": ("llama", SCHEDULE | {"optimizer": SCHEDULE["optimizer"] | {"schedule": "cosine"}}),
     "linear": ("llama", SCHEDULE | {"optimizer": SCHEDULE["optimizer"] | {"schedule": "linear"}}),

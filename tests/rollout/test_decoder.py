@@ -64,8 +64,15 @@ def prompts():
     return ids, (ids != 0).long()
 
 
-def decoder(accelerator, eos=(), length=12, shapes="static"):
-    return Decoder(accelerator, eos_ids=eos, pad_id=0, max_new_tokens=length, shapes=ShapePolicy(shapes))
+def decoder(accelerator, eos=(), length=12, shapes="static", batch_size=None):
+    return Decoder(
+        accelerator,
+        eos_ids=eos,
+        pad_id=0,
+        max_new_tokens=length,
+        shapes=ShapePolicy(shapes),
+        batch_size=batch_size,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,6 +127,23 @@ def test_one_seed_draws_the_same_completions(accelerator):
         accelerator.seed(seed)
         drawn.append(decode.generate(model, ids, mask, SamplingConfig()).ids)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 99])
+def test_samples_are_the_same_however_a_rollout_is_cut(accelerator, shapes, batch_size):
+    """Some rows end early; rows that fill up the last part have no part in it."""
+    model, (ids, mask) = build("llama"), prompts()
+    five = torch.cat([ids, ids[:2].flip(0)]), torch.cat([mask, mask[:2].flip(0)])
+    drawn = []
+    for rows in (None, batch_size):
+        accelerator.seed(3)
+        decode = decoder(accelerator, eos=range(1, 20), length=40, shapes=shapes, batch_size=rows)
+        drawn.append(decode.generate(model, *five, SamplingConfig()))
+    whole, cut = drawn
+    assert torch.equal(whole.ids, cut.ids) and torch.equal(whole.mask, cut.mask)
+    assert len(set(whole.mask.sum(-1).tolist())) > 2 and len(whole.ids) == 5
+    assert (whole.ids.shape[1] < 40) == (shapes == "dynamic")
 
 
 def test_log_probs_of_training_are_those_the_tokens_were_drawn_from(accelerator):
@@ -198,6 +222,17 @@ def captured(accelerator, monkeypatch):
     capture = accelerator.capture
     monkeypatch.setattr(accelerator, "capture", lambda fn, key: keys.append(key) or capture(fn, key))
     return keys
+
+
+@pytest.mark.parametrize("shapes", ["static", "bucketed", "dynamic"])
+def test_all_parts_of_a_rollout_are_generated_in_the_buffers_of_one(accelerator, captured, shapes):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator, shapes=shapes, batch_size=2)
+    for _ in range(2):
+        decode.generate(model, ids, mask, GREEDY)
+    assert captured == ["decode 2 x 6 + 12"]
+    (session,) = decode._sessions
+    assert session.size() < 2 * 2 * 2 * 2 * (6 + 12) * 8 * 4 + 64, "keys and values of two rows"
 
 
 @pytest.mark.parametrize(("memory_of_caches", "captures"), [(100, 1), (10, 2)])

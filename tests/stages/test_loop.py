@@ -44,7 +44,7 @@ def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypat
 
     steps = []
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "perplexity" if failing == "evaluation" else "save_model", fails)
+        patch.setattr(sft, "perplexity" if failing == "evaluation" else "leave", fails)
         with pytest.raises(failure):
             train(tmp_path / "failed")
     assert (tmp_path / "failed" / "sft" / "checkpoints" / "step-00000003").is_dir()

@@ -11,6 +11,7 @@ import torch
 
 from accelerators import AcceleratorError, CaptureError, DeepSpeedView, KernelImpl, Precision, ShapePolicy, Support
 from accelerators.cpu import CPU
+from accelerators.quantized import QuantizedWeights
 
 BF16 = Precision(torch.bfloat16, "bf16", "emulated")
 
@@ -444,6 +445,54 @@ class AttentionCannotBeAsked(CPU):
 
 
 # processes
+
+
+class Truncated(QuantizedWeights):
+    def pack(self, weight, kind):
+        packed = super().pack(weight, kind)
+        return packed | {"values": packed["values"] - 1} if kind == "int8" else packed
+
+
+class Dense(QuantizedWeights):
+    def pack(self, weight, kind):
+        return {"weight": weight}
+
+    def unpack(self, packed, dtype=torch.float32):
+        return packed["weight"].to(dtype)
+
+
+class Detached(QuantizedWeights):
+    def multiply(self, inputs, packed):
+        return self.product(inputs.detach(), packed).requires_grad_()
+
+
+class WithoutOffset(QuantizedWeights):
+    def product(self, inputs, packed):
+        only_steps = torch.tensor([1, 0], dtype=torch.bfloat16)
+        return super().product(
+            inputs, {**packed, "steps": packed["steps"] * only_steps} if "codes" in packed else packed
+        )
+
+
+class BrokenWeights(CPU):
+    def kernels(self):
+        return (*super().kernels(), kernel("quantized_weights", self.made()))
+
+
+class WeightsTruncated(BrokenWeights):
+    name, made = "weights-truncated", Truncated
+
+
+class WeightsDense(BrokenWeights):
+    name, made = "weights-dense", Dense
+
+
+class WeightsDetached(BrokenWeights):
+    name, made = "weights-detached", Detached
+
+
+class WeightsWithoutOffset(BrokenWeights):
+    name, made = "weights-without-offset", WithoutOffset
 
 
 class OtherDistBackend(CPU):

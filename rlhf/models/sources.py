@@ -1,0 +1,221 @@
+"""Where the numbers of a parameter come from: a tensor in a file or in memory, of which any part can be read alone.
+
+A checkpoint's folder or hub name flows in; a `Source` for each of its tensors flows out. Files are read with `pread`
+and closed again: pages of a mapped file would count as this process's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 24
+"""Elements that are read at a time where a tensor is not kept as it was stored."""
+
+# In the order in which transformers looks for them.
+_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Source(Protocol):
+    """A tensor that can be read whole or in part."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[stop - start]: its elements from `start` on, in the order in which they are stored, in its own type."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    path: Path
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        stop = self.shape.numel() if stop is None else stop
+        tensor = torch.empty(stop - start, dtype=self.dtype)
+        rest = memoryview(tensor.view(torch.uint8).numpy())
+        place = self.offset + start * self.dtype.itemsize
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            while rest:
+                count = os.preadv(file, [rest], place)
+                if not count:
+                    raise OSError(f"{self.path}: ends before its tensors do")
+                rest, place = rest[count:], place + count
+        finally:
+            os.close(file)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.tensor.detach().reshape(-1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is computed when it is read, whole whatever part is wanted."""
+
+    make: Callable[[], Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.make().reshape(-1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A matrix or vector with rows added, all equal to `row`, which is float32."""
+
+    before: Source
+    rows: int
+    row: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.rows, *self.before.shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.before.dtype, self.row.dtype)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        stop = self.shape.numel() if stop is None else stop
+        old = self.before.shape.numel()
+        parts = []
+        if start < old:
+            parts.append(self.before.read(start, min(stop, old)).to(self.dtype))
+        if stop > old:
+            places = torch.arange(max(start, old), stop) % self.row.numel()
+            parts.append(self.row.reshape(-1)[places].to(self.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def stored(path: str) -> dict[str, Source] | None:
+    """The tensors of the checkpoint at `path`, a folder or a hub name, by the names they are stored under.
+
+    Returns:
+        None where its files are not those that `save_pretrained` writes, so that transformers must read them.
+    """
+    from transformers.utils.hub import cached_file
+
+    for name in _FILES:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        files = [file]
+        if name.endswith(".json"):
+            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            files = [cached_file(path, part) for part in sorted(set(content["weight_map"].values()))]
+        found: dict[str, Source] = {}
+        for part in map(Path, files):
+            found |= _in_bin(part) if part.suffix == ".bin" else _in_safetensors(part)
+        return found if all(found.values()) else None
+    return None
+
+
+def copy(source: Source, out: Tensor, start: int = 0) -> Tensor:
+    """Fill `out`, in its type and on its device, with elements of `source` from `start` on; little is read at a time.
+
+    Each number is rounded once.
+    """
+    flat = out.detach().view(-1)
+    for first in range(0, flat.numel(), CHUNK):
+        last = min(first + CHUNK, flat.numel())
+        flat[first:last].copy_(source.read(start + first, start + last))
+    return out
+
+
+def whole(source: Source, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """The tensor of `source`."""
+    return copy(source, torch.empty(source.shape, dtype=dtype, device=device))
+
+
+def equal(left: Source, right: Source) -> bool:
+    """Whether two sources hold the same numbers."""
+    return left.shape == right.shape and all(
+        torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(_chunks(left), _chunks(right))
+    )
+
+
+def mean_row(source: Source) -> Tensor:
+    """The mean of the rows of `source`, in float32; of numbers added up in float64, so the same however it is read."""
+    rows, size = source.shape[0], source.shape[1:].numel()
+    total = torch.zeros(size, dtype=torch.float64)
+    step = max(1, CHUNK // size)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        total += source.read(first * size, last * size).double().view(-1, size).sum(0)
+    return (total / rows).float().reshape(source.shape[1:])
+
+
+def _chunks(source: Source) -> Iterator[Tensor]:
+    for first in range(0, source.shape.numel(), CHUNK):
+        yield source.read(first, min(first + CHUNK, source.shape.numel()))
+
+
+def _in_safetensors(path: Path) -> dict[str, Any]:
+    """Its tensors; None in the place of one whose type is of a quantized checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt"):  # which sees whether it is whole
+        pass
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(path, 8 + length + entry["data_offsets"][0], torch.Size(entry["shape"]), _TYPES[entry["dtype"]])
+        if entry["dtype"] in _TYPES
+        else None
+        for name, entry in header.items()
+    }
+
+
+def _in_bin(path: Path) -> dict[str, Any]:
+    """Its tensors, mapped into memory: what is read of them may stay there for as long as they do."""
+    from transformers.modeling_utils import load_state_dict
+
+    return {name: Held(tensor) for name, tensor in load_state_dict(path).items()}

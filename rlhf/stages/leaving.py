@@ -1,0 +1,41 @@
+"""What a stage leaves when it has trained: its model, its adapter, or both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.models.adapters import save_adapter
+from rlhf.models.export import save_model
+from rlhf.settings import STARTS
+from rlhf.sharing import adapter_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engine.training import TrainingEngine
+    from rlhf.stages.loop import StageContext
+
+
+def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write what `lora.save` asks for; every rank calls it.
+
+    A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
+    models can stand on one base.
+    """
+    save, stage, model = context.config.lora.save, context.directory.name, context.directory.model
+    adapted = engine.holding.lora.rank > 0
+    if not adapted or save != "adapter" or stage != "ppo":
+        save_model(engine, tokenizer, model)
+    if adapted and (save != "merged" or stage == "reward"):
+        save_adapter(engine, adapter_of(str(model)), _start(context))
+    if adapted and save == "adapter" and stage != "ppo":
+        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
+
+
+def _start(context: StageContext) -> str | None:
+    """The folder or hub name of the model that the stage trained; None: it was made for this run."""
+    first = STARTS[context.directory.name][0]
+    if named := first.named(context.config.model_dump()):
+        return named
+    earlier = context.run.stage(first.earlier) if first.earlier else None
+    return str(earlier.model) if earlier and earlier.done else None

@@ -1,0 +1,155 @@
+"""Weights in few bits: the layouts, whose products torch computes itself, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from accelerators import Support
+from accelerators.quantized import KINDS, CPUKernels, QuantizedWeights, cpu_kernels_supported
+
+PLAIN = QuantizedWeights()
+
+
+def weight(rows: int = 128, width: int = 96) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)) / 50
+
+
+@pytest.mark.parametrize(("kind", "width", "bits"), [("int8", 4096, 8.01), ("int4", 4096, 4.5), ("int4", 48, 4.7)])
+def test_a_number_takes_the_bits_that_its_kind_says_and_those_of_the_steps(kind, width, bits):
+    packed = PLAIN.pack(weight(128, width), kind)
+    assert 8 * sum(tensor.nbytes for tensor in packed.values()) / (128 * width) == pytest.approx(bits, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_exact_in_bf16_so_that_no_cast_moves_the_weight(kind):
+    packed = PLAIN.pack(weight(), kind)
+    assert packed["steps"].dtype == torch.bfloat16
+    cast = packed | {"steps": packed["steps"].double().float()}
+    assert torch.equal(PLAIN.unpack(packed), PLAIN.unpack(cast))
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, -1000.0])
+def test_groups_of_4_bits_may_lie_anywhere(offset):
+    values = weight() + offset
+    packed = PLAIN.pack(values, "int4")
+    step = packed["steps"][..., 0].float().T.repeat_interleave(96 // len(packed["steps"]), dim=1)
+    off = (PLAIN.unpack(packed) - values).abs()
+    assert (off <= 0.5001 * step + 1e-6 * abs(offset)).all()
+
+
+def test_weights_that_are_all_alike_come_back_as_they_are():
+    for kind in KINDS:
+        assert torch.equal(PLAIN.unpack(PLAIN.pack(torch.zeros(3, 32), kind)), torch.zeros(3, 32))
+    alike = torch.full((3, 32), 0.5)
+    assert torch.equal(PLAIN.unpack(PLAIN.pack(alike, "int4")), alike)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_so_and_is_not_hidden(kind):
+    spoilt = weight()
+    spoilt[5, 7] = torch.nan
+    found = PLAIN.unpack(PLAIN.pack(spoilt, kind))
+    assert found[5].isnan().any() and found[4].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_numbers_survive_fp16(kind):
+    tiny = weight() * 1e-4
+    packed = PLAIN.pack(tiny, kind)
+    torch.testing.assert_close(PLAIN.unpack(packed, torch.float16), PLAIN.unpack(packed).half())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_dense_weight_is_kept_for_the_way_back(kind):
+    kept = []
+    packed = PLAIN.pack(weight(), kind)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        PLAIN.multiply(torch.randn(4, 96, requires_grad=True), packed)
+    assert {tensor.data_ptr() for tensor in kept} == {tensor.data_ptr() for tensor in packed.values()}
+
+
+# torch's own products
+
+
+def kernels() -> CPUKernels:
+    block = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability())
+    if block is None:
+        pytest.skip("torch has no products of packed weights for this processor")
+    return CPUKernels(block)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(128, 96), (128, 48), (33, 96), (7, 33)])
+def test_torchs_order_of_codes_stands_for_the_same_weight(kind, shape):
+    own = kernels()
+    assert torch.equal(own.unpack(own.pack(weight(*shape), kind)), PLAIN.unpack(PLAIN.pack(weight(*shape), kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "rows", "dtype", "torchs"),
+    [
+        ("int8", (128, 96), 32, torch.bfloat16, True),
+        ("int8", (128, 96), 33, torch.bfloat16, False),
+        ("int8", (128, 96), 1, torch.float32, False),
+        ("int8", (128, 33), 1, torch.bfloat16, False),  # torch would read past its end
+        ("int8", (33, 96), 1, torch.bfloat16, True),
+        ("int4", (128, 128), 64, torch.bfloat16, True),
+        ("int4", (128, 128), 65, torch.bfloat16, False),
+        ("int4", (128, 128), 1, torch.float32, False),
+        ("int4", (128, 48), 1, torch.bfloat16, False),
+        ("int4", (33, 128), 1, torch.bfloat16, False),
+    ],
+)
+def test_torchs_product_is_taken_where_it_is_right_and_faster(kind, shape, rows, dtype, torchs, monkeypatch):
+    own, unpacked = kernels(), []
+    packed = own.pack(weight(*shape), kind)
+    unpack = own.unpack
+    monkeypatch.setattr(own, "unpack", lambda *given: (unpacked.append(given), unpack(*given))[1])
+    inputs = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = own.multiply(inputs.unsqueeze(0), packed)
+    assert bool(unpacked) is not torchs
+    assert found.shape == (1, rows, shape[0])
+    exact = (
+        inputs.double() @ PLAIN.unpack(packed if "tiles" not in packed else PLAIN.pack(weight(*shape), kind)).double().T
+    )
+    assert (found[0] - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("processor", "ok", "reason"),
+    [("avx2", True, "few rows of a decoding step"), ("default", False, "torch has them for AVX2 and AVX512, this is ")],
+)
+def test_each_processor_is_asked(processor, ok, reason):
+    code = "import accelerators.quantized as q; s = q.cpu_kernels_supported(None); print(s.ok, s.reason)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": processor},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(f"{ok} ") and reason in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [
+        ("_convert_weight_to_int4pack_for_cpu", "orders int4 codes in another way"),
+        ("_weight_int4pack_mm_for_cpu", "multiplies int4 weights wrongly"),
+        ("_weight_int8pack_mm", "multiplies int8 weights wrongly"),
+    ],
+)
+def test_a_torch_that_does_it_otherwise_is_not_used(operator, reason, monkeypatch):
+    kernels()
+    real = getattr(torch, operator)
+    monkeypatch.setattr(torch, operator, lambda *given: real(*given).roll(1))
+    found = cpu_kernels_supported(None)
+    assert found == Support(False, f"torch {torch.__version__} {found.reason.partition(f'{torch.__version__} ')[2]}")
+    assert reason in found.reason

@@ -1,0 +1,158 @@
+"""What DeepSpeed is told: the user's own settings come last, and those that rlhf decides are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf.config import build_config
+from rlhf.engine import deepspeed_config
+from rlhf.engine.deepspeed_config import OWN, check, check_disk
+from rlhf.errors import ConfigError
+from tests.engine.test_training import build
+from tests.in_process import held
+
+
+def told(accelerator, zero_stage=1, precision="fp32", **engine):
+    holding = held(zero_stage, **engine)
+    return deepspeed_config.deepspeed_config(holding, accelerator, accelerator.precision(precision), 2, 1)
+
+
+def refusal(own):
+    with pytest.raises(ConfigError) as found:
+        check(build_config({"engine": {"deepspeed": own}}))
+    return str(found.value)
+
+
+def nested(path, value=1):
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def test_settings_of_the_users_own_come_last_and_others_stay(accelerator):
+    own = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    found, plain = told(accelerator, 3, deepspeed=own), told(accelerator, 3)
+    assert found["zero_optimization"] == plain["zero_optimization"] | own["zero_optimization"]
+    assert found["wall_clock_breakdown"] is True
+    assert found | {"zero_optimization": 0} == plain | {"wall_clock_breakdown": True, "zero_optimization": 0}
+
+
+def test_deepspeed_takes_them(accelerator, monkeypatch):
+    engine = build(accelerator, 2, deepspeed={"zero_optimization": {"reduce_bucket_size": 1234}})
+    assert engine.engine.zero_reduce_bucket_size() == 1234
+
+
+def test_either_name_of_a_setting_replaces_the_one_that_is_set(accelerator):
+    own = {"zero_optimization": {"max_live_parameters": 7, "stage3_max_reuse_distance": 8}}
+    zero = told(accelerator, 3, deepspeed=own)["zero_optimization"]
+    assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (7, 8)
+    assert "max_live_parameters" not in zero
+
+
+def test_buffers_of_what_is_offloaded_may_be_set_and_turn_nothing_on(accelerator):
+    own = {"zero_optimization": {"offload_param": {"buffer_count": 3}, "offload_optimizer": {"buffer_count": 7}}}
+    check(build_config({"engine": {"deepspeed": own}}))
+    zero = told(accelerator, 3, offload="parameters", deepspeed=own)["zero_optimization"]
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": False, "buffer_count": 3}
+    assert "offload_optimizer" not in zero
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_what_rlhf_decides_is_refused_with_what_to_do_instead(path):
+    assert refusal(nested(path)) == f"engine.deepspeed.{path}: is decided by rlhf; {OWN[path]}"
+
+
+def test_the_other_name_of_what_rlhf_decides_is_refused_too():
+    assert "engine.zero_persistence_threshold" in refusal({"zero_optimization": {"param_persistence_threshold": 5}})
+
+
+def test_what_rlhf_tells_deepspeed_is_its_own(accelerator):
+    """Otherwise the user could set it as well."""
+    free = {"zero_optimization", *(f"stage3_{name}" for name in ("max_live_parameters", "max_reuse_distance"))}
+    free |= {"stage3_prefetch_bucket_size", "offload_optimizer", "offload_param"}
+    for precision in ("fp32", "bf16"):
+        try:
+            found = told(accelerator, 3, precision, offload="all", nvme="/tmp")
+        except Exception:  # no bf16 here
+            continue
+        zero = found["zero_optimization"]
+        keys = set(found) | {f"zero_optimization.{name}" for name in zero}
+        keys |= {
+            f"zero_optimization.{part}.{name}" for part in ("offload_optimizer", "offload_param") for name in zero[part]
+        }
+        assert {key for key in keys - set(OWN) if key.rpartition(".")[2] not in free} == set()
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"wall_clock_breakdwn": True}, "unknown key 'wall_clock_breakdwn'; did you mean 'wall_clock_breakdown'?"),
+        (
+            {"zero_optimization": {"reduce_bucket": 1}},
+            "unknown key 'zero_optimization.reduce_bucket'; did you mean 'reduce_bucket_size'?",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "large"}},
+            "zero_optimization.reduce_bucket_size: expected a whole number, found 'large'",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 0}},
+            "zero_optimization.reduce_bucket_size: expected a number above 0, found 0",
+        ),
+        ({"zero_optimization": True}, "zero_optimization: expected keys and values, found true"),
+        ({"aio": {"blocksize": 1}}, "unknown key 'aio.blocksize'; did you mean 'block_size'?"),
+        ({"prescale_gradients": "perhaps"}, "prescale_gradients: expected true or false, found 'perhaps'"),
+    ],
+)
+def test_what_deepspeed_would_not_take_is_one_line(own, said):
+    assert refusal(own) == f"engine.deepspeed: {said}"
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters", "all"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_sections_of_offload(accelerator, zero_stage, offload):
+    zero = told(accelerator, zero_stage, offload=offload)["zero_optimization"]
+    place = {"device": "cpu", "pin_memory": accelerator.pins_memory()}
+    assert zero.get("offload_optimizer") == (place if offload in ("optimizer", "all") else None)
+    assert zero.get("offload_param") == (place if offload in ("parameters", "all") and zero_stage == 3 else None)
+
+
+# a disk
+
+
+class Builder:
+    def __init__(self, compatible):
+        self.compatible = compatible
+
+    def is_compatible(self, verbose=False):
+        return self.compatible
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    def answers(compatible):
+        found = None if compatible is None else Builder(compatible)
+        monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: found, raising=False)
+
+    return answers
+
+
+@pytest.mark.parametrize("compatible", [None, False])
+def test_without_asynchronous_io_a_disk_is_refused(accelerator, builder, tmp_path, compatible):
+    builder(compatible)
+    with pytest.raises(ConfigError, match=r"engine.nvme: .* want of libaio .*install them .*or leave engine.nvme out"):
+        check_disk(build_config({"engine": {"nvme": str(tmp_path)}}))
+
+
+def test_a_disk_needs_a_folder_that_is_there(accelerator, builder, tmp_path):
+    builder(True)
+    check_disk(build_config({"engine": {"nvme": str(tmp_path)}}))
+    with pytest.raises(ConfigError, match=r"engine.nvme: .*absent is no folder to write to; make it"):
+        check_disk(build_config({"engine": {"nvme": str(tmp_path / "absent")}}))
+
+
+def test_without_a_disk_nothing_is_asked(builder):
+    builder(None)
+    check_disk(build_config({}))

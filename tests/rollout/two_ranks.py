@@ -1,0 +1,96 @@
+"""What two processes of one group generate for `test_two_ranks`, from ZeRO-3's shards; left in a folder."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accelerators
+from rlhf.config import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf.engine import distributed
+from rlhf.engine.training import TrainingEngine
+from rlhf.models.lora import add_adapters
+from rlhf.rollout.decoder import Completions, Decoder
+from rlhf.rollout.switch import generating
+from rlhf.rollout.teams import Alone, InStep, Team
+from tests.families.table import BY_NAME, build
+from tests.in_process import held
+
+LENGTH = 24
+TEAMS = {"whole": Alone, "layerwise": InStep, "tensor_parallel": lambda: Team.of(2)}
+MODELS = ("OPT", "BLOOM", "GPT-NeoX, Pythia", "Llama 3", "Llama 3, LoRA", "OPT, LoRA", "Qwen3, odd vocabulary")
+GREEDY, SAMPLED = SamplingConfig(temperature=0), SamplingConfig(temperature=0.9, top_k=40)
+
+
+def model(name: str) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family, _, change = name.rpartition(", ") if name not in BY_NAME else (name, "", "")
+    changes = {"vocab_size": 61, "tie_word_embeddings": False} if change == "odd vocabulary" else {}
+    found = build(BY_NAME[family].configuration(**changes), MODEL_FOR_CAUSAL_LM_MAPPING)
+    if change == "LoRA":
+        add_adapters(found, LoraConfig(rank=4), seed=0)
+        generator = torch.Generator().manual_seed(1)
+        for path, parameter in found.named_parameters():
+            if "lora_B" in path:
+                parameter.data.normal_(std=0.3, generator=generator)
+    return found
+
+
+def prompts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows, padded left; rank 1's are longer."""
+    ids = torch.randint(3, 60, (3, 6 + 3 * rank), generator=torch.Generator().manual_seed(rank))
+    ids[0, :3] = 0
+    return ids, (ids != 0).long()
+
+
+def draw(accelerator: Any, module: Any, rank: int, sampling: SamplingConfig, **options: Any) -> Completions:
+    """A rank's completions; some rows of a sampled rollout end early."""
+    shapes, eos = accelerators.ShapePolicy("dynamic"), range(1, 12) if sampling == SAMPLED else []
+    options = {"eos_ids": eos, **options}
+    decoder = Decoder(accelerator, pad_id=0, max_new_tokens=LENGTH, shapes=shapes, **options)
+    accelerator.seed(3 + rank)
+    return decoder.generate(module, *prompts(rank), sampling)
+
+
+def engine(accelerator: Any, found: Any) -> TrainingEngine:
+    return TrainingEngine(
+        "test",
+        found,
+        accelerator=accelerator,
+        precision=accelerator.precision("fp32"),
+        holding=held(3),
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        micro_batch_size=1,
+        accumulation=1,
+    )
+
+
+def main(folder: str) -> None:
+    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+        rank = distributed.world().rank
+        teams = {name: make() for name, make in TEAMS.items()}
+        found: dict[Any, Any] = {}
+        for name in MODELS:
+            trained = engine(accelerator, model(name))
+            for mode, team in teams.items():
+                with generating(trained, team) as module:
+                    for sampling in (GREEDY, SAMPLED):
+                        found[name, mode, sampling.temperature] = draw(
+                            accelerator, module, rank, sampling, batch_size=2, team=team
+                        )
+        with generating(trained, teams["layerwise"]) as module:
+            ends = range(61) if rank else []  # this rank is done after a token, the other never
+            found["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, team=teams["layerwise"])
+        gc.disable()
+        with generating(trained, teams["tensor_parallel"]) as module:
+            found["held"] = sum(parameter.numel() for parameter in module.parameters())
+            part = weakref.ref(module)
+        del module
+        found["freed"] = part() is None
+        torch.save(found, Path(folder) / f"rank {rank}")
