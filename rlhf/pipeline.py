@@ -37,6 +37,8 @@ from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
 from rlhf.models.weights import Put, into
+from rlhf.place import here
+from rlhf.planning import announced
 from rlhf.roles import Holding
 from rlhf.settings import STARTS
 from rlhf.sharing import decide
@@ -78,6 +80,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 
 
 def _run_stage(stage: Stage, context: StageContext) -> None:
+    planned = _planned(stage, context)
     context.accelerator.reset_peak()
     if line := parking.describe(context.holdings.values(), context.accelerator):
         context.say(f"{stage}: {line}")
@@ -89,8 +92,28 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             context.directory.finish(
-                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
+                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak} | planned
             )
+
+
+def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
+    """Say what the stage will take; what is kept of that stands beside what it took."""
+    config = context.config
+    starts = [config.model.path] if stage == "sft" else _starts(context, stage)
+    paths = {start.key: path for start, path in zip(STARTS[stage], starts)}
+    attention = {choose_attention(context.accelerator, path, config.model).name for path in paths.values()}
+    plan, lines = announced.stage_plan(
+        config,
+        stage,
+        context.accelerator,
+        paths,
+        ranks=context.world.size,
+        local=here().local_size or context.world.size,
+        fused="eager" not in attention,
+    )
+    for line in lines:
+        context.say(line)
+    return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} if plan else {}
 
 
 def _sft(context: StageContext) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Holding:
 
     @property
     def zero_stage(self) -> int:
-        return self.engine.zero_stage
+        return int(self.engine.zero_stage)
 
     @property
     def quantization(self) -> Literal["int8", "int4"] | None:
@@ -104,16 +104,22 @@ def _holding(config: Config, stage: Stage, role: Role) -> Holding:
         engine=config.engine.model_copy(
             update={
                 "zero_stage": zero_stage,
-                "offload": config.engine.offload if own.offload is None else own.offload,
+                "offload": _offload(config.engine.offload if own.offload is None else own.offload),
                 "frozen": config.engine.frozen if own.frozen is None else own.frozen,
             }
         ),
     )
 
 
-def _zero_stage(stage: int, role: Role) -> int:
-    """A model without an optimizer is held whole or, at ZeRO-3, sharded."""
+def _zero_stage(stage: int | str, role: Role) -> int:
+    """A model without an optimizer is held whole or, at ZeRO-3, sharded. `auto` is 0 until the plan has decided."""
+    stage = 0 if stage == "auto" else int(stage)
     return stage if role.trained or stage == 3 else 0
+
+
+def _offload(offload: str) -> str:
+    """`auto` is none until the plan has decided."""
+    return "none" if offload == "auto" else offload
 
 
 def _dropout(config: Config, stage: Stage, role: Role) -> float | None:
