@@ -19,7 +19,7 @@ from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
-from rlhf.engine import distributed, memory
+from rlhf.engine import distributed, memory, parking
 from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
@@ -31,11 +31,14 @@ from rlhf.models.loading import (
     load_model_tokenizer,
     load_scalar_head,
 )
+from rlhf.models.quantized import quantizing
 from rlhf.models.sharded import shards
 from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
 from rlhf.models.weights import Put, into
+from rlhf.place import here
+from rlhf.planning import announced
 from rlhf.roles import Holding
 from rlhf.settings import STARTS
 from rlhf.sharing import decide
@@ -77,7 +80,10 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 
 
 def _run_stage(stage: Stage, context: StageContext) -> None:
+    planned = _planned(stage, context)
     context.accelerator.reset_peak()
+    if line := parking.describe(context.holdings.values(), context.accelerator):
+        context.say(f"{stage}: {line}")
     with memory.explained(context):
         summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
@@ -86,8 +92,28 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             context.directory.finish(
-                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
+                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak} | planned
             )
+
+
+def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
+    """Say what the stage will take; what is kept of that stands beside what it took."""
+    config = context.config
+    starts = [config.model.path] if stage == "sft" else _starts(context, stage)
+    paths = {start.key: path for start, path in zip(STARTS[stage], starts)}
+    attention = {choose_attention(context.accelerator, path, config.model).name for path in paths.values()}
+    plan, lines = announced.stage_plan(
+        config,
+        stage,
+        context.accelerator,
+        paths,
+        ranks=context.world.size,
+        local=here().local_size or context.world.size,
+        fused="eager" not in attention,
+    )
+    for line in lines:
+        context.say(line)
+    return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} if plan else {}
 
 
 def _sft(context: StageContext) -> dict[str, Any]:
@@ -163,7 +189,10 @@ def _put(context: StageContext, holding: Holding) -> Put:
     if holding.zero_stage == 3:
         return shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype)
     parked = not holding.role.trained and holding.offloads_parameters
-    return into(precision.dtype, accelerator.host_device() if parked else accelerator.device())
+    put = into(precision.dtype, accelerator.host_device() if parked else accelerator.device())
+    if kind := holding.quantization:
+        return quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), accelerator.device())
+    return put
 
 
 def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:

@@ -71,7 +71,9 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
         print(f"{rank:4}", *(f"{number / 2**20:8,.0f}" for number in numbers))
     name = f"loading-{arguments.shape}-{arguments.ranks}{'-engines' if arguments.engines else ''}"
     written = results_file(Path(__file__).parent, name)
-    written.write_text(json.dumps({"machine": machine(), "roles": list(arguments.roles), "ranks": found}, indent=2) + "\n")
+    written.write_text(
+        json.dumps({"machine": machine(), "roles": list(arguments.roles), "ranks": found}, indent=2) + "\n"
+    )
     return 0 if fits else 1
 
 

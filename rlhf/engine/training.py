@@ -25,6 +25,7 @@ from rlhf.engine.masters import keep_precision, restore_precision
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
+from rlhf.models import quantized
 from rlhf.models.placement import place
 from rlhf.roles import Holding
 
@@ -227,7 +228,7 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
     ]  # of a sharded one, the whole
     return {
         "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
-        "all": sum(sizes),
+        "all": sum(sizes) + quantized.count(model),
     }
 
 

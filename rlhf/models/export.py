@@ -22,6 +22,7 @@ from rlhf.engine import distributed
 from rlhf.files import atomic_directory
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import adapted_layers, merged_weight, plain_name
+from rlhf.models.quantized import exported_weight, quantized_layers
 from rlhf.models.scalar_head import write_note
 from rlhf.models.sharded import is_sharded
 from rlhf.models.writing import Writer
@@ -72,6 +73,7 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
 def _pieces(model: Any) -> dict[str, Piece]:
     """What is saved of a model, by its names: the state that it would have without adapters, tied weights once."""
     layers = {f"{path}.weight": layer for path, layer in adapted_layers(model).items()}
+    dtype = model.dtype
     ignored = set(model._keys_to_ignore_on_save or ())
     found: dict[str, Piece] = {}
     for name, tensor in _once(model).items():
@@ -84,6 +86,9 @@ def _pieces(model: Any) -> dict[str, Piece]:
             parameters += _factors(layer)
         outline = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
         found[plain] = Piece(outline, make, tuple(parameters))
+    for path, layer in quantized_layers(model).items():
+        outline = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
+        found[plain_name(f"{path}.weight")] = Piece(outline, partial(_unquantized, model, path, dtype), ())
     return found
 
 
@@ -107,6 +112,10 @@ def _factors(layer: LoraLayer) -> list[nn.Parameter]:
 
 def _merged(layer: LoraLayer, dtype: torch.dtype) -> Tensor:
     return merged_weight(layer).to(dtype)
+
+
+def _unquantized(model: Any, path: str, dtype: torch.dtype) -> Tensor:
+    return exported_weight(model, path).to(dtype)
 
 
 def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

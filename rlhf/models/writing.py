@@ -29,11 +29,11 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # safetensors 0.8 has 
 class Writer:
     """Files in a folder that tensors are written to; a context, which ends when all of them are there."""
 
-    def __init__(self, folder: Path, outlines: Mapping[str, Tensor], *, file_size: int = FILE_SIZE) -> None:
-        """`outlines` have the shapes and types, and may be on the meta device."""
+    def __init__(self, folder: Path, outlines: Mapping[str, Tensor], *, file_size: int | None = None) -> None:
+        """`outlines` have the shapes and types, and may be on the meta device; `file_size` is FILE_SIZE by default."""
         self._open = ExitStack()
         self._places: dict[str, tuple[BinaryIO, int, Tensor]] = {}
-        groups = _split(outlines, file_size)
+        groups = _split(outlines, file_size or FILE_SIZE)
         names = ["model.safetensors"]
         if len(groups) > 1:
             names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
