@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +121,9 @@ class Check:
                         parameter.add_(0.125)  # so that adapters count
         save_model(engine, self.tokenizer, written)
         found: list[str] = []
-        with engine.whole_weights(), merged_adapters(model):
+        with engine.whole_weights(), merged_adapters(model), contextlib.ExitStack() as stack:
             if distributed.world().is_main:
-                plain = self.path.with_name("plain")
+                plain = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 model.config.use_cache = True
                 model.save_pretrained(plain, state_dict=plain_state_dict(model))
                 model.config.use_cache = False
