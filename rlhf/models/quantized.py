@@ -121,14 +121,15 @@ def unpacked(layer: Quantized) -> Tensor:
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
-def exported(layer: Quantized, around: nn.Module) -> Tensor:
-    """What an export has for a layer: its weight as it was before it was packed, in float32, with its adapters added.
+def exported_weight(model: Any, path: str) -> Tensor:
+    """The weight of the quantized layer at `path` as an export has it, in float32.
 
-    Args:
-        around: the module that the layer is in, which holds its adapters where it has some.
+    As it was before it was packed, and the layer's adapters added.
     """
-    assert layer.source is not None, "packed for a model that nobody exports"
+    layer = model.get_submodule(path)
+    assert layer.source is not None, f"{path} was packed for a model that nobody exports"
     weight = sources.whole(layer.source, torch.float32)
+    around = model.get_submodule(path.rpartition(".")[0])
     if isinstance(around, LoraLayer):
         weight += change(around).detach().to(weight.device)
     return weight
