@@ -98,7 +98,13 @@ def test_explain_says_that_it_is_a_simulation(python: Run) -> None:
         "clip_grad_norm": "habana-fused",
         "attention": "habana-fused",
         "graph_capture": "hpu-graphs",
+        "quantized_weights": "torch",
     }
+
+
+def test_quantized_weights_pass_their_check(python: Run) -> None:
+    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--only", "quantized-weights", "--json")
+    assert [(result["result"], result["reason"]) for result in json.loads(done.stdout)] == [("passed", "")]
 
 
 @pytest.mark.slow
