@@ -185,8 +185,8 @@ def _storages(model: TrainingEngine | nn.Module, device: torch.device | None) ->
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
     # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
-    kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
-    there = [tensor for tensor in tensors if tensor.device.type in kinds]
+    place = None if device is None else torch.empty(0, device=device).device  # with its number
+    there = [tensor for tensor in tensors if not tensor.is_meta and place in (None, tensor.device)]
     return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
 
 
