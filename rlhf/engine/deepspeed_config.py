@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.ops import op_builder
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -144,10 +145,8 @@ def check_disk(config: Config) -> None:
     folder = config.engine.nvme
     if folder is None:
         return
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
     with quiet.unheard():  # it compiles a program, and its compiler complains aloud
+        builder = op_builder.AsyncIOBuilder()  # of the device that DeepSpeed was told about; None: it has none
         ready = builder is not None and builder.is_compatible(verbose=False)
     if not ready:
         raise ConfigError(
@@ -188,7 +187,7 @@ def deepspeed_config(
 
 def _zero(holding: Holding, accelerator: Accelerator) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": holding.zero_stage}
-    place: dict[str, Any] = {"device": "cpu", "pin_memory": accelerator.pins_memory()}
+    place: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
     if holding.zero_stage == 3 and holding.engine.nvme is not None:
         place |= {"device": "nvme", "nvme_path": str(holding.engine.nvme)}
     if holding.offloads_optimizer:
