@@ -79,6 +79,7 @@ def peft_config(model: Any, config: LoraConfig) -> PeftConfig:
 
 def inject(model: Any, name: str, config: PeftConfig) -> None:
     """Put adapters called `name` on layers of `model`, beside those that it has; trained are those called TRAINED."""
+    vars(model.base_model).pop("peft_config", None)  # of earlier adapters: peft 0.21 warns of it, and needs it not
     inject_adapter_in_model(config, model.base_model, adapter_name=name)
     for layer in adapted_layers(model).values():
         layer.set_adapter([key for key in (FROZEN, TRAINED) if key in layer.lora_A])
