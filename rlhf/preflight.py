@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf import sharing
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
+from rlhf.engine import zero_plus_plus
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
 from rlhf.place import here
@@ -92,6 +93,7 @@ def check(
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
     check_roles(config, pending, ranks)
+    zero_plus_plus.check(config, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)
     if overwrite:
@@ -140,8 +142,11 @@ def examine(
     accelerator.kernel("adamw", required=True)
     if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
         accelerator.kernel("adamw_cpu_offload", required=True)
+    if any(held.quantization for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("quantized_weights", required=True)
     deepspeed_config.check(config)
     deepspeed_config.check_disk(config)
+    zero_plus_plus.check_operators(config)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)

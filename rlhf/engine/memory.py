@@ -87,7 +87,7 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
         of_the_stage.append("precision=auto")
-    if situation.ranks > 1 and config.engine.zero_stage < 3 and phase != "loading":
+    if situation.ranks > 1 and config.engine.zero_stage != 3 and phase != "loading":
         of_the_stage.append("engine.zero_stage=3")
     if not config.lora.rank:
         of_the_stage.append(f"lora.rank={_LORA_RANK}")

@@ -111,9 +111,10 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 
     Sums are float32, rounded once to the weights' type. Meanwhile the frozen weights of the adapted layers
     exist twice on the device: nearly a second model, where all linear layers are adapted. The weights must be
-    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered.
+    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered. Quantized layers take nothing
+    in, and stay as they are.
     """
-    layers = list(adapted_layers(model).values())
+    layers = [layer for layer in adapted_layers(model).values() if layer.get_base_layer().weight.is_floating_point()]
     frozen: list[Tensor] = []
     try:
         with torch.no_grad():

@@ -129,23 +129,26 @@ def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 
 
 def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
+    from rlhf.models.lora import merges
+
     ppo, data, model = config.ppo, config.data, engine.module.config.get_text_config(decoder=True)
+    memory = engine.accelerator.memory()
+    merged, _ = merges(engine.module, engine.holding.lora, memory.total)
     weights = 0
     for name, weight in engine.module.named_parameters():
-        copies = 2 if name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept
+        copies = 2 if merged and name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept
         weights += copies * getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
     share = ppo.batch_size // ranks
     rows = min(ppo.generation_batch_size or share, share)
     heads = model.num_attention_heads
-    width = (getattr(model, "head_dim", None) or model.hidden_size // heads) * (
-        getattr(model, "num_key_value_heads", None) or heads
-    )
+    width = getattr(model, "head_dim", None) or model.hidden_size // heads
+    width *= getattr(model, "num_key_value_heads", None) or heads
     tokens = rows * (data.max_prompt_length + data.max_completion_length)
     return Need(
         weights=weights,
         cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
         logits=3 * rows * model.vocab_size * 4,
-        memory=engine.accelerator.memory(),
+        memory=memory,
     )
 
 
