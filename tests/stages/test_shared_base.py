@@ -1,12 +1,14 @@
 """PPO's models on one frozen base: the numbers of four separate ones, in the memory of one, wherever the run lies."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf import pipeline
+from accelerators import host
+from rlhf import pipeline, ranks
 from rlhf.engine import memory
 from rlhf.stages.ppo import PPO
 from tests.in_process import stage_context
@@ -14,6 +16,7 @@ from tests.in_process import stage_context
 NO_BF16 = "not __import__('accelerators.host').host.native_bf16()"
 PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
 RANK = 4
+ROOT = Path(__file__).parents[2]
 BASE = "actor, reference, critic and reward share one frozen base"
 
 
@@ -195,3 +198,14 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
     there = lora_run.with_name("run") / "sft" / "model"
     line = f"{lora_run}/reward/model was trained on {there}, and the actor starts from {lora_run}/sft/model"
     assert f"share one frozen base; not more: {line}\n" in said.replace("ppo: ", "")
+
+
+def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
+    precisions = ["fp32", *(["bf16"] if host.native_bf16() else [])]
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.stages import one_base"
+    arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
+    outcome = ranks.start(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])
+    assert outcome is None, outcome.line
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"rank {rank}")
+        assert set(found.values()) == {(True, True, True)} and len(found) == 3 * len(precisions)
