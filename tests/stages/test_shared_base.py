@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from accelerators import host
 from rlhf import pipeline, ranks
+from rlhf.cli.chat import model_folder
 from rlhf.engine import memory
+from rlhf.errors import RunError
 from rlhf.stages.ppo import PPO
 from tests.in_process import stage_context
 
@@ -209,3 +213,48 @@ def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
     for rank in (0, 1):
         found = torch.load(tmp_path / f"rank {rank}")
         assert set(found.values()) == {(True, True, True)} and len(found) == 3 * len(precisions)
+
+
+def test_quantized_weights_are_there_once_too_and_the_policy_begins_as_the_reference(build):
+    ppo, said = build(engine={"frozen": "int8"})
+    assert (
+        BASE in said and "actor: adapters run beside the weights in rollouts: the frozen weights are quantized" in said
+    )
+    packed = [
+        {buffer.data_ptr() for buffer in module.buffers() if buffer.dtype == torch.int8}
+        for module in modules(ppo).values()
+    ]
+    assert len(packed[0]) == 14 and packed[0] == packed[1] == packed[2]
+    _, scored = first_rollout(ppo)
+    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    ppo.step(0)
+
+
+def test_what_ppo_leaves_is_merged_or_an_adapter_or_both(rlhf, lora_run, tmp_path):
+    def logits(model):
+        with torch.no_grad():
+            return model.eval()(input_ids=torch.arange(2, 12)[None]).logits
+
+    settings = ("--set", f"lora.rank={RANK}", "--set", "reward.optimizer.learning_rate=0.01", "--set", "ppo.steps=1")
+    left = {}
+    for wish in ("both", "adapter"):
+        output = Path(shutil.copytree(lora_run, tmp_path / wish))
+        rlhf("ppo", "--output", output, *settings, "--set", f"lora.save={wish}")
+        left[wish] = {path.name for path in (output / "ppo").iterdir() if path.name in ("model", "adapter")}
+        base = AutoModelForCausalLM.from_pretrained(output / "sft" / "model")
+        left[f"{wish}, loaded"] = logits(PeftModel.from_pretrained(base, output / "ppo" / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "ppo" / "model"))
+    assert left["both"] == {"model", "adapter"} and left["adapter"] == {"adapter"}
+    torch.testing.assert_close(left["both, loaded"], merged)
+    assert torch.equal(left["both, loaded"], left["adapter, loaded"])
+    with pytest.raises(
+        RunError, match=r"its ppo stage has left an adapter alone \(lora.save\); .* or give --stage sft$"
+    ):
+        model_folder(tmp_path / "adapter")
+    assert model_folder(tmp_path / "adapter", "sft") == tmp_path / "adapter" / "sft" / "model"
+
+
+def test_a_model_that_later_stages_start_from_is_left_whatever_is_saved(rlhf, tmp_path):
+    said = rlhf("sft", "--output", tmp_path / "run", "--set", "lora.rank=4", "--set", "lora.save=adapter").stdout
+    assert "sft: its model is left beside its adapter: later stages start from it" in said
+    assert all((tmp_path / "run" / "sft" / name).is_dir() for name in ("model", "adapter"))
