@@ -45,8 +45,10 @@ class Sharing:
         """What to say of it; None: LoRA trains nothing, or sharing was not asked for."""
         with_reference = "reference" not in held  # it is the actor without its adapters
         because = f": {self.why_not}" if self.why_not else ""
+        if not self.donors and not because:
+            return None
         if not self.donors and not with_reference:
-            return f"no frozen base is shared{because}" if because else None
+            return f"no frozen base is shared{because}"
         groups: dict[str, list[str]] = {"actor": ["actor", "reference"]} if with_reference else {}
         for name, donor in self.donors.items():
             root = self.donors.get(donor, donor)
