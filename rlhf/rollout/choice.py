@@ -54,7 +54,8 @@ def check(config: Config, ranks: int) -> None:
             f"ppo.tensor_parallel: {among} is for ppo.generation_weights=tensor_parallel, which is {mode}; "
             "change one of them"
         )
-    if stage < 3 and (among or mode in ("layerwise", "tensor_parallel")):
+    undecided = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
+    if stage < 3 and not undecided and (among or mode in ("layerwise", "tensor_parallel")):
         key, value = ("ppo.tensor_parallel", among) if among else ("ppo.generation_weights", mode)
         raise ConfigError(
             f"{key}: {value} is for weights that are sharded, and the actor's are whole on every rank at ZeRO {stage}; "

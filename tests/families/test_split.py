@@ -113,6 +113,19 @@ def test_four_ranks_have_a_head_each(name: str) -> None:
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(tied: bool) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = BY_NAME["Llama 3"].configuration(vocab_size=61, tie_word_embeddings=tied)
+    model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+    ids = torch.arange(61).view(1, -1)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    for found in together(model, 2, ids):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
 def test_it_is_known_beforehand_which_can_be_split() -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
