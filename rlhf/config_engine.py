@@ -63,16 +63,18 @@ class LoraConfig(Section):
 class EngineConfig(Section):
     """How models are held, trained and frozen ones; `roles` says what one of them does differently."""
 
-    zero_stage: ZeroStage = Field(
-        0, description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights)"
+    zero_stage: Literal["auto"] | ZeroStage = Field(
+        0,
+        description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights); auto: the "
+        "least that fits, by the plan",
     )
     zero_persistence_threshold: int = Field(
         100_000, ge=0, description="ZeRO-3: parameters smaller than this stay whole on every rank"
     )
-    offload: Offload = Field(
+    offload: Literal["auto"] | Offload = Field(
         "none",
         description="what waits in the host's memory: optimizer (state and step), parameters (ZeRO-3's shards, and "
-        "frozen models between their uses), all",
+        "frozen models between their uses), all; auto: the least with which it fits, by the plan",
     )
     nvme: Folder | None = Field(
         None, description="folder on a fast disk for what is offloaded at ZeRO-3; empty: the host's memory"

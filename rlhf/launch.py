@@ -22,6 +22,7 @@ import rlhf
 from rlhf import hub, lock, preflight, signals
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RunError
+from rlhf.files import read_json
 from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
@@ -135,7 +136,8 @@ def _run(
         settings = config.model_dump(mode="json")
         if differing := disagreement(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
-        selection.check_run(accelerator, settings)
+        config = _decided(config, pending, directory, accelerator)
+        selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
                 findings = preflight.examine(
@@ -154,6 +156,23 @@ def _run(
         if not request.dry_run:
             _check_shared(directory)
             pipeline.run(config, accelerator, directory, request.stages)
+
+
+def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:
+    """The configuration with what the plan decides in place of each `auto` of `engine`, the same on all ranks."""
+    from rlhf.engine import distributed
+    from rlhf.planning.announced import decided
+
+    found, ranks = None, distributed.world().size
+    with distributed.on_main("planning the run") as main:
+        if main:
+            begun = [stage for stage in pending if directory.stage(stage).begun]
+            then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
+            local = here().local_size or ranks
+            found, line = decided(config, pending, accelerator, ranks, local, then.get("engine", {}))
+            if line:
+                console.print(line, markup=False, soft_wrap=True)
+    return distributed.all_gather_objects(found)[0]
 
 
 def _check_shared(directory: RunDirectory) -> None:

@@ -19,7 +19,8 @@ from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
-from rlhf.engine import distributed, memory
+from rlhf.engine import distributed, memory, parking
+from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
@@ -30,9 +31,13 @@ from rlhf.models.loading import (
     load_model_tokenizer,
     load_scalar_head,
 )
+from rlhf.models.sharded import shards
 from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
 from rlhf.models.tokenizers import end_tokens
+from rlhf.models.weights import Put, into
+from rlhf.place import here
+from rlhf.planning import announced
 from rlhf.roles import Holding
 from rlhf.settings import STARTS
 from rlhf.sharing import decide
@@ -74,7 +79,10 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 
 
 def _run_stage(stage: Stage, context: StageContext) -> None:
+    planned = _planned(stage, context)
     context.accelerator.reset_peak()
+    if line := parking.describe(context.holdings.values(), context.accelerator):
+        context.say(f"{stage}: {line}")
     with memory.explained(context):
         summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
@@ -83,8 +91,28 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             context.directory.finish(
-                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
+                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak} | planned
             )
+
+
+def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
+    """Say what the stage will take; what is kept of that stands beside what it took."""
+    config = context.config
+    starts = [config.model.path] if stage == "sft" else _starts(context, stage)
+    paths = {start.key: path for start, path in zip(STARTS[stage], starts)}
+    attention = {choose_attention(context.accelerator, path, config.model).name for path in paths.values()}
+    plan, lines = announced.stage_plan(
+        config,
+        stage,
+        context.accelerator,
+        paths,
+        ranks=context.world.size,
+        local=here().local_size or context.world.size,
+        fused="eager" not in attention,
+    )
+    for line in lines:
+        context.say(line)
+    return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} if plan else {}
 
 
 def _sft(context: StageContext) -> dict[str, Any]:
@@ -95,7 +123,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
 
     def load(holding: Holding) -> Any:
         if path:
-            return load_causal_lm(config.model, tokenizer, attention=attention)
+            return load_causal_lm(config.model, tokenizer, attention=attention, put=_put(context, holding))
         return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
 
     data = _data(context, tokenizer, generation_settings(path, config.model) if path else None)
@@ -117,6 +145,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
             seed=config.seed,
             reset_norm=config.reward.reset_final_norm,
             say=context.say,
+            put=_put(context, holding),
         )
 
     data = _data(context, tokenizer, generation_settings(path, config.model))
@@ -136,19 +165,30 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     def policy(holding: Holding) -> Any:
         if donor := sharing.donors.get(holding.role.name):
             return on_base(context.bases[donor], config.model, attention=attention)
-        return load_causal_lm(config.model, tokenizer, attention=attention, path=actor_path)
+        put = _put(context, holding)
+        return load_causal_lm(config.model, tokenizer, attention=attention, path=actor_path, put=put)
 
     def scalar(holding: Holding) -> Any:
         if donor := sharing.donors.get(holding.role.name):
             base = context.bases[donor]
             return on_base(base, config.model, attention=of_reward, scalar_head=True, adapter=sharing.adapter)
-        return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path)
+        put = _put(context, holding)
+        return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path, put=put)
 
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
     data = _data(context, tokenizer, generation_settings(actor_path, config.model))
     return ppo.run(context, models, tokenizer, data, judge) | {"prompt_format": data.prompt_format}
+
+
+def _put(context: StageContext, holding: Holding) -> Put:
+    """What makes a role's parameters: in the compute precision, and where its engine will have them."""
+    accelerator, precision = context.accelerator, context.precision
+    if holding.zero_stage == 3:
+        return shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype)
+    parked = not holding.role.trained and holding.offloads_parameters
+    return into(precision.dtype, accelerator.host_device() if parked else accelerator.device())
 
 
 def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:

@@ -18,8 +18,11 @@ _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
 _HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
 _HARMLESS |= {"generation_batch_size", "generation_weights", "tensor_parallel"}
+_HARMLESS |= {"share_base", "merge", "save"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
+# What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.
+_DECIDED = {"engine.zero_stage", "engine.offload"}
 # What an empty key comes to: earlier versions recorded that in its place.
 _UNSAID = {"heldout_split": "test"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
@@ -191,6 +194,8 @@ def _leaves(there: Any, now: Any, key: str, harmless: Set[str]) -> list[tuple[st
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
         pairs = enumerate(zip(there, now, strict=True))
         return [leaf for place, pair in pairs for leaf in _leaves(*pair, f"{before}{place}", harmless)]
+    if now == "auto" and key in _DECIDED:
+        return []
     unsaid = _UNSAID.get(key.rpartition(".")[2])
     return [] if there == now or (there, now) in ((None, unsaid), (unsaid, None)) else [(key, there, now)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import rlhf
-from rlhf.cli import accelerators, chat, data, schema
+from rlhf.cli import accelerators, chat, data, plan, schema
 from rlhf.cli.options import RUN, Options, shared
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
@@ -36,6 +36,7 @@ _EXAMPLES = {
     "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
     "rlhf chat runs/a": "talk to the result",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
+    "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
     "rlhf config --example": "the embedded example's recipe",
 }
@@ -99,6 +100,7 @@ def ppo(context: typer.Context, options: Options) -> None:
 app.command()(chat.chat)
 app.command()(schema.config)
 app.command()(data.data)
+app.command()(plan.plan)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
 
 

@@ -76,6 +76,7 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
         ModelError: `path` is neither a run nor a folder.
     """
     from rlhf.run import RunDirectory
+    from rlhf.sharing import ADAPTER
 
     run = RunDirectory(path)
     for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
@@ -84,6 +85,11 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
     if run.description.is_file():
         wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
         for candidate in wanted:
+            if candidate.done and not candidate.model.exists() and (candidate.path / ADAPTER).is_dir():
+                raise RunError(
+                    f"{path}: its {candidate.name} stage has left an adapter alone (lora.save); "
+                    "merge it with peft and name that folder, or give --stage sft"
+                )
             if candidate.done:
                 return candidate.model
         names = " or ".join(candidate.name for candidate in wanted)

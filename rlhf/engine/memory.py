@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
         of_the_stage.append("precision=auto")
-    if situation.ranks > 1 and config.engine.zero_stage < 3 and phase != "loading":
+    if situation.ranks > 1 and config.engine.zero_stage != 3 and phase != "loading":
         of_the_stage.append("engine.zero_stage=3")
     if not config.lora.rank:
         of_the_stage.append(f"lora.rank={_LORA_RANK}")
@@ -149,11 +150,21 @@ def explained(context: StageContext) -> Iterator[None]:
         )
         where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"
         rank = f"rank {world.rank}: " if world.size > 1 else ""
-        held = {role: bytes_held(model, device) for role, model in context.models.items()}
-        others = {role: bytes_held(model) - held[role] for role, model in context.models.items()}
+        held = held_by(context.models, device)
+        everywhere = held_by(context.models)
+        others = {role: everywhere[role] - held.get(role, 0) for role in everywhere}
         on_host = {role: count for role, count in others.items() if count}
         figures = _figures(accelerator)
         raise OutOfMemory(rank + line(lack, where, figures, held, advice(situation), on_host)) from error
+
+
+def held_by(models: Mapping[str, TrainingEngine | nn.Module], device: torch.device | None = None) -> dict[str, int]:
+    """Bytes that each of `models` holds by itself, and `shared`, what several do: the base under their adapters."""
+    found = {role: _storages(model, device) for role, model in models.items()}
+    owners = Counter(key for storages in found.values() for key in storages)
+    shared = {key: count for storages in found.values() for key, count in storages.items() if owners[key] > 1}
+    own = {role: sum(count for key, count in each.items() if owners[key] == 1) for role, each in found.items()}
+    return own | ({"shared": sum(shared.values())} if shared else {})
 
 
 def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = None) -> int:
@@ -162,6 +173,11 @@ def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = 
     Args:
         device: counts what is there; None: what is offloaded too.
     """
+    return sum(_storages(model, device).values())
+
+
+def _storages(model: TrainingEngine | nn.Module, device: torch.device | None) -> dict[int, int]:
+    """The bytes of each."""
     module = model if isinstance(model, nn.Module) else model.module
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     tensors += [
@@ -174,8 +190,7 @@ def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = 
     # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
     kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
     there = [tensor for tensor in tensors if tensor.device.type in kinds]
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
-    return sum(storages.values())
+    return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
 
 
 def size(count: int) -> str:

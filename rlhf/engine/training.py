@@ -21,9 +21,11 @@ from rlhf import quiet
 from rlhf.config import OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.deepspeed_config import deepspeed_config
+from rlhf.engine.masters import keep_precision, restore_precision
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
+from rlhf.models import quantized
 from rlhf.models.placement import place
 from rlhf.roles import Holding
 
@@ -69,6 +71,7 @@ class TrainingEngine:
         self._scale = 1.0
         self._trained = False
         self.parameter_counts = _parameter_counts(model)
+        keep_precision(model, precision.dtype)
         # Where the optimizer's state waits on the host, its step is taken there too.
         on_host = holding.offloads_optimizer
         adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
@@ -92,6 +95,7 @@ class TrainingEngine:
                 ),
             )
         _forget_setup_step(self.engine)
+        restore_precision(self.engine)
         accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
 
     @property
@@ -219,9 +223,12 @@ def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, 
 def _parameter_counts(model: nn.Module) -> dict[str, int]:
     """Numbers that a model is trained in, and all that it holds."""
     parameters = list(model.parameters())
+    sizes = [
+        getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters
+    ]  # of a sharded one, the whole
     return {
-        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "all": sum(parameter.numel() for parameter in parameters),
+        "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
+        "all": sum(sizes) + quantized.count(model),
     }
 
 

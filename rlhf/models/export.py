@@ -9,6 +9,7 @@ from rlhf.engine import distributed
 from rlhf.files import atomic_directory
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import merged_adapters, plain_state_dict
+from rlhf.models.quantized import exported_weights
 from rlhf.models.scalar_head import write_note
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
             with atomic_directory(path) as folder, merged_adapters(model):
                 # A user of the saved model wants the cache that training does without.
                 model.config.use_cache = True
-                model.save_pretrained(folder, state_dict=plain_state_dict(model))
+                whole = {name: weight.to(model.dtype) for name, weight in exported_weights(model)}
+                model.save_pretrained(folder, state_dict=plain_state_dict(model) | whole)
                 model.config.use_cache = False
                 tokenizer.save_pretrained(folder)
                 write_note(model, folder)

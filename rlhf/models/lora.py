@@ -110,9 +110,10 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 
     Sums are float32, rounded once to the weights' type. Meanwhile the frozen weights of the adapted layers
     exist twice on the device: nearly a second model, where all linear layers are adapted. The weights must be
-    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered.
+    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered. Quantized layers take nothing
+    in, and stay as they are.
     """
-    layers = list(adapted_layers(model).values())
+    layers = [layer for layer in adapted_layers(model).values() if layer.get_base_layer().weight.is_floating_point()]
     frozen: list[Tensor] = []
     try:
         with torch.no_grad():
@@ -245,8 +246,14 @@ def _targets(model: Any, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
     found: set[str] = set()
     for name in wanted:
         here = {path for path in linear if _is_wanted(path, name, prefix)}
+        if not here and name.startswith("re:"):
+            example = prefix + next(iter(linear))
+            raise ConfigError(
+                f"lora.target_modules: {name!r} matches the whole path of no linear layer; one of them is {example}"
+            )
         if not here:
-            raise ConfigError(f"lora.target_modules: {_nothing_found(name, linear, prefix)}")
+            known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
+            raise ConfigError(f"lora.target_modules: no linear layer is named {name!r}; there are {known}")
         found |= here
     return {path: layer for path, layer in linear.items() if path in found}
 
@@ -255,11 +262,3 @@ def _is_wanted(path: str, name: str, prefix: str) -> bool:
     if name.startswith("re:"):
         return re.fullmatch(name.removeprefix("re:"), prefix + path) is not None
     return f".{path}".endswith(f".{name}")
-
-
-def _nothing_found(name: str, linear: dict[str, nn.Module], prefix: str) -> str:
-    if name.startswith("re:"):
-        example = prefix + next(iter(linear))
-        return f"no linear layer's whole path matches the regular expression {name!r}; one of the paths is {example}"
-    known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
-    return f"no linear layer is named {name!r}; there are {known}"

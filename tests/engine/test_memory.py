@@ -68,16 +68,48 @@ def test_only_what_would_help_here_is_advised_the_mildest_first(settings, facts,
     assert advice(situation(*settings, **facts)) == (expected, [])
 
 
+HOST = {"host": True, "phase": "set-up"}
+ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "expected"),
+    [
+        ([], {}, [ON_HOST, LORA]),
+        (["engine.zero_stage=1"], {}, ["engine.offload=optimizer", LORA]),
+        (["engine.zero_stage=2", "engine.offload=optimizer"], {}, [LORA]),
+        (["engine.zero_stage=3"], {}, ["engine.offload=all", LORA]),
+        (["engine.zero_stage=3", "engine.offload=optimizer"], {"ranks": 2}, ["engine.offload=all", LORA]),
+        (["engine.zero_stage=3", "engine.offload=all"], {}, [LORA]),
+        ([], {"stage": "ppo"}, ["engine.offload=parameters", LORA]),
+        (["engine.offload=parameters"], {"stage": "ppo"}, [ON_HOST, LORA]),
+        (["engine.zero_stage=1"], {"stage": "ppo"}, ["engine.offload=all", LORA]),
+        (["lora.rank=4"], {}, []),
+        (
+            ["engine.zero_stage=1"],
+            {"phase": "update"},
+            ["sft.micro_batch_size=12", CHECKPOINTING, "engine.offload=optimizer", LORA, LENGTH],
+        ),
+        (["engine.zero_stage=1"], {"begun": True, "continued": True}, ["engine.offload=optimizer"]),
+    ],
+)
+def test_what_could_wait_on_the_host_is_advised_where_there_is_one(settings, facts, expected):
+    assert advice(situation(*settings, **HOST | facts))[0] == expected
+    assert not any("offload" in key for key in advice(situation(*settings, **HOST | facts | {"host": False}))[0])
+
+
 def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
     mild = ["sft.micro_batch_size=12", CHECKPOINTING]
     assert advice(situation(continued=True)) == ([*mild, LORA], [LENGTH])
     assert advice(situation(begun=True, continued=True)) == (mild, [LORA, LENGTH])
 
 
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("facts", [{}, {"ranks": 2}, {"stage": "reward"}, {"stage": "ppo"}])
-def test_what_is_advised_is_accepted(facts):
+def test_what_is_advised_is_accepted(facts, host):
+    facts = facts | {"host": host}
     for key in advice(situation(**facts))[0]:
-        changed = situation(key, **facts)
+        changed = situation(*key.split(" --set "), **facts)
         assert not any(key in keys for keys in advice(changed))
 
 
@@ -89,6 +121,10 @@ def test_the_line_holds_everything_and_leaves_out_what_is_not_known():
         "out of memory on npu in ppo, update (OutOfMemoryError: Tried to allocate 2.00 GiB. Larger than ever ...); "
         "peak 79.2 GiB of 80.0 GiB; weights, gradients and optimizer: actor 25.0 GiB, reward 300.0 MiB; "
         "try, with --set and in this order: a=1, b=2; with another --output, also: c=3"
+    )
+    assert (
+        "; weights, gradients and optimizer: actor 25.0 GiB, reward 300.0 MiB; and on the host: actor 2.0 GiB; try"
+        in (memory.line(lack, "", "", held, keys, {"actor": 2 << 30}))
     )
     assert memory.line(MemoryError(), "on the host in sft, loading", "", {}, ([], [])) == (
         "out of memory on the host in sft, loading (MemoryError); no setting of this run would help: use a device with "

@@ -1,0 +1,99 @@
+"""Models of a shape with random weights, on disk: written tensor by tensor, so that none is ever whole in memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
+_SHARD = 2**30  # bytes
+
+
+def make(folder: Path, name: str, *, scalar_head: bool = False, layers: int | None = None, seed: int = 0) -> Path:
+    """A model of one of the known shapes (rlhf/planning/known.yaml) in `folder`, bf16, with a small tokenizer.
+
+    Args:
+        scalar_head: as a reward model, with the weights of the language model of the same seed below its head.
+        layers: in place of those of the shape.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if (folder / "config.json").is_file():
+        return folder
+    values = yaml.safe_load((ROOT / "rlhf" / "planning" / "known.yaml").read_text())[name]
+    kind = values.pop("model_type")
+    if layers:
+        values["n_layer" if "n_layer" in values else "num_hidden_layers"] = layers
+    config = CONFIG_MAPPING[kind](**values, pad_token_id=0, bos_token_id=None, eos_token_id=1, dtype="bfloat16")
+    if scalar_head:
+        config.num_labels = 1
+    auto = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    config.architectures = [type(model).__name__]
+    folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    left_out = set(getattr(model, "_tied_weights_keys", None) or ())
+    tensors = {name: tensor for name, tensor in model.named_parameters() if name not in left_out}
+    for number, part in enumerate(_shards(tensors), 1):
+        file = f"model-{number:05d}.safetensors"
+        save_file({key: _drawn(key, tensors[key], seed) for key in part}, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    total = sum(2 * tensor.numel() for tensor in tensors.values())
+    listing = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+    _tokenizer().save_pretrained(folder)
+    config.save_pretrained(folder)  # last: it marks the folder as complete
+    return folder
+
+
+def rows(file: Path, count: int = 64) -> Path:
+    """Preferences of a few words each."""
+    draw = random.Random(1)
+
+    def words() -> str:
+        return " ".join(draw.choices(WORDS, k=6))
+
+    lines = (
+        {"prompt": f"{words()} {n}", "chosen": f"please {words()}", "rejected": f"no {words()}"} for n in range(count)
+    )
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def _drawn(key: str, like: Any, seed: int) -> Any:
+    """A tensor that is the same whenever this key is drawn: norms near 1, matrices small."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed + sum(key.encode()) * 1009 + len(key))
+    if like.dim() == 1:
+        value = 1.0 if "norm" in key and key.endswith("weight") else 0.0
+        return torch.full(like.shape, value, dtype=torch.bfloat16)
+    return torch.empty(like.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+
+
+def _shards(tensors: dict[str, Any]) -> Iterator[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if part and size + 2 * tensor.numel() > _SHARD:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += 2 * tensor.numel()
+    yield part
+
+
+def _tokenizer() -> Any:
+    from rlhf.data.tokenizer import build_tokenizer
+
+    draw = random.Random(0)
+    return build_tokenizer((" ".join(draw.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)

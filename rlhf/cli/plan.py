@@ -1,0 +1,124 @@
+"""`rlhf plan`: what a recipe takes, before anything is loaded, and what to change where it does not fit.
+
+A recipe and a device flow in; tables of bytes by phase, role and kind flow out, with hours and money where asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import print_json, print_table
+from rlhf.config import STAGES, Config, Stage
+from rlhf.errors import ConfigError
+
+
+@shared("config", "overrides", "precision", "accelerator", "debug")
+def plan(
+    context: typer.Context,
+    options: Options,
+    devices: Annotated[int, typer.Option(help="How many devices, each with one rank.", min=1, metavar="N")] = 1,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of each, e.g. 80GiB. Without: of the accelerator here.", metavar="SIZE")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", help="Memory of the machine that holds them.", metavar="SIZE")
+    ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option("--stage", metavar="STAGE", help="This stage alone: sft, reward or ppo. Repeatable."),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A finished run, whose pace gives hours.", metavar="DIR")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="Million million operations a second of one device, for hours.", min=0.001, metavar="X"),
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Money for an hour of one device.", min=0, metavar="X")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows that SFT and the reward model train on, for hours.", min=1, metavar="N")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a recipe takes, before anything is loaded: memory by phase, role and kind, and whether it fits.
+
+    Models are known by their config.json, or by name: opt-125m ... opt-66b, bloom-7b1, llama-2-7b, pythia-1b and more.
+    Where a stage does not fit, the cheapest change that makes it fit is named; the smallest number of devices and the
+    largest micro-batch are found as well. [bold]engine.zero_stage=auto[/] shows what it would take.
+
+    [bold]rlhf plan --config recipe.yaml --devices 8 --memory 80GiB[/]
+
+    [bold]rlhf plan --set model.path=llama-2-7b --set lora.rank=8 --memory 24GB --stage ppo[/]
+
+    [bold]rlhf plan --config recipe.yaml --accelerator NAME --measured runs/mine --price 4.13[/]
+
+    Memory is that of one rank, of its device and on the host. Nothing is loaded or written. Exit code 0: all stages
+    fit; 1: one does not; 2: something has to be mended first.
+    """
+    from rlhf.planning.report import told
+
+    wanted = _stages(stage or STAGES)
+    config = options.load()
+    around, room = _where(config, options, devices, memory, host_memory)
+    found = [
+        told(config, one, around, room, measured=measured, tflops=tflops, price=price, rows=rows) for one in wanted
+    ]
+    if as_json:
+        print_json(found)
+    else:
+        for one in found:
+            _print(one)
+    if not all(one["fits"] for one in found):
+        raise typer.Exit(1)
+
+
+def _stages(names: Sequence[str]) -> list[Stage]:
+    for name in names:
+        if name not in STAGES:
+            raise ConfigError(f"--stage {name}: no such stage; use one of {', '.join(STAGES)}")
+    return [stage for stage in STAGES if stage in names]
+
+
+def _where(config: Config, options: Options, devices: int, memory: str | None, host: str | None) -> Any:
+    from rlhf.planning import surroundings
+
+    given = surroundings.parse_bytes(host, "--host-memory") if host else None
+    if memory:
+        if options.accelerator:
+            raise ConfigError(
+                "--memory and --accelerator: one describes a device, the other asks one; give one of them"
+            )
+        return surroundings.described(config, devices, surroundings.parse_bytes(memory, "--memory"), given)
+    from accelerators import stdout_to_stderr
+    from rlhf import launch
+
+    with stdout_to_stderr():  # a device's software may print as it likes
+        accelerator = launch.select(config, options.accelerator).create()
+        accelerator.bind(0)
+        return surroundings.found(accelerator, config, devices, local=devices)
+
+
+def _print(stage: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    from rlhf.metrics.progress import console
+    from rlhf.metrics.summary import STAGE_NAMES, format_bytes
+
+    console.print()
+    console.print(
+        Text.assemble((STAGE_NAMES[stage["stage"]], "bold"), (f"  {stage['verdict']}", "dim")), soft_wrap=True
+    )
+    rows = [(phase["phase"], format_bytes(phase["device"]), format_bytes(phase["host"])) for phase in stage["phases"]]
+    print_table("at each phase", ("phase", "on each device", "on the host, of a rank"), rows)
+    items = [
+        (item["role"], item["kind"], format_bytes(item["bytes"]), "host" if item["host"] else "device")
+        for item in stage["items"]
+    ]
+    print_table(f"at the fullest: {stage['fullest']}", ("role", "kind", "bytes", "where"), items)
+    for name, text in stage["advice"].items():
+        console.print(Text.assemble((f"{name:22}", "dim"), text), soft_wrap=True)

@@ -1,0 +1,64 @@
+"""Float32 masters as the checkpoint has them.
+
+DeepSpeed makes the float32 weights that an optimizer updates from those that the model computes with, which are rounded
+to 16 bits. An engine whose parameters remember where they came from (`rlhf.models.weights`) flows in; afterwards its
+masters are the checkpoint's own numbers wherever those have more digits, read one parameter, and one rank's part of it,
+at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_set_local_fp32_param
+from torch import Tensor, nn
+
+from rlhf.models import sources
+from rlhf.models.sharded import is_sharded, kept
+from rlhf.models.weights import remember, source_of
+
+
+def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round what is trained, and was made with more digits (adapters), to `dtype`, and remember what it was."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not is_sharded(parameter) and _is_wider(parameter.dtype, dtype):
+            if source_of(parameter) is None:
+                remember(parameter, sources.Held(parameter.detach()))
+            parameter.data = parameter.detach().to(dtype)
+
+
+def restore_precision(engine: Any) -> None:
+    """Set the masters of a new DeepSpeed engine; what its parameters were made from is let go of."""
+    whole = _whole_masters(engine.optimizer)
+    for parameter in engine.module.parameters():
+        found = source_of(parameter)
+        if found is None:
+            continue
+        if parameter.requires_grad and _is_wider(found.dtype, parameter.dtype):
+            _set(parameter, found, whole.get(id(parameter)))
+        if parameter.requires_grad or isinstance(found, sources.Held):
+            remember(parameter, None)
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a number of type `one` may not be a number of the `other`."""
+    return torch.promote_types(one, other) != other
+
+
+def _set(parameter: nn.Parameter, found: sources.Source, master: Tensor | None) -> None:
+    if master is not None:
+        sources.copy(found, master)
+    elif is_sharded(parameter):
+        part = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        start, stop = kept(parameter)
+        sources.copy(found, part[: stop - start], start)
+        safe_set_local_fp32_param(parameter, part)
+    elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:  # None too where other ranks have all of it
+        sources.copy(found, fragment.hp_fragment, fragment.lp_fragment_address.start)
+
+
+def _whole_masters(optimizer: Any) -> dict[int, Tensor]:
+    """At ZeRO 0, the master of each parameter, by the parameter's id (deepspeed 0.19: FP16_UnfusedOptimizer)."""
+    groups = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()))
+    return {id(mine): master for rounded, masters in groups for mine, master in zip(rounded, masters)}

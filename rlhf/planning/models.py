@@ -1,0 +1,68 @@
+"""The models of each stage as the plan sees them: which shape each role has, and whose weights it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhf.config import Config, Stage
+from rlhf.planning.held import Model
+from rlhf.planning.shapes import Shape, shape_from, shape_of
+from rlhf.roles import ROLES, Name, holdings
+from rlhf.settings import STARTS
+
+EMBEDDED = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "tie_word_embeddings": True,
+}
+"""The embedded Llama (rlhf.models.embedded), with the vocabulary of the embedded world's tokenizer."""
+
+
+Shapes = Mapping[str | None, Shape]
+"""By the path that a stage starts from; None is the embedded model."""
+
+
+def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dict[Name, Model]:
+    """The models of a stage, each of the shape of what it is loaded from.
+
+    Args:
+        shapes: those that are known already.
+
+    Raises:
+        ConfigError: the shape of a model is not known.
+    """
+    found = {}
+    for role in ROLES[stage]:
+        path, _ = source(config, role.start)
+        shape = (shapes or {}).get(path)
+        if shape is None:
+            shape = shape_of(path) if path else shape_from(EMBEDDED, "the embedded model")
+        found[role.name] = Model(role.name, shape, role.scalar_head, shared=_shares(config, stage, role.name))
+    return found
+
+
+def source(config: Config, key: str) -> tuple[str | None, tuple[str, ...]]:
+    """The model that the start `key` comes down to, and the stages that train it before; None: the embedded one."""
+    start = next(start for starts in STARTS.values() for start in starts if start.key == key)
+    section, name = key.split(".")
+    named: str | None = getattr(getattr(config, section), name)
+    if named or start.earlier is None:
+        return named, ()
+    path, through = source(config, STARTS[start.earlier][0].key)
+    return path, (*through, start.earlier)
+
+
+def _shares(config: Config, stage: Stage, name: Name) -> bool:
+    """Whether a role's frozen weights are those of PPO's actor: both are adapted, and started from the same."""
+    held = holdings(config, stage)
+    if stage != "ppo" or name in ("actor", "reference") or config.lora.share_base is False:
+        return False
+    if not held["actor"].lora.rank or held["actor"].zero_stage == 3 or not config.lora.rank:
+        return False
+    actor, through = source(config, "ppo.actor")
+    reward, longer = source(config, "ppo.reward_model")
+    return (actor, (*through, "reward")) == (reward, longer) or (actor, through) == (reward, longer)

@@ -1,0 +1,104 @@
+"""`rlhf plan`: a table, JSON, advice that works, and errors of one line; no heavy library is loaded for it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import Forks
+from tests.helpers import user_environment
+
+SEVEN = ["--set", "model.path=llama-2-7b", "--set", "data.datasets=rows.jsonl"]
+
+
+def planned(forks: Forks, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    done = forks.run("plan", *SEVEN, "--json", *arguments, timeout=60)
+    assert done.returncode == code, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_nothing_heavy_is_loaded_where_the_memory_is_given() -> None:
+    code = (
+        "import sys; from typer.main import get_command; from rlhf.cli.app import app\n"
+        f"get_command(app).main({['plan', *SEVEN, '--memory', '1TB']!r}, standalone_mode=False)\n"
+        "print({'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=user_environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert "PPO  fits: peak about" in done.stdout
+
+
+def test_what_does_not_fit_does_with_the_change_that_is_named(forks: Forks) -> None:
+    (found,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", code=1)
+    options = [word for word in found["advice"]["cheapest change"].split() if "=" in word]
+    assert options
+    again = [part for option in options for part in ("--set", option.strip(";"))]
+    (mended,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", *again)
+    assert mended["fits"]
+
+
+def test_the_fewest_devices_are_enough_and_half_of_them_are_not(forks: Forks) -> None:
+    sharded = ["--set", "engine.zero_stage=3", "--stage", "ppo", "--memory", "80GiB", "--set", "ppo.batch_size=64"]
+    (found,) = planned(forks, *sharded, code=1)
+    few = int(found["advice"]["fewest devices"].split()[0])
+    assert planned(forks, *sharded, "--devices", str(few))[0]["fits"]
+    assert not planned(forks, *sharded, "--devices", str(few // 2), code=1)[0]["fits"]
+
+
+def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(forks: Forks) -> None:
+    lora = ["--set", "lora.rank=8", "--stage", "ppo", "--memory", "40GiB", "--set", "ppo.batch_size=1024"]
+    lora += ["--set", "ppo.generation_batch_size=1"]
+    most = int(planned(forks, *lora, code=1)[0]["advice"]["largest micro-batch"].split()[0])
+    assert planned(forks, *lora, "--set", f"ppo.micro_batch_size={most}")[0]["fits"]
+    assert not planned(forks, *lora, "--set", f"ppo.micro_batch_size={2 * most}", code=1)[0]["fits"]
+
+
+def test_auto_shows_what_it_would_take(forks: Forks) -> None:
+    auto = ["--set", "engine.zero_stage=auto", "--stage", "sft", "--devices", "8"]
+    roomy = planned(forks, *auto, "--memory", "640GiB")[0]
+    tight = planned(forks, *auto, "--memory", "60GiB")[0]
+    assert roomy["advice"]["engine.zero_stage"] == "0 (auto)"
+    assert tight["advice"]["engine.zero_stage"] in ("1 (auto)", "2 (auto)", "3 (auto)")
+
+
+def test_hours_and_money_follow_from_a_throughput(forks: Forks) -> None:
+    common = ["--memory", "1TB", "--stage", "sft", "--tflops", "100", "--price", "2", "--rows", "3200"]
+    (one,) = planned(forks, *common)
+    # 100 steps of 32 rows of 512 tokens: 6 operations a number and token.
+    expected = 100 * 32 * 512 * 6 * 6_738_415_616 / 100e12 / 3600
+    assert one["hours"] == pytest.approx(expected)
+    assert one["cost"] == pytest.approx(2 * expected)
+    (four,) = planned(forks, *common, "--devices", "4")
+    assert four["hours"] == pytest.approx(expected / 4) and four["cost"] == pytest.approx(2 * expected)
+
+
+def test_a_run_that_was_measured_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "ppo").mkdir()
+    (tmp_path / "ppo" / "stage.json").write_text(json.dumps({"steps": 10, "seconds": 50.0}))
+    measured = ["--memory", "1TB", "--measured", str(tmp_path), "--stage", "ppo", "--set", "ppo.steps=720"]
+    assert planned(forks, *measured)[0]["hours"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--memory", "lots"], "--memory lots: is no size; write e.g. 80GiB"),
+        (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),
+        (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: .* give one of them"),
+        (["--memory", "1TB", "--stage", "dpo"], "--stage dpo: no such stage; use one of sft, reward, ppo"),
+        (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be shared among 3 ranks"),
+        (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run; name a run's folder"),
+    ],
+)
+def test_mistakes_are_one_line(forks: Forks, arguments: list[str], said: str) -> None:
+    import re
+
+    done = forks.run("plan", *SEVEN, *arguments, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(rf"rlhf: error: {said}.*\n", done.stderr), done.stderr
