@@ -15,6 +15,7 @@ import torch
 
 from rlhf.rollout.tensor_parallel import split, why_not
 from tests.families.table import BY_NAME, FAMILIES, build
+from tests.rollout.two_ranks import biased
 
 SPLIT = {
     "OPT",
@@ -90,7 +91,7 @@ def together(model: Any, size: int, ids: torch.Tensor) -> list[torch.Tensor]:
 def test_parts_compute_what_the_whole_does(name: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
+    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
     ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -105,7 +106,7 @@ def test_parts_compute_what_the_whole_does(name: str) -> None:
 def test_four_ranks_have_a_head_each(name: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
+    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
     ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
