@@ -21,6 +21,7 @@ from accelerators import lack_of_memory
 from rlhf import roles
 from rlhf.config import Config, Stage
 from rlhf.errors import ConfigError, OutOfMemory
+from rlhf.roles import holdings
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -79,6 +80,8 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append("model.gradient_checkpointing=true")
     if phase == "generation" and (rows := _fewer_at_a_time(situation)):
         free.append(f"ppo.generation_batch_size={rows}")
+    if phase == "generation" and _gathers_more(situation):
+        free.append("ppo.generation_weights=layerwise")
     if situation.host and (wish := _more_offload(situation)):
         free.append(f"engine.offload={wish}")
     elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
@@ -254,6 +257,12 @@ def _fewer_at_a_time(situation: Situation) -> int:
     ppo = situation.config.ppo
     share = ppo.batch_size // situation.ranks
     return min(ppo.generation_batch_size or share, share) // 2
+
+
+def _gathers_more(situation: Situation) -> bool:
+    """Whether a rollout may take more of the sharded weights onto a device than one layer at a time."""
+    sharded = holdings(situation.config, "ppo")["actor"].zero_stage == 3 and situation.ranks > 1
+    return sharded and situation.config.ppo.generation_weights != "layerwise"
 
 
 def _smaller_rollout(situation: Situation) -> int:
