@@ -90,7 +90,11 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
         of_the_stage.append("precision=auto")
-    if situation.ranks > 1 and config.engine.zero_stage != 3 and phase != "loading":
+    # One of the two: ZeRO-3 holds no quantized weights.
+    sharded, quantized = config.engine.zero_stage == 3, config.engine.frozen != "auto"
+    if config.lora.rank and not sharded and not quantized:  # most of what is held is frozen
+        of_the_stage.append("engine.frozen=int8")
+    elif situation.ranks > 1 and not sharded and not quantized and phase != "loading":
         of_the_stage.append("engine.zero_stage=3")
     if not config.lora.rank:
         of_the_stage.append(f"lora.rank={_LORA_RANK}")
