@@ -31,6 +31,7 @@ def situation(*settings: str, **facts) -> Situation:
 
 
 GENERATION, ROWS = {"stage": "ppo", "phase": "generation"}, "ppo.generation_batch_size"
+LAYERWISE = "ppo.generation_weights=layerwise"
 CHECKPOINTING = "model.gradient_checkpointing=true"
 
 
@@ -62,6 +63,9 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         (["ppo.minibatch_size=32", f"{ROWS}=99"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
         (["ppo.minibatch_size=32", f"{ROWS}=1"], GENERATION, [LORA, LENGTH]),
         (["ppo.batch_size=6"], GENERATION | {"ranks": 2}, [f"{ROWS}=1", "ppo.batch_size=2", ZERO, LORA, LENGTH]),
+        ([ZERO, f"{ROWS}=1"], GENERATION | {"ranks": 32}, [LAYERWISE, LORA, LENGTH]),
+        ([ZERO, f"{ROWS}=1", "ppo.generation_weights=layerwise"], GENERATION | {"ranks": 32}, [LORA, LENGTH]),
+        ([ZERO, "ppo.minibatch_size=32"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
     ],
 )
 def test_only_what_would_help_here_is_advised_the_mildest_first(settings, facts, expected):
