@@ -7,7 +7,7 @@ Steps and offsets are numbers that bf16 can hold, so casting them changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -24,6 +24,9 @@ KINDS = ("int8", "int4")
 GROUP, SMALLEST_GROUP = 64, 16
 """Inputs that share a step and an offset in `int4`: at most so many, and at least, or else the whole row."""
 
+PART = 2**20
+"""Numbers that are packed at a time."""
+
 Packed = Mapping[str, Tensor]
 
 
@@ -37,12 +40,10 @@ class QuantizedWeights:
 
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
         """The tensors to keep instead of a weight [out, in]; each of its numbers is at most half a step off."""
-        weight = weight.detach().float()
         if kind == "int8":
-            step = (weight.abs().amax(dim=1) / 127).bfloat16()
-            scaled = weight / _divisor(step).unsqueeze(1)
-            return {"values": scaled.round().clamp(-127, 127).to(torch.int8), "steps": step}
-        codes, steps = _in_groups(weight)
+            values, steps = _in_rows(weight.detach())
+            return {"values": values, "steps": steps}
+        codes, steps = _in_groups(weight.detach())
         if len(codes) % 2:
             codes = nn.functional.pad(codes, (0, 0, 0, 1))
         low, high = codes.chunk(2)
@@ -111,8 +112,11 @@ class CPUKernels(QuantizedWeights):
         rows, width = weight.shape
         if kind == "int8" or rows % self._block or _group(width) not in self.GROUPS:
             return super().pack(weight, kind)
-        codes, steps = _in_groups(weight.detach().float())
-        return {"tiles": torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1), "steps": steps}
+        codes, steps = _in_groups(weight.detach())
+        tiles = torch.empty(rows, width // 2, dtype=torch.uint8)
+        for place in _parts(codes, self._block):
+            tiles[place] = torch._convert_weight_to_int4pack_for_cpu(codes[place].to(torch.int32), 1)
+        return {"tiles": tiles, "steps": steps}
 
     def unpack(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         if "tiles" not in packed:
@@ -170,17 +174,40 @@ def _group(width: int) -> int:
     return next((size for size in range(GROUP, SMALLEST_GROUP - 1, -1) if width % size == 0), width)
 
 
+def _in_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [out, in] int8 of a weight, and steps [out]."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    steps = torch.empty(len(weight), dtype=torch.bfloat16, device=weight.device)
+    for place in _parts(weight):
+        part = weight[place].float()
+        step = steps[place] = (part.abs().amax(dim=1) / 127).bfloat16()
+        values[place] = (part / _divisor(step).unsqueeze(1)).round_().clamp_(-127, 127)
+    return values, steps
+
+
 def _in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [out, in] uint8 of a float32 weight, and steps [groups, out, 2]."""
+    """Codes [out, in] uint8 of a weight, and steps [groups, out, 2]."""
     rows, width = weight.shape
-    grouped = weight.view(rows, -1, _group(width))
-    least, most = grouped.amin(dim=2), grouped.amax(dim=2)
-    offset = (least + 8 * (most - least) / 15).bfloat16()
-    # Rounding moved the offset: the step grows until codes 0 to 15 reach both ends again.
-    step = torch.maximum((most - offset) / 7, (offset - least) / 8).bfloat16()
-    scaled = (grouped - offset.unsqueeze(2)) / _divisor(step).unsqueeze(2)
-    codes = (scaled.round() + 8).clamp(0, 15).to(torch.uint8).view(rows, width)
-    return codes, torch.stack((step, offset), dim=2).transpose(0, 1).contiguous()
+    size = _group(width)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    steps = torch.empty(width // size, rows, 2, dtype=torch.bfloat16, device=weight.device)
+    for place in _parts(weight):
+        grouped = weight[place].float().reshape(-1, width // size, size)
+        least, most = grouped.amin(dim=2), grouped.amax(dim=2)
+        offset = (least + 8 * (most - least) / 15).bfloat16()
+        # Rounding moved the offset: the step grows until codes 0 to 15 reach both ends again.
+        step = torch.maximum((most - offset) / 7, (offset - least) / 8).bfloat16()
+        scaled = (grouped - offset.unsqueeze(2)).div_(_divisor(step).unsqueeze(2))
+        codes[place] = scaled.round_().add_(8).clamp_(0, 15).view(-1, width)
+        steps[:, place] = torch.stack((step, offset), dim=2).transpose(0, 1)
+    return codes, steps
+
+
+def _parts(weight: Tensor, block: int = 1) -> Iterator[slice]:
+    """Rows that are packed at a time, whole blocks: what is computed on the way is small beside a layer."""
+    size = max(1, PART // (block * weight.shape[1])) * block
+    for first in range(0, len(weight), size):
+        yield slice(first, first + size)
 
 
 def _from_groups(codes: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:

@@ -80,7 +80,9 @@ class EngineConfig(Section):
         None, description="folder on a fast disk for what is offloaded at ZeRO-3; empty: the host's memory"
     )
     frozen: Frozen = Field(
-        "auto", description="numbers that frozen weights are held in: auto (the precision of the run), int8, int4"
+        "auto",
+        description="numbers that frozen linear layers are held in, under LoRA and in models that only score: auto "
+        "(the precision of the run), int8, int4",
     )
     deepspeed: dict[str, Any] = Field(
         {}, description="settings of DeepSpeed's own, merged last into what it is given; rlhf's own are refused"

@@ -95,13 +95,19 @@ def quantize(model: Any, kind: Kind, packing: QuantizedWeights, *, exported: boo
 def quantizing(put: Put, kind: Kind, packing: QuantizedWeights, device: torch.device) -> Put:
     """A `Put` that packs the weights of linear layers on `device` as they are read, and leaves the others to `put`."""
 
+    room = torch.empty(0, device=device)  # the same for all layers: many allocations would leave holes between weights
+
     def quantizing_put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
         path, _, key = name.rpartition(".")
         if key != "weight" or not _is_packed(path, module):
             return put(name, module, parameter)
         found = source_of(parameter)
         assert found is not None
-        _become(module, kind, packing, sources.whole(found, torch.float32, device), found)
+        nonlocal room
+        if room.numel() < parameter.numel():
+            room = torch.empty(parameter.numel(), device=device)
+        weight = sources.copy(found, room[: parameter.numel()].view(parameter.shape))
+        _become(module, kind, packing, weight, found)
         return None
 
     return quantizing_put

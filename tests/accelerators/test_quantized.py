@@ -42,6 +42,18 @@ def test_groups_of_4_bits_may_lie_anywhere(offset):
     assert (off <= 0.5001 * step + 1e-6 * abs(offset)).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_part_by_part_is_packing_and_leaves_the_weight_as_it_was(kind, monkeypatch):
+    for implementation in (PLAIN, kernels()):
+        before = weight(192)
+        expected = implementation.pack(before, kind)
+        assert torch.equal(before, weight(192))
+        monkeypatch.setattr("accelerators.quantized.PART", 50 * 96)
+        found = implementation.pack(before, kind)
+        monkeypatch.undo()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_weights_that_are_all_alike_come_back_as_they_are():
     for kind in KINDS:
         assert torch.equal(PLAIN.unpack(PLAIN.pack(torch.zeros(3, 32), kind)), torch.zeros(3, 32))
