@@ -189,9 +189,10 @@ def _put(context: StageContext, holding: Holding) -> Put:
     if holding.zero_stage == 3:
         return shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype)
     parked = not holding.role.trained and holding.offloads_parameters
-    put = into(precision.dtype, accelerator.host_device() if parked else accelerator.device())
+    place = accelerator.host_device() if parked else accelerator.device()
+    put = into(precision.dtype, place)
     if kind := holding.quantization:
-        return quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), accelerator.device())
+        put = quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), place)
     return put
 
 

@@ -21,7 +21,7 @@ from rlhf.models.sources import Held, Source
 from rlhf.models.weights import Put, source_of
 
 if TYPE_CHECKING:
-    from accelerators.quantized import QuantizedWeights
+    from accelerators import QuantizedWeights
 
 Kind = Literal["int8", "int4"]
 
@@ -42,9 +42,6 @@ class Outline:
 
 
 def _multiplied(layer: Any, inputs: Tensor) -> Tensor:
-    kind = inputs.device.type
-    if torch.is_autocast_enabled(kind):
-        inputs = inputs.to(torch.get_autocast_dtype(kind))
     product: Tensor = layer.packing.multiply(inputs, layer._buffers)
     return product if layer.bias is None else product + layer.bias.to(product.dtype)
 

@@ -15,6 +15,7 @@ import torch
 
 from rlhf.rollout.tensor_parallel import split, why_not
 from tests.families.table import BY_NAME, FAMILIES, build
+from tests.rollout.two_ranks import biased
 
 SPLIT = {
     "OPT",
@@ -90,7 +91,7 @@ def together(model: Any, size: int, ids: torch.Tensor) -> list[torch.Tensor]:
 def test_parts_compute_what_the_whole_does(name: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
+    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
     ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -105,11 +106,24 @@ def test_parts_compute_what_the_whole_does(name: str) -> None:
 def test_four_ranks_have_a_head_each(name: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
+    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
     ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     for found in together(model, 4, ids):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(tied: bool) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = BY_NAME["Llama 3"].configuration(vocab_size=61, tie_word_embeddings=tied)
+    model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+    ids = torch.arange(61).view(1, -1)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    for found in together(model, 2, ids):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 

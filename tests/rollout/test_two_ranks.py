@@ -68,6 +68,7 @@ def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
     for found in left:
         assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
         assert found["freed"], "and not only when Python looks for circles"
+        assert found["sharded"], "the model in training is as it was"
 
 
 @pytest.mark.parametrize(

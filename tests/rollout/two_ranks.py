@@ -36,7 +36,7 @@ def model(name: str) -> Any:
 
     family, _, change = name.rpartition(", ") if name not in BY_NAME else (name, "", "")
     changes = {"vocab_size": 61, "tie_word_embeddings": False} if change == "odd vocabulary" else {}
-    found = build(BY_NAME[family].configuration(**changes), MODEL_FOR_CAUSAL_LM_MAPPING)
+    found = biased(build(BY_NAME[family].configuration(**changes), MODEL_FOR_CAUSAL_LM_MAPPING))
     if change == "LoRA":
         add_adapters(found, LoraConfig(rank=4), seed=0)
         generator = torch.Generator().manual_seed(1)
@@ -44,6 +44,15 @@ def model(name: str) -> Any:
             if "lora_B" in path:
                 parameter.data.normal_(std=0.3, generator=generator)
     return found
+
+
+def biased(model: Any) -> Any:
+    """The model with biases that are not 0, as they are drawn."""
+    generator = torch.Generator().manual_seed(2)
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias"):
+            parameter.data.normal_(std=0.2, generator=generator)
+    return model
 
 
 def prompts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +86,7 @@ def engine(accelerator: Any, found: Any) -> TrainingEngine:
 
 
 CASES = [
-    # generation_weights, tensor_parallel, memory of the ranks' devices beside the weights
+    # generation_weights, tensor_parallel, what each rank has of the machine's memory, in times the weights
     ("auto", None, (2.0, 2.0)),
     ("auto", None, (2.0, 1.0)),
     ("auto", 2, (1.0, 2.0)),
@@ -96,7 +105,7 @@ def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memo
     weights = 4 * sum(parameter.ds_numel for parameter in trained.module.parameters())
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained.accelerator, "memory", lambda: Memory(0, 0, int(weights * memory[rank])))
+        patch.setattr(trained.accelerator, "memory", lambda: Memory(0, 0, int(weights * memory[rank] * 2)))
         team = choice.choose(trained, config, say=said.append)
     return type(team).__name__, said
 
@@ -126,4 +135,5 @@ def main(folder: str) -> None:
             part = weakref.ref(module)
         del module
         found["freed"] = part() is None
+        found["sharded"] = all(parameter.numel() == 0 for parameter in trained.module.parameters())
         torch.save(found, Path(folder) / f"rank {rank}")
