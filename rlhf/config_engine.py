@@ -78,7 +78,7 @@ class EngineConfig(Section):
     )
     nvme: Folder | None = Field(
         None,
-        description="fast disk's folder, for one run at a time, for what is offloaded at ZeRO-3; empty: the host's memory",
+        description="folder on a fast disk, one run's own, for what is offloaded at ZeRO-3; empty: the host's memory",
     )
     frozen: Frozen = Field(
         "auto", description="numbers that frozen weights are held in: auto (the precision of the run), int8, int4"
