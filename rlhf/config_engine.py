@@ -77,7 +77,8 @@ class EngineConfig(Section):
         "frozen models between their uses), all; auto: the least with which it fits, by the plan",
     )
     nvme: Folder | None = Field(
-        None, description="folder on a fast disk for what is offloaded at ZeRO-3; empty: the host's memory"
+        None,
+        description="folder on a fast disk, one run's own, for what is offloaded at ZeRO-3; empty: the host's memory",
     )
     frozen: Frozen = Field(
         "auto", description="numbers that frozen weights are held in: auto (the precision of the run), int8, int4"
