@@ -39,7 +39,7 @@ class LoraConfig(Section):
         "auto", description="PPO's models share one frozen base where they start from the same; true: or else refuse"
     )
     merge: Literal["auto", True, False] = Field(
-        "auto", description="add adapters to a copy of the weights for rollouts; auto: where that copy is small"
+        "auto", description="add adapters to a copy of the weights for rollouts; auto: if that is a tenth of the device"
     )
     save: Literal["merged", "adapter", "both"] = Field(
         "merged", description="what a stage leaves: the model with its adapters merged, adapters as peft loads them"
