@@ -64,8 +64,11 @@ def test_a_rank_whose_rows_have_ended_gathers_layers_for_the_other(left):
 
 
 def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
-    whole = sum(parameter.numel() for parameter in two_ranks.model(MODELS[-1]).parameters())
+    model = two_ranks.model(MODELS[-1])
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    layers = [sum(parameter.numel() for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
     for found in left:
+        assert found["gathered"] == max(layers), "one layer at a time"
         assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
         assert found["freed"], "and not only when Python looks for circles"
         assert found["sharded"], "the model in training is as it was"
