@@ -157,3 +157,11 @@ def main(folder: str) -> None:
         found["freed"] = part() is None
         found["sharded"] = all(parameter.numel() == 0 for parameter in trained.module.parameters())
         torch.save(found, Path(folder) / f"rank {rank}")
+
+
+def teams_of_two(folder: str) -> None:
+    """Of four ranks, the first two generate together and the last two."""
+    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+        rank, team = distributed.world().rank, Team.of(2)
+        with generating(engine(accelerator, model("Llama 3, LoRA")), team) as module:
+            torch.save(draw(accelerator, module, rank, SAMPLED, batch_size=2, team=team), Path(folder) / f"rank {rank}")
