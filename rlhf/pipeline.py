@@ -31,6 +31,7 @@ from rlhf.models.loading import (
     load_model_tokenizer,
     load_scalar_head,
 )
+from rlhf.models.quantized import quantizing
 from rlhf.models.sharded import shards
 from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
@@ -188,7 +189,11 @@ def _put(context: StageContext, holding: Holding) -> Put:
     if holding.zero_stage == 3:
         return shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype)
     parked = not holding.role.trained and holding.offloads_parameters
-    return into(precision.dtype, accelerator.host_device() if parked else accelerator.device())
+    place = accelerator.host_device() if parked else accelerator.device()
+    put = into(precision.dtype, place)
+    if kind := holding.quantization:
+        put = quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), place)
+    return put
 
 
 def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:

@@ -145,8 +145,8 @@ def examine(
     if any(held.quantization for stage in pending for held in holdings(config, stage).values()):
         accelerator.kernel("quantized_weights", required=True)
     deepspeed_config.check(config)
-    deepspeed_config.check_disk(config)
-    zero_plus_plus.check_operators(config)
+    deepspeed_config.check_disk(config, accelerator)
+    zero_plus_plus.check_operators(config, accelerator)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)

@@ -45,8 +45,10 @@ class Sharing:
         """What to say of it; None: LoRA trains nothing, or sharing was not asked for."""
         with_reference = "reference" not in held  # it is the actor without its adapters
         because = f": {self.why_not}" if self.why_not else ""
+        if not self.donors and not because:
+            return None
         if not self.donors and not with_reference:
-            return f"no frozen base is shared{because}" if because else None
+            return f"no frozen base is shared{because}"
         groups: dict[str, list[str]] = {"actor": ["actor", "reference"]} if with_reference else {}
         for name, donor in self.donors.items():
             root = self.donors.get(donor, donor)
@@ -84,6 +86,13 @@ def check(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> 
 def adapter_of(model: str) -> Path:
     """Where the reward stage that left `model` has left its adapter."""
     return Path(model).with_name(ADAPTER)
+
+
+def base_of(model: str) -> str | None:
+    """The model that the adapter beside `model` was trained on, as far as there is one and it is known by a path."""
+    record = adapter_of(model) / _BASE
+    found: str | None = read_json(record)["path"] if record.is_file() else None
+    return found
 
 
 def record_base(folder: Path, base: str | None) -> None:

@@ -132,6 +132,7 @@ class ChatModel:
         from rlhf.models.scalar_head import SUFFIX
         from rlhf.models.support import max_positions, read_config
         from rlhf.models.tokenizers import end_tokens
+        from rlhf.models.weights import into
 
         self.accelerator = selection.create()
         device = self.accelerator.bind(0)
@@ -142,8 +143,9 @@ class ChatModel:
                 raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
         self.tokenizer, _ = load_model_tokenizer(source)
         attention = choose_attention(self.accelerator, str(folder), source).name
-        model = load_causal_lm(source, self.tokenizer, attention=attention)
-        self.model: Any = place(model, device, self.accelerator.precision(config.precision).dtype).eval()
+        dtype = self.accelerator.precision(config.precision).dtype
+        model = load_causal_lm(source, self.tokenizer, attention=attention, put=into(dtype, device))
+        self.model: Any = place(model, device, dtype).eval()
         self.prompt_format = trained_format(folder) or ("template" if self.tokenizer.chat_template else "plain")
         self.end_ids = end_tokens(self.tokenizer, self.model.generation_config)
         self._room = max_positions(self.model.config) or 1_000_000

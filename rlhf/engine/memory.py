@@ -90,7 +90,11 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
         of_the_stage.append("precision=auto")
-    if situation.ranks > 1 and config.engine.zero_stage != 3 and phase != "loading":
+    # One of the two: ZeRO-3 holds no quantized weights.
+    sharded, quantized = config.engine.zero_stage == 3, config.engine.frozen != "auto"
+    if config.lora.rank and not sharded and not quantized:  # most of what is held is frozen
+        of_the_stage.append("engine.frozen=int8")
+    elif situation.ranks > 1 and not sharded and not quantized and phase != "loading":
         of_the_stage.append("engine.zero_stage=3")
     if not config.lora.rank:
         of_the_stage.append(f"lora.rank={_LORA_RANK}")
@@ -136,7 +140,7 @@ def explained(context: StageContext) -> Iterator[None]:
         if lack is None:
             raise
         accelerator, world = context.accelerator, context.world
-        device = accelerator.device()
+        apart = accelerator.host_device() != accelerator.device()
         situation = Situation(
             context.config,
             context.directory.name,
@@ -146,37 +150,37 @@ def explained(context: StageContext) -> Iterator[None]:
             best=accelerator.precision().name,
             begun=context.directory.begun,
             continued=any(stage.begun for stage in context.run.stages),
-            host=not _is_the_hosts(lack) and accelerator.host_device() != device,
+            host=apart and not _is_the_hosts(lack),
         )
         where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"
         rank = f"rank {world.rank}: " if world.size > 1 else ""
-        held = held_by(context.models, device)
-        everywhere = held_by(context.models)
-        others = {role: everywhere[role] - held.get(role, 0) for role in everywhere}
-        on_host = {role: count for role, count in others.items() if count}
+        held = held_by(context.models)
+        on_host = held_by(context.models, accelerator.host_device()) if apart else {}
+        held = {role: count - on_host.get(role, 0) for role, count in held.items()}
+        on_host = {role: count for role, count in on_host.items() if count}
         figures = _figures(accelerator)
         raise OutOfMemory(rank + line(lack, where, figures, held, advice(situation), on_host)) from error
 
 
-def held_by(models: Mapping[str, TrainingEngine | nn.Module], device: torch.device | None = None) -> dict[str, int]:
+def held_by(models: Mapping[str, TrainingEngine | nn.Module], place: torch.device | None = None) -> dict[str, int]:
     """Bytes that each of `models` holds by itself, and `shared`, what several do: the base under their adapters."""
-    found = {role: _storages(model, device) for role, model in models.items()}
+    found = {role: _storages(model, place) for role, model in models.items()}
     owners = Counter(key for storages in found.values() for key in storages)
     shared = {key: count for storages in found.values() for key, count in storages.items() if owners[key] > 1}
     own = {role: sum(count for key, count in each.items() if owners[key] == 1) for role, each in found.items()}
     return own | ({"shared": sum(shared.values())} if shared else {})
 
 
-def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = None) -> int:
+def bytes_held(model: TrainingEngine | nn.Module, place: torch.device | None = None) -> int:
     """Bytes of this rank's weights, gradients and optimizer state; what shares memory counts once.
 
     Args:
-        device: counts what is there; None: what is offloaded too.
+        place: counts what is there alone, on the host for example.
     """
-    return sum(_storages(model, device).values())
+    return sum(_storages(model, place).values())
 
 
-def _storages(model: TrainingEngine | nn.Module, device: torch.device | None) -> dict[int, int]:
+def _storages(model: TrainingEngine | nn.Module, place: torch.device | None) -> dict[int, int]:
     """The bytes of each."""
     module = model if isinstance(model, nn.Module) else model.module
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
@@ -188,8 +192,7 @@ def _storages(model: TrainingEngine | nn.Module, device: torch.device | None) ->
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
     # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
-    kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
-    there = [tensor for tensor in tensors if tensor.device.type in kinds]
+    there = [tensor for tensor in tensors if not tensor.is_meta and place in (None, tensor.device)]
     return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
 
 

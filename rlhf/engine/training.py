@@ -27,6 +27,7 @@ from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
 from rlhf.models import quantized
 from rlhf.models.placement import place
+from rlhf.models.weights import forget
 from rlhf.roles import Holding
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def _hooks_off(offload: Any) -> Iterator[None]:
 def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding) -> nn.Module:
     """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3."""
     model.requires_grad_(False).eval()
+    forget(model)
     if holding.zero_stage < 3 and holding.offloads_parameters:
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if holding.zero_stage < 3:

@@ -5,12 +5,15 @@ Its settings flow in; what cannot be is refused before anything is loaded. `chec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf import quiet
 from rlhf.config import STAGES, Config
 from rlhf.errors import ConfigError
 from rlhf.roles import holdings
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
 
 PARTS = "zero_hpz_partition_size"
 """hpZ: neighbouring ranks hold all weights among them, so that backward passes gather within a machine."""
@@ -47,22 +50,15 @@ def check(config: Config, ranks: int) -> None:
             )
 
 
-def check_operators(config: Config) -> None:
+def check_operators(config: Config, accelerator: Accelerator) -> None:
     """Raise `ConfigError` where DeepSpeed's quantizer is asked for, and cannot be built for the device."""
     for key in QUANTIZED:
         if key not in _asked(config):
             continue
-        from deepspeed.accelerator import get_accelerator
-
-        builder = get_accelerator().create_op_builder("QuantizerBuilder")
         with quiet.unheard():  # it looks for a compiler, and complains aloud
-            # On a device that has none, 0.19 gives a builder of nothing, which calls itself compatible.
-            ready = getattr(builder, "NAME", "") == "quantizer" and builder.is_compatible(verbose=False)
+            ready = accelerator.deepspeed_operator("QuantizerBuilder")
         if not ready:
-            raise ConfigError(
-                f"engine.deepspeed.zero_optimization.{key}: DeepSpeed's quantizer cannot be built for "
-                f"{get_accelerator().device_name()} here: it is CUDA code and needs a CUDA compiler; leave it out"
-            )
+            raise ConfigError(f"engine.deepspeed.zero_optimization.{key}: {ready.reason}; leave it out")
 
 
 def _asked(config: Config) -> dict[str, Any]:

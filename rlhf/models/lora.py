@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ TRAINED = "default"
 FROZEN = "reward"
 """Of those that came with the model."""
 
+_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _LARGEST_COPY = 0.1  # of the device's memory, for `lora.merge: auto`
 
 
@@ -79,6 +82,7 @@ def peft_config(model: Any, config: LoraConfig) -> PeftConfig:
 
 def inject(model: Any, name: str, config: PeftConfig) -> None:
     """Put adapters called `name` on layers of `model`, beside those that it has; trained are those called TRAINED."""
+    vars(model.base_model).pop("peft_config", None)  # of earlier adapters: peft 0.21 warns of it, and needs it not
     inject_adapter_in_model(config, model.base_model, adapter_name=name)
     for layer in adapted_layers(model).values():
         layer.set_adapter([key for key in (FROZEN, TRAINED) if key in layer.lora_A])
@@ -233,11 +237,7 @@ def _targets(model: Any, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
     The output embedding and the scalar head are not of the transformer.
     """
     transformer = model.base_model
-    linear = {
-        name.removesuffix(".base_layer"): layer
-        for name, layer in transformer.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name
-    }
+    linear = _linear_layers(transformer)
     if not linear:
         raise ModelError(f"lora.rank: {type(transformer).__name__} has no linear layers to adapt; set it to 0")
     if isinstance(wanted, str):
@@ -256,6 +256,31 @@ def _targets(model: Any, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
             raise ConfigError(f"lora.target_modules: no linear layer is named {name!r}; there are {known}")
         found |= here
     return {path: layer for path, layer in linear.items() if path in found}
+
+
+def _linear_layers(transformer: Any) -> dict[str, nn.Module]:
+    """Those that adapters can be put on, by path.
+
+    Not those that do something else besides (routers of experts), that share their weight with another (adapters of
+    both would be merged into one), nor, of peft 0.21, what it takes for parts of stacked experts or refuses.
+    """
+    found = {
+        name.removesuffix(".base_layer"): layer
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name
+        if type(layer).__name__.endswith(("Linear", "Conv1D"))
+    }
+    uses = Counter(id(layer._parameters.get("weight")) for layer in found.values())
+    stacked = any(len(getattr(parameter, "ds_shape", parameter.shape)) == 3 for parameter in transformer.parameters())
+    refused = _OF_EXPERTS if stacked else ()
+    if getattr(getattr(transformer, "config", None), "model_type", None) in _MAMBA:
+        refused = (*refused, "out_proj")
+    return {
+        path: layer
+        for path, layer in found.items()
+        if (uses[id(layer._parameters.get("weight"))] == 1 or "weight" not in layer._parameters)
+        and path.rpartition(".")[2] not in refused
+    }
 
 
 def _is_wanted(path: str, name: str, prefix: str) -> bool:

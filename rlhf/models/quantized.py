@@ -7,7 +7,6 @@ as they are. How weights are packed and multiplied is the accelerator's (operati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.models import sources
-from rlhf.models.lora import change, plain_name
+from rlhf.models.lora import change
 from rlhf.models.sources import Held, Source
 from rlhf.models.weights import Put, source_of
 
 if TYPE_CHECKING:
-    from accelerators.quantized import QuantizedWeights
+    from accelerators import QuantizedWeights
 
 Kind = Literal["int8", "int4"]
 
@@ -43,9 +42,6 @@ class Outline:
 
 
 def _multiplied(layer: Any, inputs: Tensor) -> Tensor:
-    kind = inputs.device.type
-    if torch.is_autocast_enabled(kind):
-        inputs = inputs.to(torch.get_autocast_dtype(kind))
     product: Tensor = layer.packing.multiply(inputs, layer._buffers)
     return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
@@ -122,18 +118,18 @@ def unpacked(layer: Quantized) -> Tensor:
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
-def exported_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """What an export has for quantized layers: (name as before adapters, weight), one after the other.
+def exported_weight(model: Any, path: str) -> Tensor:
+    """The weight of the quantized layer at `path` as an export has it, in float32.
 
-    The weights as they were before they were packed, and the layers' adapters, added in float32.
+    As it was before it was packed, and the layer's adapters added.
     """
-    for path, layer in quantized_layers(model).items():
-        assert layer.source is not None, f"{path} was packed for a model that nobody exports"
-        weight = sources.whole(layer.source, torch.float32)
-        around = model.get_submodule(path.rpartition(".")[0])
-        if isinstance(around, LoraLayer):
-            weight += change(around).detach().to(weight.device)
-        yield plain_name(f"{path}.weight"), weight
+    layer = model.get_submodule(path)
+    assert layer.source is not None, f"{path} was packed for a model that nobody exports"
+    weight = sources.whole(layer.source, torch.float32)
+    around = model.get_submodule(path.rpartition(".")[0])
+    if isinstance(around, LoraLayer):
+        weight += change(around).detach().to(weight.device)
+    return weight
 
 
 def count(model: nn.Module) -> int:

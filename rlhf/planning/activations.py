@@ -43,10 +43,10 @@ def passing(shape: Shape, rows: Rows) -> int:
     return rows.tokens * rows.width * max(attention, feed_forward) + _attention_weights(shape, rows)
 
 
-def logits(shape: Shape, rows: Rows, tokens: int, copies: int) -> int:
+def logits(shape: Shape, rows: Rows, tokens: int, copies: int) -> list[int]:
     """Bytes of the logits of `tokens` columns, `copies` of them at a time, and of the chunks that are worked on."""
     one = rows.number * tokens * shape.vocabulary
-    return copies * one * rows.width + 4 * min(_CHUNK, 4 * one)
+    return copies * [one * rows.width] + 4 * [min(_CHUNK, 4 * one)]
 
 
 def cache(shape: Shape, rows: Rows) -> int:

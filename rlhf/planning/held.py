@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -30,15 +30,20 @@ Kind = Literal[
 
 BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's reduce_bucket_size, and its engine's for ZeRO 0
 LIVE = 1_000_000_000  # elements: its stage3_max_live_parameters
+BLOCK = 2**25  # bytes: what is smaller comes from glibc's heap, which keeps it when it is freed (M_MMAP_THRESHOLD)
 
 
 class Item(NamedTuple):
-    """Bytes of one kind that a role has, on each device or, of each rank, on the host."""
+    """Bytes of one kind that a role has, on each device or, of each rank, on the host.
+
+    `small` of them are in blocks that an allocator of the host keeps for later when they are freed.
+    """
 
     role: str
     kind: Kind
     size: int
     host: bool = False
+    small: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Surroundings:
         one_memory: the devices' memory is the host's.
         base: bytes of a process before it loads a model.
         fused: attention makes no matrix of weights.
-        margin: part of what is there that an allocator loses between blocks.
+        margin: part of what is there that a device's allocator loses between blocks.
     """
 
     ranks: int = 1
@@ -64,25 +69,35 @@ class Surroundings:
         """Bytes of a number in the compute precision."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def sums(self) -> int:
+        """Bytes of a number in which ranks add gradients up."""
+        return 4 if self.precision != "fp16" and self.ranks > 1 else self.width
+
 
 def total(items: Sequence[Item], *, host: bool) -> int:
     return sum(item.size for item in items if item.host == host)
 
 
-def fragments(items: Sequence[Item], around: Surroundings) -> list[Item]:
-    """What the devices' allocator loses."""
-    lost = int(around.margin * total([item for item in items if item.kind != "libraries"], host=False))
-    return [Item("process", "fragmentation", lost)] if lost else []
+def in_blocks(role: str, kind: Kind, *sizes: int, host: bool = False) -> Item:
+    """Blocks of so many bytes."""
+    return Item(role, kind, sum(sizes), host, small=sum(size for size in sizes if size < BLOCK))
 
 
 @dataclass(frozen=True)
 class Model:
-    """A role's model. `shared`: its frozen weights are another role's, and count there."""
+    """A role's model.
+
+    Args:
+        shared: its frozen weights are another role's, and count there.
+        parts: gradients of several micro-batches are added up for a step.
+    """
 
     role: str
     shape: Shape
     scalar_head: bool = False
     shared: bool = False
+    parts: bool = False
 
     def counts(self, holding: Holding) -> tuple[int, int]:
         """All numbers, and those that are trained."""
@@ -101,82 +116,111 @@ class Model:
             size += (frozen - quantized) * around.width + _quantized(quantized, holding.engine.frozen)
         if holding.zero_stage < 3 or whole:
             return size
-        return size // around.ranks + self._persistent(holding) * around.width
+        return size // around.ranks + (self._persistent(holding) * around.width if around.ranks > 1 else 0)
 
     def resting(self, holding: Holding, around: Surroundings, *, fresh: bool = False) -> list[Item]:
-        """What is there between uses: weights, masters and moments.
+        """What is there between uses: weights, masters, moments, and at ZeRO-3 gradients.
 
         Args:
             fresh: before the first step, which makes the moments.
         """
         _, trained = self.counts(holding)
-        items = [Item(self.role, "weights", self.weights(holding, around), _host(holding.offloads_parameters, around))]
+        each = self._each(holding)
+        stage, width, part = holding.zero_stage, around.width, _part(holding, around)
+        items = [each("weights", self.weights(holding, around), width, _host(holding.offloads_parameters, around))]
         if not trained:
             return items
-        part = _part(holding, around)
         away = _host(holding.offloads_optimizer, around)
-        if holding.zero_stage or around.width < 4:
-            own = holding.zero_stage == 3 and around.width == 4  # ZeRO-3's shards are masters already
-            items.append(Item(self.role, "masters", 0 if own else 4 * trained // part, away))
-        if not fresh or holding.zero_stage == 0:
-            items.append(Item(self.role, "moments", 8 * trained // part, away))
-        if holding.offloads_optimizer:  # DeepSpeed holds float32 gradients and a copy in the weights' type there
-            items.append(Item(self.role, "gradients", 4 * trained // part, away))
-            if holding.zero_stage < 3:
-                items.append(Item(self.role, "communication", around.width * trained // part, away))
-        elif holding.zero_stage == 3:
-            items.append(Item(self.role, "gradients", around.width * trained // part))
+        if (stage or width < 4) and not (stage == 3 and width == 4):  # whose shards are masters already
+            items.append(each("masters", 4 * trained // part, 4, away))
+        if not fresh or stage == 0:
+            items.append(each("moments", 8 * trained // part, 4, away))
+        if holding.offloads_optimizer:  # float32 gradients there, and below ZeRO-3 a copy in the weights' type
+            items.append(each("gradients", 4 * trained // part, 4, away))
+            if stage < 3:
+                items.append(each("communication", width * trained // part, width, away))
+        elif stage == 3 and not fresh:
+            items.append(in_blocks(self.role, "gradients", (4 if self.parts else width) * trained // part))
+        if stage == 3 and not fresh:  # a bucket for good
+            items.append(in_blocks(self.role, "communication", around.sums * min(BUCKET, trained)))
         return items
 
     def making(self, holding: Holding, around: Surroundings) -> list[Item]:
         """Loading: the weights, and the most that setting up the engine adds for a moment."""
         _, trained = self.counts(holding)
+        each = self._each(holding)
         items = self.resting(holding, around, fresh=True)
-        width, part = around.width, _part(holding, around)
-        if trained and holding.zero_stage in (1, 2):  # flat copies of the weights, made group by group
-            items.append(Item(self.role, "loading", max(0, width * trained - (4 * trained // part))))
+        if trained and (holding.zero_stage or around.width < 4):  # gradients of 0, with which its states are made
+            items.append(each("loading", 4 * trained // _part(holding, around), 4))
+        if trained and holding.zero_stage in (1, 2):  # weights as they were read, before a flat copy took their place
+            items.append(Item(self.role, "loading", 0, small=self._small(around.width)))
         return items
 
-    def accumulated(self, holding: Holding, around: Surroundings, accumulation: int) -> int:
-        """Bytes of gradients that are there between the micro-batches of one step."""
-        _, trained = self.counts(holding)
-        if accumulation == 1 or (holding.zero_stage == 3):
-            return 0
-        if holding.zero_stage == 2:
-            return 4 * trained // _part(holding, around)
-        return around.width * trained
+    def backward(self, holding: Holding, around: Surroundings) -> tuple[Item, list[Item]]:
+        """Gradients between the micro-batches of one step, and what is there when the last backward pass ends.
 
-    def step(self, holding: Holding, around: Surroundings, accumulation: int) -> list[Item]:
-        """The end of the backward pass, or the optimizer's step: gradients, and what reduces them."""
+        An embedding that is the output's too has a gradient of either use, and their sum, at one time.
+        """
         _, trained = self.counts(holding)
-        width, part, ranks = around.width, _part(holding, around), around.ranks
+        each, width = self._each(holding), around.width
+        stage, part = holding.zero_stage, _part(holding, around)
+        kept = 0
+        if self.parts and stage == 2 and not holding.offloads_optimizer:
+            kept = 4 * trained // part
+        elif self.parts and stage < 2:
+            kept = width * trained
+        before = each("gradients", kept, width)
+        gradients = width * trained
+        if stage == 2:
+            gradients = kept + width * min(trained, BUCKET)
+        elif stage == 3:
+            gradients = width * min(self.shape.layer if not holding.lora.rank else trained, trained)
+        twice = 0
+        another = self.parts or stage > 1  # a sum, or a bucket, that has a copy already
+        if not holding.lora.rank and not self.scalar_head:
+            twice = (3 if another else 2) if self.shape.tied else (1 if another else 0)
+        after = [in_blocks(self.role, "gradients", gradients) if stage > 1 else each("gradients", gradients, width)]
+        if twice:
+            after.append(in_blocks(self.role, "gradients", twice * width * self.shape.tokens))
+        return before, after
+
+    def step(self, holding: Holding, around: Surroundings) -> list[list[Item]]:
+        """Moments after the backward pass: ranks add their gradients up, and the optimizer takes its step."""
+        _, trained = self.counts(holding)
+        each = self._each(holding)
+        stage, width, part, ranks = holding.zero_stage, around.width, _part(holding, around), around.ranks
         bucket = min(BUCKET, trained)
-        if holding.zero_stage == 0:
-            gradients = trained * (4 if width == 4 else width + 4)
-            moving = bucket * 4 if ranks > 1 else 0
-            moving = max(0, moving - (4 * trained if width < 4 else 0))
-        elif holding.zero_stage == 3:
-            gradients = 0  # at rest already
-            moving = bucket * width + (bucket * 4 if ranks > 1 and width < 4 else 0)
-        else:
-            whole = trained if holding.zero_stage == 1 else bucket
-            gradients = whole * width
-            reducing = bucket * (width + 4 if width < 4 else 4) if ranks > 1 else 0
-            stepping = (
-                0 if holding.offloads_optimizer else (width + 4) * trained // part if width < 4 else 4 * trained // part
-            )
-            moving = max(reducing, stepping)
-        return [Item(self.role, "gradients", gradients), Item(self.role, "communication", moving)]
+        own = each("gradients", width * trained, width)
+        # A flat copy of a bucket, and that in the type in which it is added up.
+        copies = (bucket * width + (bucket * 4 if width < around.sums else 0)) if ranks > 1 else 0
+        adding = in_blocks(self.role, "communication", copies)
+        norm = 8 * (self.shape.largest if trained > self.shape.largest else 0) // part  # a gradient in float64
+        if stage == 0:
+            return [[own, adding], [own, each("gradients", 4 * trained if width < 4 else 0, 4)]]
+        if stage == 3:
+            kept = (4 if self.parts else width) * trained // part
+            converted = 4 * bucket if self.parts and around.sums < 4 else 0
+            stepping = 0 if holding.offloads_optimizer else kept + (0 if self.parts else 4 * trained // part)
+            return [
+                [in_blocks(self.role, "communication", converted)],
+                [in_blocks(self.role, "communication", stepping, 0 if holding.offloads_optimizer else norm)],
+            ]
+        flat = in_blocks(self.role, "gradients", width * (trained if stage == 1 else bucket))
+        if stage == 2 and self.parts and width < 4:  # kept in float32 already
+            kept_there = in_blocks(self.role, "gradients", 0 if holding.offloads_optimizer else 4 * trained // part)
+            if ranks == 1:  # a flat copy of the bucket here too
+                adding = in_blocks(self.role, "communication", bucket * width)
+            return [[flat, adding, kept_there]]
+        stepping = 0 if holding.offloads_optimizer else (width + (4 if width < 4 else 0)) * trained // part
+        return [[flat, adding], [flat, in_blocks(self.role, "communication", stepping)]]
 
     def gathered(self, holding: Holding, around: Surroundings) -> list[Item]:
         """ZeRO-3: layers that are whole for a moment."""
         if holding.zero_stage < 3 or around.ranks == 1:
             return []
-        whole = self.counts(holding)[0]
-        live = (
-            min(whole, LIVE) if holding.engine.zero_persistence_threshold else max(self.shape.layer, self.shape.tokens)
-        )
-        return [Item(self.role, "gathered layers", around.width * live)]
+        whole, one = self.counts(holding)[0], max(self.shape.layer, self.shape.tokens)
+        live = min(whole, LIVE) if holding.engine.zero_persistence_threshold else one
+        return [self._each(holding)("gathered layers", around.width * live, around.width)]
 
     def for_rollouts(self, config: Config, holding: Holding, around: Surroundings) -> list[Item]:
         """Generating: whole weights at ZeRO-3, and the copy that adapters are merged into."""
@@ -184,12 +228,12 @@ class Model:
         if holding.zero_stage == 3 and around.ranks > 1:
             items.append(Item(self.role, "gathered layers", self._rollout(config, holding, around)))
         if holding.lora.rank and config.lora.merge is not False:
-            items.append(Item(self.role, "merged weights", self.shape.in_linears * around.width))
+            items.append(self._each(holding)("merged weights", self.shape.in_linears * around.width, around.width))
         return items
 
     def saving(self, holding: Holding, around: Surroundings) -> list[Item]:
         """Export and checkpoints: one parameter at a time is whole, on the host."""
-        return [Item(self.role, "saving", 4 * self.shape.largest, _host(True, around))]
+        return [in_blocks(self.role, "saving", 4 * self.shape.largest, host=_host(True, around))]
 
     def _rollout(self, config: Config, holding: Holding, around: Surroundings) -> int:
         whole = self.weights(holding, around, whole=True)
@@ -199,6 +243,26 @@ class Model:
         if how == "tensor_parallel":
             return whole // (config.ppo.tensor_parallel or around.ranks)
         return whole
+
+    def _each(self, holding: Holding) -> Callable[..., Item]:
+        """Makes items whose bytes are spread over parameters: in blocks of their own, or flat from ZeRO 1 on."""
+        everything, trained = self.counts(holding)
+
+        def item(kind: Kind, size: int, width: int, host: bool = False) -> Item:
+            flat = holding.zero_stage in (1, 2) and not holding.lora.rank and trained and kind != "gradients"
+            if flat or size < BLOCK:
+                return in_blocks(self.role, kind, size, host=host)
+            part = 1.0 if trained < everything and kind != "weights" else self._small(width) / (everything * width)
+            return Item(self.role, kind, size, host, small=int(size * part))
+
+        return item
+
+    def _small(self, width: int) -> int:
+        """Bytes in parameters of their own that are smaller than `BLOCK`."""
+        shape = self.shape
+        small = [linear.numbers for linear in shape.linears if linear.numbers * width < BLOCK]
+        inside = shape.layers * (sum(small) + shape.norms)
+        return width * (inside + (shape.tokens if shape.tokens * width < BLOCK else 0))
 
     def _persistent(self, holding: Holding) -> int:
         """ZeRO-3: numbers in parameters below the threshold, which stay whole."""

@@ -7,14 +7,16 @@ what is there at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rlhf.config import Config, Stage
 from rlhf.planning.activations import Rows, cache, kept, kept_by_checkpoints, logits, passing, sampling
-from rlhf.planning.held import Item, Model, Surroundings, fragments
-from rlhf.planning.held import total as total
+from rlhf.planning.held import BLOCK, Item, Model, Surroundings, in_blocks, total
 from rlhf.roles import Holding, Name, holdings
+
+PASSES = 50 * 2**20
+"""Bytes that a process gains with its first passes: threads, kernels' own memory, modules that are imported late."""
 
 PHASES = {
     "loading": "loading",
@@ -72,107 +74,124 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], aroun
         ConfigError: its batches cannot be divided over the ranks.
     """
     held = holdings(config, stage)
+    parts = _micro_batches(config, stage, around.ranks) > 1
+    models = {name: replace(model, parts=parts) for name, model in models.items()}
     resting = [item for name in held for item in models[name].resting(held[name], around)]
     base = [Item("process", "libraries", around.base, host=not around.one_memory)]
-    made = {
-        "sft": _supervised,
-        "reward": _supervised,
-        "ppo": _ppo,
-    }[stage](config, stage, models, held, around)
-    phases = []
-    for name, items in (
-        {"loading": _loading(models, held, around)} | made | {"saving": _saving(models, held, around)}
-    ).items():
-        present = [*base, *resting, *items] if name != "loading" else [*base, *items]
-        phases.append(Phase(PHASES[name], (*present, *fragments(present, around))))
-    return StagePlan(stage, tuple(phases), {name: models[name].counts(held[name]) for name in held})
+    stages = {"sft": _supervised, "reward": _supervised, "ppo": _ppo}
+    moments = [("loading", [*base, *items]) for items in _loading(models, held, around)]
+    base.append(Item("process", "libraries", PASSES, host=not around.one_memory))
+    moments += [(name, [*base, *resting, *items]) for name, items in stages[stage](config, stage, models, held, around)]
+    moments.append(("saving", [*base, *resting, *models[next(iter(held))].saving(held[next(iter(held))], around)]))
+    phases = [Phase(PHASES[name], (*items, *lost)) for (name, items), lost in zip(moments, _lost(moments, around))]
+    fullest = {
+        name: max((p for p in phases if p.name == name), key=lambda p: (p.device, p.host)) for name in _names(phases)
+    }
+    return StagePlan(stage, tuple(fullest.values()), {name: models[name].counts(held[name]) for name in held})
 
 
-Moments = dict[str, list[Item]]
+Moments = list[tuple[str, list[Item]]]
 Models = Mapping[Name, Model]
 Held = Mapping[Name, Holding]
+
+
+def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
+    """How many a rank has in one step."""
+    if stage == "ppo":
+        minibatch, micro = config.ppo.minibatch(ranks)
+        return minibatch // (micro * ranks)
+    section = config.sft if stage == "sft" else config.reward
+    return section.batch_size // (section.micro_batch(ranks, section=stage) * ranks)
+
+
+def _names(phases: Sequence[Phase]) -> list[str]:
+    return list(dict.fromkeys(phase.name for phase in phases))
+
+
+def _lost(moments: Moments, around: Surroundings) -> Iterator[list[Item]]:
+    """What lies between blocks, at each moment.
+
+    A device's allocator loses a part of what is there. The host's keeps small blocks that were freed: its heap is as
+    large as at its fullest moment ever since.
+    """
+    heap = 0
+    for _, items in moments:
+        heap = max(heap, sum(item.small for item in items))
+    for name, items in moments:
+        present = total([item for item in items if item.kind != "libraries"], host=False)
+        if not around.one_memory:
+            lost = int(around.margin * present)
+        else:
+            lost = 0 if name == "loading" else heap - sum(item.small for item in items)
+        yield [Item("process", "fragmentation", lost)] if lost else []
 
 
 def _supervised(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
     name: Name = "sft" if stage == "sft" else "reward"
     section = config.sft if stage == "sft" else config.reward
-    rows = section.micro_batch(around.ranks, section=stage) * (1 if stage == "sft" else 2)
-    batch = Rows(rows, config.data.max_length, around.width, around.fused)
+    micro = section.micro_batch(around.ranks, section=stage)
+    batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length, around.width, around.fused)
     columns = batch.length if stage == "sft" else 0
-    accumulation = section.batch_size // (section.micro_batch(around.ranks, section=stage) * around.ranks)
-    return {"update": _update(name, models, held, around, batch, columns, accumulation)}
+    return [("update", items) for items in _update(name, models, held, around, batch, columns)]
 
 
 def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
     data, settings = config.data, config.ppo
-    minibatch, micro = settings.minibatch(around.ranks)
+    _, micro = settings.minibatch(around.ranks)
     share = settings.batch_size // around.ranks
     batch = Rows(micro, data.max_length, around.width, around.fused)
     answer = data.max_completion_length
-    accumulation = minibatch // (micro * around.ranks)
-    kept_rollout = [Item("rollout", "experience", share * data.max_length * 8 * 4)]
+    rollout = [in_blocks("rollout", "experience", share * data.max_length * 8 * 4)]
     generating = Rows(min(settings.generation_batch_size or share, share), data.max_length, around.width, around.fused)
-    prompts = generating._replace(length=data.max_prompt_length)
     actor, shape = models["actor"], models["actor"].shape
-    rollout = [
+    drawing = [
         Item("actor", "KV cache", cache(shape, generating)),
-        Item("actor", "logits", sampling(shape, generating)),
-        Item("actor", "activations", passing(shape, prompts)),
+        in_blocks("actor", "logits", sampling(shape, generating)),
+        in_blocks("actor", "activations", passing(shape, generating._replace(length=data.max_prompt_length))),
         *actor.for_rollouts(config, held["actor"], around),
     ]
-    widest = max(models.values(), key=lambda model: passing(model.shape, batch))
-    scoring = [
-        *kept_rollout,
-        Item("actor", "logits", logits(shape, batch, answer, 1)),
-        Item("all", "activations", passing(widest.shape, batch)),
-        *max((models[name].gathered(held[name], around) for name in held), key=lambda found: total(found, host=False)),
-    ]
-    return {
-        "generation": rollout,
-        "scoring": scoring,
-        "actor": kept_rollout + _update("actor", models, held, around, batch, answer, accumulation),
-        "critic": kept_rollout + _update("critic", models, held, around, batch, 0, accumulation),
-    }
+    moments = [("generation", drawing)]
+    for name in held:
+        items = [*rollout, in_blocks(name, "activations", passing(models[name].shape, batch))]
+        if not models[name].scalar_head:
+            items.append(in_blocks(name, "logits", *logits(models[name].shape, batch, answer, 1)))
+        moments.append(("scoring", [*items, *models[name].gathered(held[name], around)]))
+    updated: tuple[tuple[Name, int], ...] = (("actor", answer), ("critic", 0))
+    for trained, columns in updated:
+        updates = _update(trained, models, held, around, batch, columns)
+        moments += [(trained, [*rollout, *items]) for items in updates]
+    return moments
 
 
 def _update(
-    name: Name, models: Models, held: Held, around: Surroundings, batch: Rows, columns: int, accumulation: int
-) -> list[Item]:
-    """One role's update: the fuller of the moment between its passes, and of the end of the backward pass or the step.
+    name: Name, models: Models, held: Held, around: Surroundings, batch: Rows, columns: int
+) -> list[list[Item]]:
+    """One role's update: between its passes, when the backward pass ends, and at the optimizer's step.
 
     Args:
         columns: those that are projected to the vocabulary; 0: none.
     """
     model, holding = models[name], held[name]
-    dropout = holding.dropout != 0
     count = kept_by_checkpoints if holding.gradient_checkpointing else kept
-    before = Item(name, "gradients", model.accumulated(holding, around, accumulation))
+    activations = count(model.shape, batch, dropout=holding.dropout != 0)
+    activations += batch.tokens * model.shape.hidden * 3 * batch.width  # embeddings, and the last norm with its input
+    widest = batch.tokens * max(model.shape.hidden, model.shape.intermediate) * batch.width
+    before, after = model.backward(holding, around)
     between = [
         before,
-        Item(name, "activations", count(model.shape, batch, dropout=dropout) + _outside(model, batch)),
+        Item(name, "activations", activations, small=activations if widest < BLOCK else 0),
         *model.gathered(holding, around),
     ]
     if columns:
-        between.append(Item(name, "logits", logits(model.shape, batch, columns, 2)))
-    after = model.step(holding, around, accumulation)
-    return max((between, after), key=lambda items: total(items, host=False) + total(items, host=True))
+        between.append(in_blocks(name, "logits", *logits(model.shape, batch, columns, 2)))
+    return [between, [*after, *model.gathered(holding, around)], *model.step(holding, around)]
 
 
-def _outside(model: Model, batch: Rows) -> int:
-    """Embeddings, and the last norm with its input: kept besides the layers."""
-    return batch.tokens * model.shape.hidden * (3 * batch.width)
-
-
-def _loading(models: Models, held: Held, around: Surroundings) -> list[Item]:
+def _loading(models: Models, held: Held, around: Surroundings) -> list[list[Item]]:
     """One role after the other: those before it rest, and it is made."""
-    moments = []
+    moments: list[list[Item]] = []
     before: list[Item] = []
     for name, holding in held.items():
         moments.append([*before, *models[name].making(holding, around)])
         before += models[name].resting(holding, around, fresh=True)
-    return max(moments, key=lambda items: total(items, host=False))
-
-
-def _saving(models: Models, held: Held, around: Surroundings) -> list[Item]:
-    name = next(iter(held))
-    return models[name].saving(held[name], around)
+    return moments

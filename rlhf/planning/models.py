@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rlhf.config import Config, Stage
 from rlhf.planning.held import Model
 from rlhf.planning.shapes import Shape, shape_from, shape_of
 from rlhf.roles import ROLES, Name, holdings
 from rlhf.settings import STARTS
+from rlhf.sharing import base_of
 
 EMBEDDED = {
     "model_type": "llama",
@@ -20,7 +21,6 @@ EMBEDDED = {
     "tie_word_embeddings": True,
 }
 """The embedded Llama (rlhf.models.embedded), with the vocabulary of the embedded world's tokenizer."""
-
 
 Shapes = Mapping[str | None, Shape]
 """By the path that a stage starts from; None is the embedded model."""
@@ -36,12 +36,13 @@ def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dic
         ConfigError: the shape of a model is not known.
     """
     found = {}
+    shared = _shared(config) if stage == "ppo" else ()
     for role in ROLES[stage]:
         path, _ = source(config, role.start)
         shape = (shapes or {}).get(path)
         if shape is None:
             shape = shape_of(path) if path else shape_from(EMBEDDED, "the embedded model")
-        found[role.name] = Model(role.name, shape, role.scalar_head, shared=_shares(config, stage, role.name))
+        found[role.name] = Model(role.name, shape, role.scalar_head, shared=role.name in shared)
     return found
 
 
@@ -56,13 +57,24 @@ def source(config: Config, key: str) -> tuple[str | None, tuple[str, ...]]:
     return path, (*through, start.earlier)
 
 
-def _shares(config: Config, stage: Stage, name: Name) -> bool:
-    """Whether a role's frozen weights are those of PPO's actor: both are adapted, and started from the same."""
-    held = holdings(config, stage)
-    if stage != "ppo" or name in ("actor", "reference") or config.lora.share_base is False:
-        return False
-    if not held["actor"].lora.rank or held["actor"].zero_stage == 3 or not config.lora.rank:
-        return False
+def _shared(config: Config) -> Collection[Name]:
+    """PPO's models that stand on the frozen weights of another; as `rlhf.sharing` decides it once folders are there."""
+    held = holdings(config, "ppo")
+    if config.lora.share_base is False or any(holding.zero_stage == 3 for holding in held.values()):
+        return ()
+    if len({holding.engine.frozen for holding in held.values()}) > 1:
+        return ()
+    adapted = {name for name in ("actor", "critic") if held[name].lora.rank}
+    found: set[Name] = {"reward"} if "critic" in adapted else set()
+    if "reference" in held and "actor" in adapted:
+        found.add("reference")
     actor, through = source(config, "ppo.actor")
     reward, longer = source(config, "ppo.reward_model")
-    return (actor, (*through, "reward")) == (reward, longer) or (actor, through) == (reward, longer)
+    trained_on_it = bool(actor and reward and base_of(reward) == actor)
+    if (reward, longer) == (actor, (*through, "reward")):
+        trained_on_it = holdings(config, "reward")["reward"].lora.rank > 0
+    if adapted == {"actor", "critic"} and trained_on_it:
+        found.add("critic")
+    elif adapted == {"actor"} and trained_on_it:
+        found.add("reward")
+    return found

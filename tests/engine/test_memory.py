@@ -20,6 +20,7 @@ from tests.engine.test_training import build, train
 from tests.helpers import llama
 from tests.in_process import held
 
+INT8 = "engine.frozen=int8"
 ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_length=96"
 HALVES = ["sft.batch_size=24", "data.max_prompt_length=64", "data.max_completion_length=192"]
 
@@ -43,12 +44,15 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         (["sft.micro_batch_size=1"], {}, [CHECKPOINTING, LORA, LENGTH]),
         (["model.gradient_checkpointing=true"], {}, ["sft.micro_batch_size=12", LORA, LENGTH]),
         ([], {"phase": "evaluation"}, ["sft.micro_batch_size=12", LORA, LENGTH]),
-        (["lora.rank=4"], {"phase": "evaluation"}, ["sft.micro_batch_size=12", LENGTH]),
+        (["lora.rank=4"], {"phase": "evaluation"}, ["sft.micro_batch_size=12", INT8, LENGTH]),
+        (["lora.rank=4", "engine.frozen=int4"], {"phase": "set-up", "ranks": 2}, []),
+        (["lora.rank=4", "engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, []),
+        (["lora.rank=4"], {"phase": "set-up", "ranks": 2}, [INT8]),
         (["engine.zero_stage=2"], {"phase": "set-up", "ranks": 2}, [ZERO, LORA]),
         (["engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, [LORA]),
         ([], {"phase": "set-up", "best": "bf16"}, ["precision=auto", LORA]),
         ([], {"phase": "set-up", "precision": "bf16", "best": "bf16"}, [LORA]),
-        (["lora.rank=4"], {"phase": "loading", "ranks": 2}, []),
+        (["lora.rank=4"], {"phase": "loading", "ranks": 2}, [INT8]),
         ([], {"stage": "reward"}, ["reward.micro_batch_size=16", CHECKPOINTING, LORA, LENGTH]),
         (["ppo.minibatch_size=8"], {"stage": "ppo"}, ["ppo.micro_batch_size=4", CHECKPOINTING, LORA, LENGTH]),
         ([], {"stage": "ppo", "phase": "scoring"}, ["ppo.micro_batch_size=16", LORA, LENGTH]),
@@ -84,7 +88,7 @@ ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
         ([], {"stage": "ppo"}, ["engine.offload=parameters", LORA]),
         (["engine.offload=parameters"], {"stage": "ppo"}, [ON_HOST, LORA]),
         (["engine.zero_stage=1"], {"stage": "ppo"}, ["engine.offload=all", LORA]),
-        (["lora.rank=4"], {}, []),
+        (["lora.rank=4"], {}, [INT8]),
         (
             ["engine.zero_stage=1"],
             {"phase": "update"},

@@ -66,9 +66,6 @@ def test_what_can_be_is_taken(ranks, settings):
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
 def test_a_device_without_deepspeeds_quantizer_is_said(accelerator, key):
     with pytest.raises(ConfigError) as found:
-        check_operators(configuration(**{key: True}))
-    assert str(found.value) == (
-        f"{KEY}{key}: DeepSpeed's quantizer cannot be built for cpu here: it is CUDA code and needs a CUDA compiler; "
-        "leave it out"
-    )
-    check_operators(configuration(zero_hpz_partition_size=2))
+        check_operators(configuration(**{key: True}), accelerator)
+    assert str(found.value) == (f"{KEY}{key}: DeepSpeed has no QuantizerBuilder for cpu; leave it out")
+    check_operators(configuration(zero_hpz_partition_size=2), accelerator)

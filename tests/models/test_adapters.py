@@ -12,6 +12,7 @@ from rlhf.config import LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.engine.training import TrainingEngine
 from rlhf.models.adapters import read_config, read_tensors, save_adapter
 from rlhf.models.export import save_model
+from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import FROZEN, add_adapters
 from rlhf.models.shared_base import Base, on_base
@@ -107,3 +108,18 @@ def test_a_reward_model_is_its_language_model_and_its_adapter(accelerator, tmp_p
         f"B.{FROZEN}.weight",
     }
     assert read_config(tmp_path / "adapter").modules_to_save is None
+
+
+def test_a_norm_that_was_reset_under_the_head_comes_with_the_adapter(accelerator, tmp_path):
+    language = llama(60)
+    with torch.no_grad():
+        language.model.norm.weight.uniform_(0.5, 2)
+    model = scalar_llama(60)
+    model.model.load_state_dict(language.model.state_dict())
+    assert reset_final_norm(model, True)
+    trained = engine(accelerator, model, "reward")
+    save_adapter(trained, tmp_path / "adapter", None)
+    base = Base(language.requires_grad_(False))
+    found = on_base(base, ModelConfig(), attention="sdpa", scalar_head=True, adapter=tmp_path / "adapter")
+    torch.testing.assert_close(logits(found), logits(model))
+    assert found.model.norm.weight is not language.model.norm.weight

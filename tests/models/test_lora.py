@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForSequenceClassification,
+)
 
 from rlhf.config import LoraConfig, ModelConfig, load_config
 from rlhf.errors import ConfigError, ModelError
@@ -16,6 +22,7 @@ from rlhf.models.lora import (
     plain_state_dict,
     without_adapters,
 )
+from tests.families.table import FAMILIES
 from tests.helpers import build_tokenizer, llama
 
 IDS = torch.randint(2, 60, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -89,6 +96,19 @@ def test_a_merged_model_is_a_plain_model(plain, tmp_path):
         assert plain_state_dict(model).keys() == names
         model.save_pretrained(tmp_path, state_dict=plain_state_dict(model))
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_adapters_of_every_family_can_be_merged(family):
+    config = family.configuration()
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    before = logits(model)
+    trained(adapted(model))
+    expected = logits(model)
+    assert (expected - before).abs().max() > 1e-3
+    with merged_adapters(model):
+        torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -85,16 +85,18 @@ def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
         lora: int = 0,
         ranks: int = 1,
         offload: str = "none",
+        frozen: str = "auto",
     ) -> proof.Run:
         if (accelerator, precision) == ("cpu", "bf16") and not host.native_bf16():
             pytest.skip("the cpu backend has no bf16 on this processor")
-        key = (accelerator, zero_stage, precision, lora, ranks, offload)
+        key = (accelerator, zero_stage, precision, lora, ranks, offload, frozen)
         if key not in known:
             output = tmp_path_factory.mktemp("run") / "output"
             report = output.with_name("report.json")
             settings = {
                 "engine.zero_stage": zero_stage,
                 "engine.offload": offload,
+                "engine.frozen": frozen,
                 "engine.shapes": "static",  # hpu's own choice
                 "precision": precision,
                 "lora.rank": lora,
