@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from rlhf.models import sources
@@ -21,7 +22,9 @@ def shards(config: dict[str, Any], dtype: torch.dtype) -> Put:
     While a parameter is cut, there is room for all of it on the device; of the host's memory only what is written
     counts, and that is the part.
     """
-    init = Init(module=nn.Module(), config_dict_or_path=config)  # as an engine does with what is whole yet
+    # As an engine does with what is whole yet. Groups of ranks for hpZ are made once, by the first (deepspeed 0.19).
+    neighbours = groups._get_zero_param_intra_parallel_group()
+    init = Init(module=nn.Module(), config_dict_or_path=config, zero_param_parallel_group=neighbours)
 
     def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
         found = source_of(parameter)

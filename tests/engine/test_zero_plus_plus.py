@@ -7,6 +7,7 @@ import pytest
 from rlhf.config import build_config
 from rlhf.engine.zero_plus_plus import check, check_operators
 from rlhf.errors import ConfigError
+from tests.helpers import assert_same_weights
 
 KEY = "engine.deepspeed.zero_optimization."
 
@@ -69,3 +70,11 @@ def test_a_device_without_deepspeeds_quantizer_is_said(accelerator, key):
         check_operators(configuration(**{key: True}), accelerator)
     assert str(found.value) == (f"{KEY}{key}: DeepSpeed has no QuantizerBuilder for cpu; leave it out")
     check_operators(configuration(zero_hpz_partition_size=2), accelerator)
+
+
+@pytest.mark.slow
+def test_what_neighbouring_ranks_hold_twice_changes_nothing_that_is_learned(rlhf, finished_run, tmp_path):
+    zero = ("engine.zero_stage=3", "engine.deepspeed={zero_optimization: {zero_hpz_partition_size: 2}}")
+    rlhf("--output", tmp_path / "run", "--ranks", 2, *(part for key in zero for part in ("--set", key)))
+    for stage in ("sft", "reward"):
+        assert_same_weights(tmp_path / "run" / stage / "model", finished_run / stage / "model", atol=2e-5)
