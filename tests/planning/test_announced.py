@@ -104,3 +104,12 @@ def test_a_model_whose_shape_is_not_known_runs_without_a_plan(accelerator: Accel
     (tmp_path / "config.json").write_text('{"model_type": "ctrl"}')
     paths = {"model.path": str(tmp_path)}
     assert announced.stage_plan(opt(), "sft", accelerator, paths, ranks=1, local=1) == (None, [])
+
+
+def test_settings_left_to_the_plan_are_those_that_it_decided_then() -> None:
+    from rlhf.settings import differences
+
+    then = opt(zero_stage=2)
+    recorded = {"config": then.model_dump(mode="json"), "stages": {}}
+    assert differences(recorded, opt(zero_stage="auto"), ["sft"], "fp32") == []
+    assert differences(recorded, opt(zero_stage=1), ["sft"], "fp32") == ["engine.zero_stage (2 there, 1 now)"]
