@@ -31,6 +31,7 @@ from accelerators.types import (
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
+    from accelerators.quantized import QuantizedWeights
 
 __all__ = [
     "API_VERSION",
@@ -48,6 +49,7 @@ __all__ = [
     "Precision",
     "Probe",
     "Problem",
+    "QuantizedWeights",
     "Report",
     "Selection",
     "ShapePolicy",
@@ -67,4 +69,8 @@ def __getattr__(name: str) -> Any:
         from accelerators.accelerator import Accelerator
 
         return Accelerator
+    if name == "QuantizedWeights":
+        from accelerators.quantized import QuantizedWeights
+
+        return QuantizedWeights
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

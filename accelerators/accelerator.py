@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accelerators import blame, graphs, kernels
+from accelerators import blame, deepspeed_view, graphs, kernels
 from accelerators.guard import is_lack_of_memory, text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -285,31 +284,11 @@ class Accelerator(ABC):
         Raises:
             AcceleratorError: DeepSpeed has settled on another device.
         """
-        own = self.deepspeed_accelerator()
-        wanted = os.environ.setdefault("DS_ACCELERATOR", self.deepspeed_name) if own is None else self.deepspeed_name
-        if wanted != self.deepspeed_name:
-            raise AcceleratorError(
-                f"{self.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
-                f"unset it, or set it to {self.deepspeed_name}"
-            )
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator, set_accelerator
+        return deepspeed_view.prepare(self)
 
-        if own is not None:
-            set_accelerator(own)
-        found = get_accelerator()
-        if found.device_name() != self.deepspeed_name:
-            raise AcceleratorError(
-                f"{self.name}: DeepSpeed was set to {found.device_name()!r} earlier in this process; "
-                f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={self.deepspeed_name}"
-            )
-        return DeepSpeedView(
-            implementation=f"{type(found).__module__}.{type(found).__qualname__}",
-            device=found.device_name(),
-            communication=found.communication_backend_name(),
-            dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in found.supported_dtypes()),
-            version=deepspeed.__version__,
-        )
+    def deepspeed_operator(self, builder: str) -> Support:
+        """Whether an operator of DeepSpeed's own, by the name of its builder, can be made for this device."""
+        return deepspeed_view.operator(builder)
 
 
 def _remembering(bind: Any) -> Callable[..., torch.device]:

@@ -27,6 +27,7 @@ from accelerators.types import (
     Memory,
     PluginDefect,
     Precision,
+    Support,
     one_line,
     received,
 )
@@ -70,6 +71,7 @@ METHODS: Mapping[str, Expected] = {
         lambda found: found is None or _is_deepspeeds(found),
     ),
     "prepare_deepspeed": _a(DeepSpeedView),
+    "deepspeed_operator": _a(Support),
 }
 """What the trainers call a backend for, and what each answers."""
 

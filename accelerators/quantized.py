@@ -58,7 +58,13 @@ class QuantizedWeights:
         return _from_groups(torch.cat((packed["codes"] & 15, packed["codes"] >> 4)), steps, dtype)
 
     def multiply(self, inputs: Tensor, packed: Packed) -> Tensor:
-        """inputs [..., in] times the transposed weight, in the inputs' type, with a gradient to the inputs alone."""
+        """inputs [..., in] times the transposed weight, with a gradient to the inputs alone.
+
+        In the inputs' type or, under autocast, in autocast's.
+        """
+        kind = inputs.device.type
+        if torch.is_autocast_enabled(kind):
+            inputs = inputs.to(torch.get_autocast_dtype(kind))
         return cast(Tensor, _Multiply.apply(inputs, self, tuple(packed), *packed.values()))
 
     def product(self, inputs: Tensor, packed: Packed) -> Tensor:

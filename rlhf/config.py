@@ -167,7 +167,9 @@ class PPOConfig(TrainingConfig):
         "tensor_parallel (split); auto: the first that fits",
     )
     tensor_parallel: int | None = Field(
-        None, ge=2, description="ranks among which tensor_parallel splits each layer; empty: all of a machine"
+        None,
+        ge=2,
+        description="ranks among which tensor_parallel splits each layer; empty: as many of a machine as can",
     )
     ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
     minibatch_size: int | None = Field(

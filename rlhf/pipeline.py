@@ -19,7 +19,7 @@ from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
-from rlhf.engine import distributed, memory
+from rlhf.engine import distributed, memory, parking
 from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
@@ -31,6 +31,7 @@ from rlhf.models.loading import (
     load_model_tokenizer,
     load_scalar_head,
 )
+from rlhf.models.quantized import quantizing
 from rlhf.models.sharded import shards
 from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
@@ -81,6 +82,8 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
 def _run_stage(stage: Stage, context: StageContext) -> None:
     planned = _planned(stage, context)
     context.accelerator.reset_peak()
+    if line := parking.describe(context.holdings.values(), context.accelerator):
+        context.say(f"{stage}: {line}")
     with memory.explained(context):
         summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
@@ -186,7 +189,11 @@ def _put(context: StageContext, holding: Holding) -> Put:
     if holding.zero_stage == 3:
         return shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype)
     parked = not holding.role.trained and holding.offloads_parameters
-    return into(precision.dtype, accelerator.host_device() if parked else accelerator.device())
+    place = accelerator.host_device() if parked else accelerator.device()
+    put = into(precision.dtype, place)
+    if kind := holding.quantization:
+        put = quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), place)
+    return put
 
 
 def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf import sharing
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import sources
+from rlhf.engine import zero_plus_plus
 from rlhf.errors import RunError
 from rlhf.models.folder import check_model_folder
 from rlhf.place import here
@@ -91,10 +93,12 @@ def check(
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
     check_roles(config, pending, ranks)
+    zero_plus_plus.check(config, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
+    sharing.check(config, pending, directory)
     values = config.model_dump()
     for stage in pending:
         for start in STARTS[stage]:
@@ -138,8 +142,11 @@ def examine(
     accelerator.kernel("adamw", required=True)
     if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
         accelerator.kernel("adamw_cpu_offload", required=True)
+    if any(held.quantization for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("quantized_weights", required=True)
     deepspeed_config.check(config)
-    deepspeed_config.check_disk(config)
+    deepspeed_config.check_disk(config, accelerator)
+    zero_plus_plus.check_operators(config, accelerator)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)

@@ -58,6 +58,12 @@ class Holding:
         return int(self.engine.zero_stage)
 
     @property
+    def quantization(self) -> Literal["int8", "int4"] | None:
+        """How the weights of its linear layers are quantized, where they are frozen; None: they are not."""
+        kind = self.engine.frozen
+        return None if kind == "auto" or (self.role.trained and not self.lora.rank) else kind
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether the optimizer's state waits, and its steps are taken, on the host."""
         return self.role.trained and self.engine.offload in ("optimizer", "all")
@@ -133,6 +139,7 @@ def check(config: Config, stages: Sequence[Stage], ranks: int) -> None:
     held = [holding for stage in stages for holding in holdings(config, stage).values()]
     for holding in held:
         _check_offload(config, holding, held)
+        _check_frozen(config, holding)
     _check_nvme(config, held)
 
 
@@ -182,6 +189,24 @@ def _check_offload(config: Config, holding: Holding, held: Sequence[Holding]) ->
         raise ConfigError(
             f"{key}: {wish}: weights that are trained wait on the host at ZeRO-3 only, and the {name} model is held "
             f"at ZeRO {stage}; set {zero}=3, or {key}={'optimizer' if stage else 'none'}"
+        )
+
+
+def _check_frozen(config: Config, holding: Holding) -> None:
+    name, kind = holding.role.name, holding.engine.frozen
+    own = getattr(config.roles, name)
+    key = "engine.frozen" if own.frozen is None else f"roles.{name}.frozen"
+    # What is said of all models is for the frozen ones, and the reward model is one in PPO.
+    if own.frozen not in (None, "auto") and holding.quantization is None and name != "reward":
+        raise ConfigError(
+            f"{key}: {kind}: the {name} model is trained whole, and has no frozen weights; set roles.{name}.lora_rank, "
+            "or leave it out"
+        )
+    if holding.quantization and holding.zero_stage == 3:
+        zero = "engine.zero_stage" if own.zero_stage is None else f"roles.{name}.zero_stage"
+        raise ConfigError(
+            f"{key}: {kind}: ZeRO-3 shards the weights of the {name} model, and quantized ones lie whole on every "
+            f"rank; set {zero}={2 if holding.role.trained else 0}, or {key}=auto"
         )
 
 

@@ -45,8 +45,10 @@ class Sharing:
         """What to say of it; None: LoRA trains nothing, or sharing was not asked for."""
         with_reference = "reference" not in held  # it is the actor without its adapters
         because = f": {self.why_not}" if self.why_not else ""
+        if not self.donors and not because:
+            return None
         if not self.donors and not with_reference:
-            return f"no frozen base is shared{because}" if because else None
+            return f"no frozen base is shared{because}"
         groups: dict[str, list[str]] = {"actor": ["actor", "reference"]} if with_reference else {}
         for name, donor in self.donors.items():
             root = self.donors.get(donor, donor)
@@ -65,16 +67,20 @@ def decide(config: Config, held: Mapping[Name, Holding], actor: str, reward: str
 
 
 def check(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> None:
-    """Refuse `lora.share_base: true` where PPO's models would not all share one base.
+    """Refuse what is asked of the frozen weights under LoRA and cannot be: one base for all, merging quantized ones.
 
     Raises:
         ConfigError: with the reason, and what to do.
     """
-    if "ppo" not in pending or config.lora.share_base is not True:
+    if "ppo" not in pending:
         return
-    _granted(
-        config, _decide(config, holdings(config, "ppo"), lambda: _would_be_apart(config, pending, directory), Path())
-    )
+    held = holdings(config, "ppo")
+    if config.lora.merge is True and held["actor"].lora.rank and held["actor"].engine.frozen != "auto":
+        raise ConfigError(
+            f"lora.merge: true, but the actor's frozen weights are {held['actor'].engine.frozen}, to which nothing can "
+            "be added; leave it at auto, or set roles.actor.frozen=auto"
+        )
+    _granted(config, _decide(config, held, lambda: _would_be_apart(config, pending, directory), Path()))
 
 
 def adapter_of(model: str) -> Path:

@@ -185,7 +185,9 @@ def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
     assert contents(run.path) == before
 
 
-@pytest.mark.parametrize("override", ["ppo.log_every=3", "ppo.micro_batch_size=1", "ppo.checkpoint_every=7"])
+@pytest.mark.parametrize(
+    "override", ["ppo.log_every=3", "ppo.micro_batch_size=1", "ppo.checkpoint_every=7", "ppo.generation_batch_size=1"]
+)
 def test_what_changes_no_result_is_no_other_setting(tmp_path: Path, override: str) -> None:
     run_stages(config_in(tmp_path / "run"), *STAGES)
     RunDirectory.check(config_in(tmp_path / "run", override), resume=True)

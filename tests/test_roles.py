@@ -117,3 +117,50 @@ def test_what_waits_on_the_host(zero_stage, offload, optimizers, parameters):
     held = holdings(configuration(engine={"zero_stage": zero_stage, "offload": offload}), "ppo")
     assert {name for name, holding in held.items() if holding.offloads_optimizer} == optimizers
     assert {name for name, holding in held.items() if holding.offloads_parameters} == parameters
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"roles": {"actor": {"frozen": "int8"}}},
+            "roles.actor.frozen: int8: the actor model is trained whole, and has no frozen weights; set "
+            "roles.actor.lora_rank, or leave it out",
+        ),
+        (
+            {"engine": {"frozen": "int4", "zero_stage": 3}, "lora": {"rank": 4}},
+            "engine.frozen: int4: ZeRO-3 shards the weights of the sft model, and quantized ones lie whole on every "
+            "rank; set engine.zero_stage=2, or engine.frozen=auto",
+        ),
+        (
+            {"roles": {"reward": {"frozen": "int8", "zero_stage": 3}}},
+            "roles.reward.frozen: int8: ZeRO-3 shards the weights of the reward model, and quantized ones lie whole on "
+            "every rank; set roles.reward.zero_stage=0, or roles.reward.frozen=auto",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_quantized_are_refused_with_the_nearest_that_can(sections, said):
+    assert refusal(**sections) == said
+
+
+@pytest.mark.parametrize(
+    ("sections", "stage", "quantized"),
+    [
+        ({"engine": {"frozen": "int8"}}, "ppo", {"reference": "int8", "reward": "int8"}),
+        ({"engine": {"frozen": "int8"}}, "sft", {}),
+        ({"engine": {"frozen": "int8"}, "lora": {"rank": 4}}, "sft", {"sft": "int8"}),
+        (
+            {"engine": {"frozen": "int4"}, "lora": {"rank": 4}, "roles": {"critic": {"frozen": "auto"}}},
+            "ppo",
+            {"actor": "int4", "reward": "int4"},
+        ),
+        ({"roles": {"reward": {"frozen": "int8"}}}, "ppo", {"reward": "int8"}),
+        ({"roles": {"reward": {"frozen": "int8"}}}, "reward", {}),
+        ({"lora": {"rank": 4}}, "ppo", {}),
+    ],
+)
+def test_what_is_quantized_is_what_is_frozen(sections, stage, quantized):
+    config = configuration(**sections)
+    check(config, STAGES, 1)
+    held = holdings(config, stage)
+    assert {name: holding.quantization for name, holding in held.items() if holding.quantization} == quantized

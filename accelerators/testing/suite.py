@@ -186,6 +186,12 @@ class Suite:
 
         arithmetic.check_adamw(accelerator)
 
+    def test_offload(self, accelerator: Accelerator) -> None:
+        """what waits on the host comes and goes unchanged, and AdamW steps there"""
+        from accelerators.testing import offload
+
+        offload.check_offload(accelerator)
+
     def test_clip_grad_norm(self, accelerator: Accelerator) -> None:
         """gradients are clipped as torch clips them"""
         from accelerators.testing import arithmetic

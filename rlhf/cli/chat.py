@@ -76,6 +76,7 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
         ModelError: `path` is neither a run nor a folder.
     """
     from rlhf.run import RunDirectory
+    from rlhf.sharing import ADAPTER
 
     run = RunDirectory(path)
     for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
@@ -84,6 +85,11 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
     if run.description.is_file():
         wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
         for candidate in wanted:
+            if candidate.done and not candidate.model.exists() and (candidate.path / ADAPTER).is_dir():
+                raise RunError(
+                    f"{path}: its {candidate.name} stage has left an adapter alone (lora.save); "
+                    "merge it with peft and name that folder, or give --stage sft"
+                )
             if candidate.done:
                 return candidate.model
         names = " or ".join(candidate.name for candidate in wanted)
@@ -126,6 +132,7 @@ class ChatModel:
         from rlhf.models.scalar_head import SUFFIX
         from rlhf.models.support import max_positions, read_config
         from rlhf.models.tokenizers import end_tokens
+        from rlhf.models.weights import into
 
         self.accelerator = selection.create()
         device = self.accelerator.bind(0)
@@ -136,8 +143,9 @@ class ChatModel:
                 raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
         self.tokenizer, _ = load_model_tokenizer(source)
         attention = choose_attention(self.accelerator, str(folder), source).name
-        model = load_causal_lm(source, self.tokenizer, attention=attention)
-        self.model: Any = place(model, device, self.accelerator.precision(config.precision).dtype).eval()
+        dtype = self.accelerator.precision(config.precision).dtype
+        model = load_causal_lm(source, self.tokenizer, attention=attention, put=into(dtype, device))
+        self.model: Any = place(model, device, dtype).eval()
         self.prompt_format = trained_format(folder) or ("template" if self.tokenizer.chat_template else "plain")
         self.end_ids = end_tokens(self.tokenizer, self.model.generation_config)
         self._room = max_positions(self.model.config) or 1_000_000

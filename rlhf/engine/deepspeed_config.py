@@ -139,16 +139,13 @@ def check(config: Config) -> None:
         raise ConfigError(explained(error, _Free, own, "engine.deepspeed")) from error
 
 
-def check_disk(config: Config) -> None:
+def check_disk(config: Config, accelerator: Accelerator) -> None:
     """Raise `ConfigError` where `engine.nvme` cannot be used: DeepSpeed's asynchronous I/O or the folder is missing."""
     folder = config.engine.nvme
     if folder is None:
         return
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
     with quiet.unheard():  # it compiles a program, and its compiler complains aloud
-        ready = builder is not None and builder.is_compatible(verbose=False)
+        ready = accelerator.deepspeed_operator("AsyncIOBuilder")
     if not ready:
         raise ConfigError(
             "engine.nvme: DeepSpeed's asynchronous I/O cannot be built here, for want of libaio and its headers; "
@@ -188,7 +185,7 @@ def deepspeed_config(
 
 def _zero(holding: Holding, accelerator: Accelerator) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": holding.zero_stage}
-    place: dict[str, Any] = {"device": "cpu", "pin_memory": accelerator.pins_memory()}
+    place: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
     if holding.zero_stage == 3 and holding.engine.nvme is not None:
         place |= {"device": "nvme", "nvme_path": str(holding.engine.nvme)}
     if holding.offloads_optimizer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from accelerators import lack_of_memory
 from rlhf import roles
 from rlhf.config import Config, Stage
 from rlhf.errors import ConfigError, OutOfMemory
+from rlhf.roles import holdings
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -78,6 +80,8 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append("model.gradient_checkpointing=true")
     if phase == "generation" and (rows := _fewer_at_a_time(situation)):
         free.append(f"ppo.generation_batch_size={rows}")
+    if phase == "generation" and _gathers_more(situation):
+        free.append("ppo.generation_weights=layerwise")
     if situation.host and (wish := _more_offload(situation)):
         free.append(f"engine.offload={wish}")
     elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
@@ -86,7 +90,11 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
         of_the_stage.append("precision=auto")
-    if situation.ranks > 1 and config.engine.zero_stage != 3 and phase != "loading":
+    # One of the two: ZeRO-3 holds no quantized weights.
+    sharded, quantized = config.engine.zero_stage == 3, config.engine.frozen != "auto"
+    if config.lora.rank and not sharded and not quantized:  # most of what is held is frozen
+        of_the_stage.append("engine.frozen=int8")
+    elif situation.ranks > 1 and not sharded and not quantized and phase != "loading":
         of_the_stage.append("engine.zero_stage=3")
     if not config.lora.rank:
         of_the_stage.append(f"lora.rank={_LORA_RANK}")
@@ -132,7 +140,7 @@ def explained(context: StageContext) -> Iterator[None]:
         if lack is None:
             raise
         accelerator, world = context.accelerator, context.world
-        device = accelerator.device()
+        apart = accelerator.host_device() != accelerator.device()
         situation = Situation(
             context.config,
             context.directory.name,
@@ -142,23 +150,38 @@ def explained(context: StageContext) -> Iterator[None]:
             best=accelerator.precision().name,
             begun=context.directory.begun,
             continued=any(stage.begun for stage in context.run.stages),
-            host=not _is_the_hosts(lack) and accelerator.host_device() != device,
+            host=apart and not _is_the_hosts(lack),
         )
         where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"
         rank = f"rank {world.rank}: " if world.size > 1 else ""
-        held = {role: bytes_held(model, device) for role, model in context.models.items()}
-        others = {role: bytes_held(model) - held[role] for role, model in context.models.items()}
-        on_host = {role: count for role, count in others.items() if count}
+        held = held_by(context.models)
+        on_host = held_by(context.models, accelerator.host_device()) if apart else {}
+        held = {role: count - on_host.get(role, 0) for role, count in held.items()}
+        on_host = {role: count for role, count in on_host.items() if count}
         figures = _figures(accelerator)
         raise OutOfMemory(rank + line(lack, where, figures, held, advice(situation), on_host)) from error
 
 
-def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = None) -> int:
+def held_by(models: Mapping[str, TrainingEngine | nn.Module], place: torch.device | None = None) -> dict[str, int]:
+    """Bytes that each of `models` holds by itself, and `shared`, what several do: the base under their adapters."""
+    found = {role: _storages(model, place) for role, model in models.items()}
+    owners = Counter(key for storages in found.values() for key in storages)
+    shared = {key: count for storages in found.values() for key, count in storages.items() if owners[key] > 1}
+    own = {role: sum(count for key, count in each.items() if owners[key] == 1) for role, each in found.items()}
+    return own | ({"shared": sum(shared.values())} if shared else {})
+
+
+def bytes_held(model: TrainingEngine | nn.Module, place: torch.device | None = None) -> int:
     """Bytes of this rank's weights, gradients and optimizer state; what shares memory counts once.
 
     Args:
-        device: counts what is there; None: what is offloaded too.
+        place: counts what is there alone, on the host for example.
     """
+    return sum(_storages(model, place).values())
+
+
+def _storages(model: TrainingEngine | nn.Module, place: torch.device | None) -> dict[int, int]:
+    """The bytes of each."""
     module = model if isinstance(model, nn.Module) else model.module
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     tensors += [
@@ -169,10 +192,8 @@ def bytes_held(model: TrainingEngine | nn.Module, device: torch.device | None = 
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
     # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
-    kinds = {tensor.device.type for tensor in tensors} - {"meta"} if device is None else {device.type}
-    there = [tensor for tensor in tensors if tensor.device.type in kinds]
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
-    return sum(storages.values())
+    there = [tensor for tensor in tensors if not tensor.is_meta and place in (None, tensor.device)]
+    return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
 
 
 def size(count: int) -> str:
@@ -240,6 +261,12 @@ def _fewer_at_a_time(situation: Situation) -> int:
     ppo = situation.config.ppo
     share = ppo.batch_size // situation.ranks
     return min(ppo.generation_batch_size or share, share) // 2
+
+
+def _gathers_more(situation: Situation) -> bool:
+    """Whether a rollout may take more of the sharded weights onto a device than one layer at a time."""
+    sharded = holdings(situation.config, "ppo")["actor"].zero_stage == 3 and situation.ranks > 1
+    return sharded and situation.config.ppo.generation_weights != "layerwise"
 
 
 def _smaller_rollout(situation: Situation) -> int:

@@ -6,7 +6,7 @@ change: leaving the device is to forget the copy there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,8 +14,22 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
+    from rlhf.roles import Holding
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def describe(held: Iterable[Holding], accelerator: Accelerator) -> str:
+    """One line about what waits on the host in a stage; empty where nothing does."""
+    held = list(held)
+    parts = {
+        "the optimizers": [holding.role.name for holding in held if holding.offloads_optimizer],
+        "the weights": [holding.role.name for holding in held if holding.offloads_parameters],
+    }
+    said = " and ".join(f"{what} of {', '.join(names)}" for what, names in parts.items() if names)
+    if said and accelerator.host_device() == accelerator.device():
+        return f"offload: {said} would wait on the host, which is this device: no memory is gained"
+    return f"offload: {said} wait on the host" if said else ""
 
 
 def park(model: Model, accelerator: Accelerator) -> Model:

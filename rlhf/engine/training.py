@@ -25,7 +25,9 @@ from rlhf.engine.masters import keep_precision, restore_precision
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
+from rlhf.models import quantized
 from rlhf.models.placement import place
+from rlhf.models.weights import forget
 from rlhf.roles import Holding
 
 if TYPE_CHECKING:
@@ -208,6 +210,7 @@ def _hooks_off(offload: Any) -> Iterator[None]:
 def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding) -> nn.Module:
     """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3."""
     model.requires_grad_(False).eval()
+    forget(model)
     if holding.zero_stage < 3 and holding.offloads_parameters:
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if holding.zero_stage < 3:
@@ -227,7 +230,7 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
     ]  # of a sharded one, the whole
     return {
         "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
-        "all": sum(sizes),
+        "all": sum(sizes) + quantized.count(model),
     }
 
 

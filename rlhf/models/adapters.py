@@ -44,8 +44,9 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None) -> None:
         distributed.on_main(f"saving {path}") as main,
     ):
         if main:
+            host = engine.accelerator.host_device()
             # Tied weights are one tensor with two names; safetensors takes no tensor twice.
-            tensors = {_peft_name(name): parameter.detach().cpu().clone() for name, parameter in trained}
+            tensors = {_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
             with atomic_directory(path) as folder:
                 save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
                 _config(model, engine, base).save_pretrained(str(folder))

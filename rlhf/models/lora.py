@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ TRAINED = "default"
 FROZEN = "reward"
 """Of those that came with the model."""
 
+_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _LARGEST_COPY = 0.1  # of the device's memory, for `lora.merge: auto`
 
 
@@ -79,6 +82,7 @@ def peft_config(model: Any, config: LoraConfig) -> PeftConfig:
 
 def inject(model: Any, name: str, config: PeftConfig) -> None:
     """Put adapters called `name` on layers of `model`, beside those that it has; trained are those called TRAINED."""
+    vars(model.base_model).pop("peft_config", None)  # of earlier adapters: peft 0.21 warns of it, and needs it not
     inject_adapter_in_model(config, model.base_model, adapter_name=name)
     for layer in adapted_layers(model).values():
         layer.set_adapter([key for key in (FROZEN, TRAINED) if key in layer.lora_A])
@@ -110,9 +114,10 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 
     Sums are float32, rounded once to the weights' type. Meanwhile the frozen weights of the adapted layers
     exist twice on the device: nearly a second model, where all linear layers are adapted. The weights must be
-    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered.
+    whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered. Quantized layers take nothing
+    in, and stay as they are.
     """
-    layers = list(adapted_layers(model).values())
+    layers = [layer for layer in adapted_layers(model).values() if layer.get_base_layer().weight.is_floating_point()]
     frozen: list[Tensor] = []
     try:
         with torch.no_grad():
@@ -232,11 +237,7 @@ def _targets(model: Any, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
     The output embedding and the scalar head are not of the transformer.
     """
     transformer = model.base_model
-    linear = {
-        name.removesuffix(".base_layer"): layer
-        for name, layer in transformer.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name
-    }
+    linear = _linear_layers(transformer)
     if not linear:
         raise ModelError(f"lora.rank: {type(transformer).__name__} has no linear layers to adapt; set it to 0")
     if isinstance(wanted, str):
@@ -245,21 +246,44 @@ def _targets(model: Any, wanted: str | tuple[str, ...]) -> dict[str, nn.Module]:
     found: set[str] = set()
     for name in wanted:
         here = {path for path in linear if _is_wanted(path, name, prefix)}
+        if not here and name.startswith("re:"):
+            example = prefix + next(iter(linear))
+            raise ConfigError(
+                f"lora.target_modules: {name!r} matches the whole path of no linear layer; one of them is {example}"
+            )
         if not here:
-            raise ConfigError(f"lora.target_modules: {_nothing_found(name, linear, prefix)}")
+            known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
+            raise ConfigError(f"lora.target_modules: no linear layer is named {name!r}; there are {known}")
         found |= here
     return {path: layer for path, layer in linear.items() if path in found}
+
+
+def _linear_layers(transformer: Any) -> dict[str, nn.Module]:
+    """Those that adapters can be put on, by path.
+
+    Not those that do something else besides (routers of experts), that share their weight with another (adapters of
+    both would be merged into one), nor, of peft 0.21, what it takes for parts of stacked experts or refuses.
+    """
+    found = {
+        name.removesuffix(".base_layer"): layer
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in name
+        if type(layer).__name__.endswith(("Linear", "Conv1D"))
+    }
+    uses = Counter(id(layer._parameters.get("weight")) for layer in found.values())
+    stacked = any(len(getattr(parameter, "ds_shape", parameter.shape)) == 3 for parameter in transformer.parameters())
+    refused = _OF_EXPERTS if stacked else ()
+    if getattr(getattr(transformer, "config", None), "model_type", None) in _MAMBA:
+        refused = (*refused, "out_proj")
+    return {
+        path: layer
+        for path, layer in found.items()
+        if (uses[id(layer._parameters.get("weight"))] == 1 or "weight" not in layer._parameters)
+        and path.rpartition(".")[2] not in refused
+    }
 
 
 def _is_wanted(path: str, name: str, prefix: str) -> bool:
     if name.startswith("re:"):
         return re.fullmatch(name.removeprefix("re:"), prefix + path) is not None
     return f".{path}".endswith(f".{name}")
-
-
-def _nothing_found(name: str, linear: dict[str, nn.Module], prefix: str) -> str:
-    if name.startswith("re:"):
-        example = prefix + next(iter(linear))
-        return f"no linear layer's whole path matches the regular expression {name!r}; one of the paths is {example}"
-    known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
-    return f"no linear layer is named {name!r}; there are {known}"

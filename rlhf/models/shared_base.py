@@ -20,6 +20,7 @@ from rlhf.errors import ModelError
 from rlhf.models import adapters
 from rlhf.models.loading import empty
 from rlhf.models.lora import FROZEN, TRAINED, inject, plain_name
+from rlhf.models.weights import remember, source_of
 
 
 class Base:
@@ -31,13 +32,13 @@ class Base:
     def __init__(self, model: Any) -> None:
         self.model = model
         kept: dict[int, nn.Parameter] = {}
-        self._first = {
-            _place(model, name): kept.setdefault(
-                id(parameter), nn.Parameter(parameter.detach().clone(), requires_grad=False)
-            )
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad and ".lora_" not in name
-        }
+        self._first: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad and ".lora_" not in name:
+                if id(parameter) not in kept:
+                    kept[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                    remember(kept[id(parameter)], source_of(parameter))
+                self._first[_place(model, name)] = kept[id(parameter)]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By their names below the transformer, the adapters that are trained left out; tied ones by all of them."""

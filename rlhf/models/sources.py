@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 """Elements that are read at a time where a tensor is not kept as it was stored."""
 
 # In the order in which transformers looks for them.
@@ -61,6 +61,11 @@ class Stored:
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         stop = self.shape.numel() if stop is None else stop
         tensor = torch.empty(stop - start, dtype=self.dtype)
+        self.read_into(tensor, start)
+        return tensor
+
+    def read_into(self, tensor: Tensor, start: int) -> None:
+        """Fill a flat tensor of its type, in the host's memory, with elements from `start` on."""
         rest = memoryview(tensor.view(torch.uint8).numpy())
         place = self.offset + start * self.dtype.itemsize
         file = os.open(self.path, os.O_RDONLY)
@@ -72,7 +77,6 @@ class Stored:
                 rest, place = rest[count:], place + count
         finally:
             os.close(file)
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,9 @@ def copy(source: Source, out: Tensor, start: int = 0) -> Tensor:
     Each number is rounded once.
     """
     flat = out.detach().view(-1)
+    if isinstance(source, Stored) and out.dtype == source.dtype and out.device == torch.get_default_device():
+        source.read_into(flat, start)
+        return out
     for first in range(0, flat.numel(), CHUNK):
         last = min(first + CHUNK, flat.numel())
         flat[first:last].copy_(source.read(start + first, start + last))

@@ -15,7 +15,6 @@ from rlhf.place import here
 from rlhf.roles import holdings
 
 if TYPE_CHECKING:
-    from accelerators import Memory
     from rlhf.engine.training import TrainingEngine
     from rlhf.rollout.teams import Alone
 
@@ -23,21 +22,24 @@ _ROOM = 0.9  # of the device's memory; activations and what lies between tensors
 
 
 class Need(NamedTuple):
-    """Bytes of the whole weights, and of the cache and the logits of the rows that a rank generates at a time."""
+    """Bytes of the whole weights, of the cache and the logits of the rows that a rank generates at a time; and those
+    that are used of all that a rank has."""
 
     weights: int
     cache: int
     logits: int
-    memory: Memory
+    used: int
+    total: int
 
     def fits(self, ranks: int = 1) -> bool:
         """Whether there is room for them, split among `ranks` that generate for the rows of all."""
         needed = self.weights // ranks + self.cache + self.logits * ranks
-        return self.memory.allocated + needed <= _ROOM * self.memory.total
+        return self.used + needed <= _ROOM * self.total
 
     def __str__(self) -> str:
-        parts = (self.weights, self.cache, self.memory.allocated, self.memory.total)
-        weights, cache, used, total = (f"{part / 2**30:,.1f}" for part in parts)
+        weights, cache, used, total = (
+            f"{part / 2**30:,.1f}" for part in (self.weights, self.cache, self.used, self.total)
+        )
         return f"whole weights of {weights} GiB and a cache of {cache} do not fit beside {used} of {total} in use"
 
 
@@ -54,7 +56,9 @@ def check(config: Config, ranks: int) -> None:
             f"ppo.tensor_parallel: {among} is for ppo.generation_weights=tensor_parallel, which is {mode}; "
             "change one of them"
         )
-    if stage < 3 and (among or mode in ("layerwise", "tensor_parallel")):
+    # `auto` is for the plan to decide, which looks at the accelerator first.
+    undecided = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
+    if stage < 3 and not undecided and (among or mode in ("layerwise", "tensor_parallel")):
         key, value = ("ppo.tensor_parallel", among) if among else ("ppo.generation_weights", mode)
         raise ConfigError(
             f"{key}: {value} is for weights that are sharded, and the actor's are whole on every rank at ZeRO {stage}; "
@@ -88,9 +92,14 @@ def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]
     from rlhf.engine import distributed
     from rlhf.rollout.teams import Alone, InStep, Team
 
-    mode, ranks, because = config.ppo.generation_weights, distributed.world().size, ""
+    mode, ranks = config.ppo.generation_weights, distributed.world().size
     if engine.zero_stage < 3 or mode == "whole":
         return Alone()
+    # Ranks decide alike: by the one that has the least room.
+    need = min(distributed.all_gather_objects(_need(engine, config, ranks)), key=lambda need: need.total - need.used)
+    if mode == "auto" and need.fits():
+        return Alone()
+    because = f", as {need}" if mode == "auto" else ""
     size = 0
     if mode != "layerwise":
         try:
@@ -98,14 +107,7 @@ def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]
         except ConfigError:
             if mode == "tensor_parallel" or config.ppo.tensor_parallel:
                 raise
-    if mode == "auto":
-        need = _need(engine, config, ranks)
-        whole, parts = zip(*distributed.all_gather_objects((need.fits(), size > 0 and need.fits(size))))
-        if all(whole):
-            return Alone()
-        because = f", as {need}"
-        size = size if all(parts) else 0
-    if size:
+    if size and (mode == "tensor_parallel" or need.fits(size)):
         say(f"{engine.name}: in rollouts each of {size} ranks keeps its part of every layer (tensor_parallel){because}")
         return Team.of(size)
     say(f"{engine.name}: in rollouts each layer is gathered for every token (layerwise), which is slow{because}")
@@ -129,23 +131,29 @@ def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 
 
 def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
+    from rlhf.models.lora import merges
+
     ppo, data, model = config.ppo, config.data, engine.module.config.get_text_config(decoder=True)
+    accelerator = engine.accelerator
+    memory = accelerator.memory()
+    shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
+    merged, _ = merges(engine.module, engine.holding.lora, memory.total)
     weights = 0
     for name, weight in engine.module.named_parameters():
-        copies = 2 if name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept
+        copies = 2 if merged and name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept
         weights += copies * getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
     share = ppo.batch_size // ranks
     rows = min(ppo.generation_batch_size or share, share)
     heads = model.num_attention_heads
-    width = (getattr(model, "head_dim", None) or model.hidden_size // heads) * (
-        getattr(model, "num_key_value_heads", None) or heads
-    )
+    width = getattr(model, "head_dim", None) or model.hidden_size // heads
+    width *= getattr(model, "num_key_value_heads", None) or heads
     tokens = rows * (data.max_prompt_length + data.max_completion_length)
     return Need(
         weights=weights,
         cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
         logits=3 * rows * model.vocab_size * 4,
-        memory=engine.accelerator.memory(),
+        used=memory.allocated,
+        total=memory.total // (here().local_size or ranks) if shared else memory.total,
     )
 
 

@@ -88,9 +88,8 @@ class Decoder:
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
-        rows, device = len(prompt_ids), prompt_ids.device
-        uniform = torch.rand(self.max_new_tokens, rows, device=device)
-        prompts = Prompts(prompt_ids, prompt_mask, uniform, torch.ones(rows, dtype=torch.bool, device=device))
+        uniform = torch.rand(self.max_new_tokens, len(prompt_ids), device=prompt_ids.device)
+        prompts = Prompts(prompt_ids, prompt_mask, uniform)
         try:
             return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
@@ -242,7 +241,7 @@ class _Session:
         self.ids.fill_(self.decoder.pad_id)
         self.mask.zero_()
         self.column.zero_()
-        self.finished.copy_(~prompts.alive)
+        self.finished.zero_()
         self.uniform.copy_(prompts.uniform)
         self.position.copy_(position_ids(prompts.mask)[:, -1:])
         self.local_attention.prompt(prompt_length)

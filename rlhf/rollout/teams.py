@@ -19,32 +19,24 @@ from rlhf.engine import distributed
 class Prompts(NamedTuple):
     """What a rollout starts from: all of its randomness too, so that samples do not depend on how it is cut.
 
-    ids, mask: [B, P], padded left; uniform: [A, B] in [0, 1); alive: [B], False on rows that only fill up a part.
+    ids, mask: [B, P], padded left; uniform: [A, B] in [0, 1).
     """
 
     ids: Tensor
     mask: Tensor
     uniform: Tensor
-    alive: Tensor
-
-    def rows(self, index: Tensor) -> Prompts:
-        """The rows that `index` [N] names; those beyond the last one are dead copies of it."""
-        there = index.clamp_max(len(self.ids) - 1)
-        alive = self.alive.index_select(0, there) & (index == there)
-        return Prompts(
-            self.ids.index_select(0, there),
-            self.mask.index_select(0, there),
-            self.uniform.index_select(1, there),
-            alive,
-        )
 
     def parts(self, rows: int | None) -> list[Prompts]:
-        """Parts of one size, `rows` at most; as few as that allows, with as few dead rows. None: all in one."""
-        size = min(rows or len(self.ids), len(self.ids))
-        count = -(-len(self.ids) // size)
+        """Parts of one size, `rows` at most, as few as that allows; None: all in one.
+
+        The last one is filled up with copies of its last row, which end when that does.
+        """
+        count = -(-len(self.ids) // min(rows or len(self.ids), len(self.ids)))
         size = -(-len(self.ids) // count)
-        index = torch.arange(count * size, device=self.ids.device)
-        return [self.rows(part) for part in index.split(size)]
+        index = torch.arange(count * size, device=self.ids.device).clamp_max(len(self.ids) - 1)
+        return [
+            Prompts(self.ids[part], self.mask[part], self.uniform.index_select(1, part)) for part in index.split(size)
+        ]
 
 
 class Alone:
@@ -110,7 +102,6 @@ class Team(Alone):
             self.all_gather(pad(prompts.ids, missing), 0),
             self.all_gather(pad(prompts.mask, missing), 0),
             self.all_gather(prompts.uniform, 1),
-            self.all_gather(prompts.alive.int(), 0).bool(),
         )
 
     def own(self, rows: Tensor) -> Tensor:

@@ -55,12 +55,20 @@ def why_not(model: Any, ranks: int) -> str:
     """Why a causal language model cannot be split among `ranks`; empty where it can. Its weights are not read."""
     if why := plans.why_not(model, ranks):
         return why
-    try:  # shapes alone
-        split(_outline(model), _Nobody(ranks))(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"))
-    except RuntimeError as error:
-        logger.debug("a part of %s fails on shapes: %s", type(model).__name__, error)
+    if _fails(split(_outline(model), _Nobody(ranks))) and not _fails(_outline(model)):
         return f"the layers of {model.config.model_type} do not fit together when they are split"
     return ""
+
+
+def _fails(outline: Any) -> bool:
+    """Whether the shapes in a model without weights do not fit together, or it looks at values."""
+    try:
+        # With a cache: without, transformers 5.23 looks whether a row holds several sequences.
+        outline(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=True)
+    except RuntimeError as error:
+        logger.debug("%s without weights: %s", type(outline).__name__, error)
+        return True
+    return False
 
 
 @torch.no_grad()

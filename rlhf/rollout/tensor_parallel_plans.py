@@ -1,6 +1,6 @@
 """How the layers of each architecture are split among ranks: transformers' own plans, and those that it lacks.
 
-A plan names modules of the base model, `*` for the number of a layer, and says for each how it is split. What a plan does
+A plan names modules of the base model, `*` for the number of a layer, and says for each how it is split. What it does
 not name is whole on every rank and computes the same there.
 """
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ from rlhf.metrics.recorder import Recorder
 from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import Loader
-from rlhf.models.lora import add_adapters
+from rlhf.models.lora import add_adapters, merges
+from rlhf.models.quantized import count, quantize
 from rlhf.models.shared_base import Base
 from rlhf.roles import Holding, Name, holdings
 
@@ -102,7 +103,7 @@ class StageContext:
             RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
         """
         holding = self.holdings[name]
-        lora, model = holding.lora, load(holding)
+        lora, model = holding.lora, self._loaded(holding, load)
         if holding.dropout is not None:
             set_dropout(model, holding.dropout)
         if holding.gradient_checkpointing:
@@ -124,12 +125,19 @@ class StageContext:
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
+            merged, why = merges(model, lora, self.accelerator.memory().total)
+            if name == "actor" and not merged and why:
+                self.say(f"{name}: adapters run beside the weights in rollouts: {why}")
         return engine
 
     def frozen(self, name: Name, load: Loader) -> nn.Module:
         """The role's model for scoring only; see `freeze`."""
         holding = self.holdings[name]
-        model = load(holding)
+        model = self._loaded(holding, load)
+        trained = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
+        if holding.offloads_parameters and any(id(parameter) in trained for parameter in model.parameters()):
+            self.say(f"{name}: engine.offload moves nothing of it; it shares the base of a model that is trained")
+            holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
         self.models[name] = freeze(
             ScalarHead(model) if holding.role.scalar_head else model,
             accelerator=self.accelerator,
@@ -137,6 +145,15 @@ class StageContext:
             holding=holding,
         )
         return self.models[name]
+
+    def _loaded(self, holding: Holding, load: Loader) -> Any:
+        """A role's model, its frozen weights quantized where they are to be."""
+        model = load(holding)
+        if kind := holding.quantization:
+            packing = self.accelerator.kernel("quantized_weights", required=True)
+            quantize(model, kind, packing, exported=holding.role.trained)  # what `load` has not packed yet
+            self.say(f"{holding.role.name}: the {count(model):,} frozen parameters of its linear layers are in {kind}")
+        return model
 
     def batches(
         self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool

@@ -55,6 +55,13 @@ BROKEN = [
         "adamw",
         "adamw over groups, one of them empty failed (PluginDefect: adamw kernel 'broken' of rlhf-broken",
     ),
+    ("offload-rounds", "offload", "a torch.float32 that comes from cpu to cpu and back has changed"),
+    ("offload-not-pinned", "offload", "pins_memory() is true, but a torch.float32 on cpu cannot be page-locked"),
+    (
+        "host-adamw-in-bf16",
+        "offload",
+        "adamw_cpu_offload over a list of parameters: parameter 0 after 4 steps: differs",
+    ),
     ("clip-other-norm", "clip-grad-norm", "clip_grad_norm to 1: the norm: differs by"),
     ("clip-gives-float", "clip-grad-norm", "clip_grad_norm kernel 'broken' of rlhf-broken 1.2.3 gave 8.8"),
     ("attention-sees-padding", "attention", "rows padded left: logits: differs by"),

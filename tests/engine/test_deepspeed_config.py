@@ -121,6 +121,8 @@ def test_sections_of_offload(accelerator, zero_stage, offload):
 
 
 class Builder:
+    NAME = "async_io"
+
     def __init__(self, compatible):
         self.compatible = compatible
 
@@ -143,16 +145,16 @@ def builder(monkeypatch):
 def test_without_asynchronous_io_a_disk_is_refused(accelerator, builder, tmp_path, compatible):
     builder(compatible)
     with pytest.raises(ConfigError, match=r"engine.nvme: .* want of libaio .*install them .*or leave engine.nvme out"):
-        check_disk(build_config({"engine": {"nvme": str(tmp_path)}}))
+        check_disk(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
 
 
 def test_a_disk_needs_a_folder_that_is_there(accelerator, builder, tmp_path):
     builder(True)
-    check_disk(build_config({"engine": {"nvme": str(tmp_path)}}))
+    check_disk(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
     with pytest.raises(ConfigError, match=r"engine.nvme: .*absent is no folder to write to; make it"):
-        check_disk(build_config({"engine": {"nvme": str(tmp_path / "absent")}}))
+        check_disk(build_config({"engine": {"nvme": str(tmp_path / "absent")}}), accelerator)
 
 
-def test_without_a_disk_nothing_is_asked(builder):
+def test_without_a_disk_nothing_is_asked(accelerator, builder):
     builder(None)
-    check_disk(build_config({}))
+    check_disk(build_config({}), accelerator)

@@ -20,6 +20,7 @@ from tests.engine.test_training import build, train
 from tests.helpers import llama
 from tests.in_process import held
 
+INT8 = "engine.frozen=int8"
 ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_length=96"
 HALVES = ["sft.batch_size=24", "data.max_prompt_length=64", "data.max_completion_length=192"]
 
@@ -30,6 +31,7 @@ def situation(*settings: str, **facts) -> Situation:
 
 
 GENERATION, ROWS = {"stage": "ppo", "phase": "generation"}, "ppo.generation_batch_size"
+LAYERWISE = "ppo.generation_weights=layerwise"
 CHECKPOINTING = "model.gradient_checkpointing=true"
 
 
@@ -42,12 +44,15 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         (["sft.micro_batch_size=1"], {}, [CHECKPOINTING, LORA, LENGTH]),
         (["model.gradient_checkpointing=true"], {}, ["sft.micro_batch_size=12", LORA, LENGTH]),
         ([], {"phase": "evaluation"}, ["sft.micro_batch_size=12", LORA, LENGTH]),
-        (["lora.rank=4"], {"phase": "evaluation"}, ["sft.micro_batch_size=12", LENGTH]),
+        (["lora.rank=4"], {"phase": "evaluation"}, ["sft.micro_batch_size=12", INT8, LENGTH]),
+        (["lora.rank=4", "engine.frozen=int4"], {"phase": "set-up", "ranks": 2}, []),
+        (["lora.rank=4", "engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, []),
+        (["lora.rank=4"], {"phase": "set-up", "ranks": 2}, [INT8]),
         (["engine.zero_stage=2"], {"phase": "set-up", "ranks": 2}, [ZERO, LORA]),
         (["engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, [LORA]),
         ([], {"phase": "set-up", "best": "bf16"}, ["precision=auto", LORA]),
         ([], {"phase": "set-up", "precision": "bf16", "best": "bf16"}, [LORA]),
-        (["lora.rank=4"], {"phase": "loading", "ranks": 2}, []),
+        (["lora.rank=4"], {"phase": "loading", "ranks": 2}, [INT8]),
         ([], {"stage": "reward"}, ["reward.micro_batch_size=16", CHECKPOINTING, LORA, LENGTH]),
         (["ppo.minibatch_size=8"], {"stage": "ppo"}, ["ppo.micro_batch_size=4", CHECKPOINTING, LORA, LENGTH]),
         ([], {"stage": "ppo", "phase": "scoring"}, ["ppo.micro_batch_size=16", LORA, LENGTH]),
@@ -58,10 +63,43 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         (["ppo.minibatch_size=32", f"{ROWS}=99"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
         (["ppo.minibatch_size=32", f"{ROWS}=1"], GENERATION, [LORA, LENGTH]),
         (["ppo.batch_size=6"], GENERATION | {"ranks": 2}, [f"{ROWS}=1", "ppo.batch_size=2", ZERO, LORA, LENGTH]),
+        ([ZERO, f"{ROWS}=1"], GENERATION | {"ranks": 32}, [LAYERWISE, LORA, LENGTH]),
+        ([ZERO, f"{ROWS}=1", "ppo.generation_weights=layerwise"], GENERATION | {"ranks": 32}, [LORA, LENGTH]),
+        ([ZERO, "ppo.minibatch_size=32"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
     ],
 )
 def test_only_what_would_help_here_is_advised_the_mildest_first(settings, facts, expected):
     assert advice(situation(*settings, **facts)) == (expected, [])
+
+
+HOST = {"host": True, "phase": "set-up"}
+ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "expected"),
+    [
+        ([], {}, [ON_HOST, LORA]),
+        (["engine.zero_stage=1"], {}, ["engine.offload=optimizer", LORA]),
+        (["engine.zero_stage=2", "engine.offload=optimizer"], {}, [LORA]),
+        (["engine.zero_stage=3"], {}, ["engine.offload=all", LORA]),
+        (["engine.zero_stage=3", "engine.offload=optimizer"], {"ranks": 2}, ["engine.offload=all", LORA]),
+        (["engine.zero_stage=3", "engine.offload=all"], {}, [LORA]),
+        ([], {"stage": "ppo"}, ["engine.offload=parameters", LORA]),
+        (["engine.offload=parameters"], {"stage": "ppo"}, [ON_HOST, LORA]),
+        (["engine.zero_stage=1"], {"stage": "ppo"}, ["engine.offload=all", LORA]),
+        (["lora.rank=4"], {}, [INT8]),
+        (
+            ["engine.zero_stage=1"],
+            {"phase": "update"},
+            ["sft.micro_batch_size=12", CHECKPOINTING, "engine.offload=optimizer", LORA, LENGTH],
+        ),
+        (["engine.zero_stage=1"], {"begun": True, "continued": True}, ["engine.offload=optimizer"]),
+    ],
+)
+def test_what_could_wait_on_the_host_is_advised_where_there_is_one(settings, facts, expected):
+    assert advice(situation(*settings, **HOST | facts))[0] == expected
+    assert not any("offload" in key for key in advice(situation(*settings, **HOST | facts | {"host": False}))[0])
 
 
 def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
@@ -70,10 +108,12 @@ def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
     assert advice(situation(begun=True, continued=True)) == (mild, [LORA, LENGTH])
 
 
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("facts", [{}, {"ranks": 2}, {"stage": "reward"}, {"stage": "ppo"}])
-def test_what_is_advised_is_accepted(facts):
+def test_what_is_advised_is_accepted(facts, host):
+    facts = facts | {"host": host}
     for key in advice(situation(**facts))[0]:
-        changed = situation(key, **facts)
+        changed = situation(*key.split(" --set "), **facts)
         assert not any(key in keys for keys in advice(changed))
 
 
@@ -85,6 +125,10 @@ def test_the_line_holds_everything_and_leaves_out_what_is_not_known():
         "out of memory on npu in ppo, update (OutOfMemoryError: Tried to allocate 2.00 GiB. Larger than ever ...); "
         "peak 79.2 GiB of 80.0 GiB; weights, gradients and optimizer: actor 25.0 GiB, reward 300.0 MiB; "
         "try, with --set and in this order: a=1, b=2; with another --output, also: c=3"
+    )
+    assert (
+        "; weights, gradients and optimizer: actor 25.0 GiB, reward 300.0 MiB; and on the host: actor 2.0 GiB; try"
+        in (memory.line(lack, "", "", held, keys, {"actor": 2 << 30}))
     )
     assert memory.line(MemoryError(), "on the host in sft, loading", "", {}, ([], [])) == (
         "out of memory on the host in sft, loading (MemoryError); no setting of this run would help: use a device with "

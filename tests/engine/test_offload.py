@@ -101,9 +101,9 @@ def test_a_frozen_model_scores_as_without_offload(accelerator, zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_what_waits_on_the_host_is_counted_there(accelerator, zero_stage):
-    """On the CPU all is; a device of another kind holds none of it."""
+    """On the CPU all is; another device holds none of it."""
     engine = build(accelerator, zero_stage, offload="all")
     train(engine, steps=1)
     count = sum(parameter.numel() for parameter in llama(60).parameters())
     assert bytes_held(engine, torch.device("cpu")) == bytes_held(engine) >= 12 * count
-    assert bytes_held(engine, torch.device("cuda")) == 0
+    assert bytes_held(engine, torch.device("cuda", 0)) == 0

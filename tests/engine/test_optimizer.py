@@ -1,10 +1,14 @@
 """Learning rates over the steps of a stage, and which parameters decay."""
 
 import pytest
+import torch
 from torch import nn
 
-from rlhf.config import OptimizerConfig
-from rlhf.engine.optimizer import learning_rate, parameter_groups
+from rlhf.config import LoraConfig, OptimizerConfig, build_config
+from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
+from rlhf.engine.training import TrainingEngine
+from rlhf.models.lora import add_adapters
+from rlhf.roles import holdings
 
 
 def rates(**settings):
@@ -50,3 +54,81 @@ def test_biases_norms_and_frozen_weights_do_not_decay():
     decayed, plain = parameter_groups(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and [p.shape for p in decayed["params"]] == [(3, 2)]
     assert plain["weight_decay"] == 0.0 and len(plain["params"]) == 3
+
+
+def test_adapters_step_at_a_rate_of_their_own():
+    """AdamW's first step is the rate in the direction of the gradient's sign, if eps and weight decay are nothing."""
+    model = adapted()
+    optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, eps=1e-12)
+    for lora, factor in ((LoraConfig(), 10.0), (LoraConfig(learning_rate=3e-3), 3.0)):
+        groups = parameter_groups(model, 0.0, adapter_factor(optimizer, lora))
+        steps = torch.optim.AdamW(groups, lr=0.0, eps=1e-12)
+        for group in steps.param_groups:
+            group["lr"] = group["factor"] * learning_rate(optimizer, 0, 1)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        steps.step()
+        moved = {name: (before[name] - parameter).detach() for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            expected = 0.0 if not parameter.requires_grad else factor * 1e-3 if ".lora_" in name else 1e-3
+            torch.testing.assert_close(moved[name], torch.full_like(moved[name], expected), atol=1e-6, rtol=1e-3)
+
+
+def test_an_engine_steps_adapters_and_head_by_the_rates_that_it_records(accelerator):
+    """As above, through DeepSpeed, which makes groups of its own, at ZeRO 0 to 3."""
+    for zero_stage in (0, 1, 2, 3):
+        model = adapted()
+        config = build_config({"lora": {"rank": 2}, "engine": {"zero_stage": zero_stage}})
+        engine = TrainingEngine(
+            "test",
+            model,
+            accelerator=accelerator,
+            precision=accelerator.precision("fp32"),
+            holding=holdings(config, "reward")["reward"],
+            optimizer=OptimizerConfig(
+                learning_rate=1e-3, warmup=0.5, schedule="linear", weight_decay=0.0, eps=1e-12, max_grad_norm=1e9
+            ),
+            total_steps=2,
+            micro_batch_size=1,
+            accumulation=1,
+        )
+        assert engine.rates == {"learning_rate": 5e-4, "lora_learning_rate": 5e-3}
+        with engine.whole_weights() as module:
+            before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        # lora_A has no gradient while lora_B is zero
+        engine.step([torch.ones(1, 4)], lambda model, inputs: (model(inputs).sum(), {}))
+        with engine.whole_weights() as module:
+            moved = {
+                name: (before[name] - parameter).abs().max().item() for name, parameter in module.named_parameters()
+            }
+        assert moved["score.weight"] == pytest.approx(5e-4, rel=1e-3)
+        assert moved["layer.lora_B.default.weight"] == pytest.approx(5e-3, rel=1e-3)
+
+
+def adapted():
+    """A layer with adapters beside a head."""
+
+    class Model(nn.Module):
+        base_model_prefix = "layer"
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.score = nn.Linear(4, 3, bias=False), nn.Linear(3, 1, bias=False)
+
+        @property
+        def base_model(self):
+            return self
+
+        def get_input_embeddings(self):
+            return None
+
+        get_output_embeddings = get_input_embeddings
+
+        def forward(self, inputs):
+            return self.score(self.layer(inputs))
+
+    torch.manual_seed(0)
+    model = Model()
+    add_adapters(model, LoraConfig(rank=2, target_modules=["layer"]), seed=0)
+    return model

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from accelerators.cpu import CPU
+from rlhf.config import build_config
 from rlhf.engine.memory import bytes_held
-from rlhf.engine.parking import at_hand, park
+from rlhf.engine.parking import at_hand, describe, park
 from rlhf.engine.training import freeze
+from rlhf.roles import holdings
 from tests.engine.test_training import IDS
 from tests.helpers import llama
 from tests.in_process import held
@@ -55,7 +57,7 @@ def test_weights_come_for_a_forward_pass_and_leave_after_it(apart):
     found, kept = seen(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     addresses = [tensor.data_ptr() for tensor in model.parameters()]
     assert places(model) == {"cpu"}
-    assert bytes_held(model, torch.device("cuda")) == 0 < bytes_held(model)
+    assert bytes_held(model, apart.host_device()) == bytes_held(model) > 0
     assert used(model).device == META
     assert found == [{"meta"}]
     assert places(model) == {"cpu"}
@@ -111,3 +113,17 @@ def test_a_frozen_model_below_zero_3_is_parked_where_weights_are_offloaded(apart
     assert places(model) == {"cpu" if waits else "meta"}
     used(model)
     assert places(model) == {"cpu" if waits else "meta"}
+
+
+def test_a_line_says_what_waits_on_the_host(apart, accelerator):
+    def said(on, **engine):
+        config = build_config({"engine": {"zero_stage": 1, **engine}, "roles": {"reward": {"offload": "none"}}})
+        return describe(holdings(config, "ppo").values(), on)
+
+    both = "offload: the optimizers of actor, critic and the weights of reference"
+    assert said(apart) == said(accelerator) == ""
+    assert said(apart, offload="optimizer") == "offload: the optimizers of actor, critic wait on the host"
+    assert said(apart, offload="all") == f"{both} wait on the host"
+    assert said(accelerator, offload="all") == (
+        f"{both} would wait on the host, which is this device: no memory is gained"
+    )

@@ -13,7 +13,7 @@ from rlhf import pipeline, preflight
 from rlhf.config import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.run import RunDirectory
-from rlhf.stages import ppo
+from rlhf.stages import leaving, ppo
 from tests.families.table import FAMILIES, Family
 from tests.helpers import weights
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import load_file
 
 import accelerators
 from rlhf.config import LoraConfig, ModelConfig, OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.engine.training import TrainingEngine, freeze
+from rlhf.models import writing
+from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.models.lora import add_adapters
-from rlhf.models.sharded import shards
+from rlhf.models.lora import add_adapters, merged_adapters, plain_state_dict
+from rlhf.models.sharded import is_sharded, shards
 from rlhf.models.weights import into
 from tests.helpers import build_tokenizer
 from tests.in_process import held
@@ -29,6 +35,7 @@ LORA = LoraConfig(rank=4)
 def main(folder: str) -> None:
     """`folder` holds float32 checkpoints, each named as its family and what is tried with it."""
     found: list[str] = []
+    writing.FILE_SIZE = 20_000
     with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
         for path in sorted(Path(folder).glob("* *")):
             if path.is_dir():
@@ -89,7 +96,7 @@ class Check:
             micro_batch_size=1,
             accumulation=1,
         )
-        found = self.of_weights(model, expected)
+        found = [*self.of_weights(model, expected), *self.of_export(engine, model)]
         optimizer = engine.engine.optimizer
         whole = {}
         if stage == 0:
@@ -104,6 +111,26 @@ class Check:
                 found.append(f"master of {name}")
         return found
 
+    def of_export(self, engine: TrainingEngine, model: Any) -> list[str]:
+        """What an export leaves is what plain transformers would save of the whole model, in several files."""
+        written = self.path.with_name(f"export of {self.path.name.replace(' ', '-')}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                with GatheredParameters([parameter], modifier_rank=0, enabled=is_sharded(parameter)):
+                    if parameter.requires_grad:
+                        parameter.add_(0.125)  # so that adapters count
+        save_model(engine, self.tokenizer, written)
+        found: list[str] = []
+        with engine.whole_weights(), merged_adapters(model), contextlib.ExitStack() as stack:
+            if distributed.world().is_main:
+                plain = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                model.config.use_cache = True
+                model.save_pretrained(plain, state_dict=plain_state_dict(model))
+                model.config.use_cache = False
+                found = differences(written, plain)
+        distributed.all_gather_objects(None)
+        return found
+
     def of_weights(self, model: Any, expected: dict[str, Any]) -> list[str]:
         found, seen = [], set()
         for name, parameter in getattr(model, "module", model).named_parameters(remove_duplicate=False):
@@ -115,6 +142,25 @@ class Check:
             if not same or parameter.dtype != torch.bfloat16:
                 found.append(f"weight {name}")
         return found if seen == expected.keys() else [*found, f"names {sorted(seen ^ expected.keys())}"]
+
+
+def differences(written: Path, plain: Path) -> list[str]:
+    mine, theirs = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (written, plain)
+    )
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    found = [] if index["weight_map"].keys() == mine.keys() else ["index"]
+    found += [f"exported {name}" for name in mine.keys() ^ theirs.keys()]
+    found += [f"export of {name}" for name, tensor in theirs.items() if not same(mine.get(name), tensor)]
+    for name in ("config.json", "generation_config.json"):
+        if (plain / name).exists() and (plain / name).read_text() != (written / name).read_text():
+            found.append(name)
+    return found
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def plain_name(name: str) -> str:

@@ -12,7 +12,7 @@ from rlhf import ranks
 from tests.families.table import BY_NAME, build
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"OPT": "", "Llama, Llama 2": "trained trained-scalar", "BLOOM": "", "GPT-2": "trained", "Mixtral": ""}
+KINDS = {"OPT": "", "Llama, Llama 2": "trained trained-scalar", "BLOOM": "", "GPT-2": "trained", "Mixtral": "trained"}
 """Families, and what is tried with each: all stages where it is trained, else ZeRO-3 alone."""
 
 

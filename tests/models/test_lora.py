@@ -2,12 +2,27 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForSequenceClassification,
+)
 
 from rlhf.config import LoraConfig, ModelConfig, load_config
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.lora import add_adapters, merged_adapters, plain_state_dict, without_adapters
+from rlhf.models.lora import (
+    adapted_layers,
+    adapters_for_rollout,
+    add_adapters,
+    merged_adapters,
+    merges,
+    plain_state_dict,
+    without_adapters,
+)
+from tests.families.table import FAMILIES
 from tests.helpers import build_tokenizer, llama
 
 IDS = torch.randint(2, 60, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -83,6 +98,19 @@ def test_a_merged_model_is_a_plain_model(plain, tmp_path):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_adapters_of_every_family_can_be_merged(family):
+    config = family.configuration()
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    before = logits(model)
+    trained(adapted(model))
+    expected = logits(model)
+    assert (expected - before).abs().max() > 1e-3
+    with merged_adapters(model):
+        torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_is_undone_bit_for_bit(plain, dtype):
     model = trained(adapted(plain)).to(dtype)
@@ -117,6 +145,66 @@ def test_a_scalar_head_is_trained_whole():
 def test_named_layers_are_adapted_alone():
     names = trainable(adapted(llama(60), target_modules=["q_proj", "mlp.up_proj"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in names} == {"q_proj", "up_proj"}
+
+
+def test_layers_are_chosen_by_a_regular_expression_for_their_whole_path():
+    names = trainable(adapted(llama(60), target_modules=[r"re:model\.layers\.1\..*_proj", "q_proj"]))
+    found = {name.split(".lora_")[0].removeprefix("model.layers.") for name in names}
+    assert found == {f"1.mlp.{part}_proj" for part in ("gate", "up", "down")} | {
+        f"1.self_attn.{part}_proj" for part in "qkvo"
+    } | {"0.self_attn.q_proj"}
+    assert not trainable(adapted(llama(60), target_modules=[r"re:.*\.q_proj"])) ^ {
+        f"model.layers.{layer}.self_attn.q_proj.lora_{factor}.default.weight" for layer in (0, 1) for factor in "AB"
+    }
+
+
+def test_an_expression_that_matches_part_of_paths_alone_is_answered_with_a_path():
+    with pytest.raises(ConfigError, match=r"'re:q_proj' matches the whole path of no .* is model\.layers\.0\.\S+$"):
+        adapted(llama(60), target_modules=["re:q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("also", "trained"),
+    [
+        (["norms"], {"norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}),
+        (["biases"], {f"{part}_proj.base_layer.bias" for part in "qkvo"}),
+        (["embeddings"], {"embed_tokens.weight"}),
+    ],
+)
+def test_other_weights_are_trained_too_on_request(also, trained):
+    names = trainable(adapted(llama(60, attention_bias=True), also_train=also))
+    others = {name for name in names if ".lora_" not in name}
+    assert others and all(any(name.endswith(end) for end in trained) for name in others)
+    assert all(any(name.endswith(end) for name in others) for end in trained)
+
+
+def test_adapters_are_drawn_in_float32_whatever_the_weights_are():
+    model, whole = adapted(llama(60).bfloat16()), adapted(llama(60))
+    drawn = {name: tensor for name, tensor in whole.state_dict().items() if ".lora_" in name}
+    assert drawn
+    for name, tensor in drawn.items():
+        assert model.state_dict()[name].dtype == torch.float32 and torch.equal(model.state_dict()[name], tensor)
+
+
+def test_adapters_are_merged_for_rollouts_where_a_copy_of_what_they_adapt_is_small():
+    model = adapted(llama(60))
+    copied = 4 * sum(layer.get_base_layer().weight.numel() for layer in adapted_layers(model).values())
+    assert copied == 4 * 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+    assert merges(model, LoraConfig(), 10 * copied) == (True, "")
+    merged, why = merges(model, LoraConfig(), 10 * copied - 1)
+    assert not merged and "lora.merge=true" in why
+    assert merges(model, LoraConfig(merge=True), 1) == (True, "")
+    assert merges(model, LoraConfig(merge=False), 2**60) == (False, "")
+
+
+def test_adapters_that_are_not_merged_run_beside_the_weights():
+    model = trained(adapted(llama(60)))
+    expected, before = logits(model), state(model)
+    with adapters_for_rollout(model, LoraConfig(merge=False), 2**60):
+        assert torch.equal(logits(model), expected)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with adapters_for_rollout(model, LoraConfig(merge=True), 1):
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_adapters_follow_the_seed():
@@ -169,6 +257,7 @@ def test_a_model_without_linear_layers_is_refused():
         ("lora.dropout=1", "expected a number below 1, found 1"),
         ("lora.target_modules=[]", r"expected auto or names of layers, .* found \[\]"),
         ("lora.target_modules=7", "expected auto or names of layers, .* found 7"),
+        ("lora.target_modules=re:(", r"'re:\(' holds no regular expression \(missing \)"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(override, message):

@@ -5,7 +5,12 @@ Nearly all of them would stop the second or the third stage only. Those in batch
 
 from __future__ import annotations
 
-from tests.preflight import mistakes_in_data, mistakes_in_holding, mistakes_in_models  # noqa: F401 - they enter theirs
+from tests.preflight import (  # noqa: F401 - they enter theirs
+    mistakes_in_data,
+    mistakes_in_holding,
+    mistakes_in_models,
+    mistakes_in_rollouts,
+)
 from tests.preflight.bench import MISTAKES, Bench, mistake, settings
 
 __all__ = ["MISTAKES", "Bench", "settings"]

@@ -29,3 +29,34 @@ def a_setting_of_deepspeed_that_is_rlhf_s(bench: Bench) -> tuple[list[str], list
 def a_setting_that_deepspeed_does_not_know(bench: Bench) -> tuple[list[str], list[str]]:
     own = "{zero_optimization: {reduce_bucket: 1}}"
     return settings(engine__deepspeed=own), ["zero_optimization.reduce_bucket'; did you mean 'reduce_bucket_size'"]
+
+
+@mistake
+def quantized_weights_of_a_model_that_is_trained_whole(bench: Bench) -> tuple[list[str], list[str]]:
+    said = "roles.critic.frozen: int4: the critic model is trained whole, and has no frozen weights"
+    return settings(roles__critic__frozen="int4"), [said, "set roles.critic.lora_rank, or leave it out"]
+
+
+@mistake
+def quantized_weights_at_zero_3(bench: Bench) -> tuple[list[str], list[str]]:
+    said = "engine.frozen: int8: ZeRO-3 shards the weights of the sft model"
+    return settings(engine__frozen="int8", engine__zero_stage=3, lora__rank=4), [said, "set engine.zero_stage=2"]
+
+
+@mistake
+def frozen_weights_that_deepspeed_is_to_quantize(bench: Bench) -> tuple[list[str], list[str]]:
+    own = "{zero_optimization: {zero_quantized_nontrainable_weights: true}}"
+    return settings(engine__deepspeed=own), ["DeepSpeed 0.19 quantizes weights as it shards", "set engine.frozen=int8"]
+
+
+@mistake
+def zero_plus_plus_below_zero_3(bench: Bench) -> tuple[list[str], list[str]]:
+    own = "{zero_optimization: {zero_hpz_partition_size: 2}}"
+    return settings(engine__deepspeed=own), ["zero_hpz_partition_size: is for ZeRO-3", "set engine.zero_stage=3"]
+
+
+@mistake
+def zero_plus_plus_on_one_rank(bench: Bench) -> tuple[list[str], list[str]]:
+    own = "{zero_optimization: {zero_quantized_weights: true}}"
+    said = "zero_quantized_weights: one rank exchanges nothing"
+    return settings(engine__zero_stage=3, engine__deepspeed=own), [said, "start more with --ranks"]

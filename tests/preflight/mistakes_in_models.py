@@ -180,3 +180,20 @@ def a_model_that_no_hub_gives(bench: Bench) -> tuple[list[str], list[str]]:
 @mistake
 def unknown_layers(bench: Bench) -> tuple[list[str], list[str]]:
     return settings(lora__rank=2, lora__target_modules="[query]"), ["no linear layer is named 'query'", "q_proj"]
+
+
+@mistake
+def layers_by_a_pattern_that_fits_none(bench: Bench) -> tuple[list[str], list[str]]:
+    wanted = settings(lora__rank=2, lora__target_modules="re:.*query")
+    return wanted, ["'re:.*query' matches the whole path of no linear layer", "model.layers.0.self_attn.q_proj"]
+
+
+@mistake
+def a_base_that_cannot_be_shared(bench: Bench) -> tuple[list[str], list[str]]:
+    wanted = settings(lora__rank=2, lora__share_base="true", reward__model=bench.model)
+    return wanted, [f"reward model is trained on {bench.model}, and the actor starts from the model of the sft stage"]
+
+
+@mistake
+def adapters_merged_into_quantized_weights(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(lora__rank=2, lora__merge="true", engine__frozen="int8"), ["the actor's frozen weights are int8"]

@@ -111,7 +111,7 @@ def configuration(stage: str, **changes: Any) -> Config:
         "reward": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 2, "optimizer": OPTIMIZER},
         "ppo": PPO,
     }
-    for section in ("engine", "lora", "model"):
+    for section in ("engine", "lora", "model", "roles"):
         if section in changes:
             sections[section] = sections.get(section, {}) | changes.pop(section)
     sections[stage] = sections[stage] | changes

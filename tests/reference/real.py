@@ -105,7 +105,7 @@ def reinforced(
 
 def _loaded(model: Any, config: Config) -> Any:
     """A copy of a model as `rlhf.models.loading` hands it over."""
-    return model and loading._fit(copy.deepcopy(model), Tokenizer(), config.model)
+    return model and loading._fit(copy.deepcopy(model), Tokenizer())
 
 
 def _sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) -> list[Sequence]:

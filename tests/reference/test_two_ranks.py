@@ -26,16 +26,22 @@ def left(tmp_path_factory) -> Any:
     return lambda stage, rank=0: torch.load(folder / f"{stage}, rank {rank}", weights_only=False)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_supervised_steps_are_those_of_the_reference(left, stage):
-    config = cases.configuration(stage, **two_ranks.CHANGES[stage])
+def named(stage: str) -> list[str]:
+    return [name for name in two_ranks.CHANGES if name.startswith(stage)]
+
+
+@pytest.mark.parametrize("name", [*named("sft"), *named("reward")])
+def test_supervised_steps_are_those_of_the_reference(left, name):
+    stage = name.partition(",")[0]
+    config = cases.configuration(stage, **two_ranks.CHANGES[name])
     wanted = expected.supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
-    cases.assert_same(left(stage), wanted)
+    cases.assert_same(left(name), wanted)
 
 
-def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left):
-    config = cases.configuration("ppo", **two_ranks.CHANGES["ppo"])
-    found, other = left("ppo"), left("ppo", rank=1)
+@pytest.mark.parametrize("name", named("ppo"))
+def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
+    config = cases.configuration("ppo", **two_ranks.CHANGES[name])
+    found, other = left(name), left(name, rank=1)
     cases.assert_same(found, expected.reinforced(config, cases.Models.build(), found.rollouts, found.heldout)[0])
     for model, weights in found.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)

@@ -13,22 +13,38 @@ from tests.reference import cases, real
 ROWS = {"sft": 6, "reward": 6, "ppo": 14}
 """Two less than fill the last batch: the second rank's share lacks them."""
 
+_SHARDED = {"zero_stage": 3, "zero_persistence_threshold": 0}
+_ROLES = {
+    "actor": {"zero_stage": 3},
+    "critic": {"zero_stage": 1, "offload": "optimizer"},
+    "reward": {"zero_stage": 3},
+}
+
 CHANGES = {
     "sft": {"micro_batch_size": 1, "engine": {"zero_stage": 0}, "lora": cases.LORA},
     "reward": {"micro_batch_size": 1},
+    "reward, offloaded at ZeRO 2": {"micro_batch_size": 1, "engine": {"zero_stage": 2, "offload": "optimizer"}},
+    "reward, offloaded at ZeRO 3": {"micro_batch_size": 1, "engine": _SHARDED | {"offload": "all"}},
     "ppo": {"micro_batch_size": 1},
+    "ppo, each model held in its own way": {
+        "micro_batch_size": 1,
+        "engine": {"zero_stage": 0, "zero_persistence_threshold": 0, "offload": "parameters"},
+        "roles": _ROLES,
+    },
 }
+"""Settings of a stage, named first, that differ from those of `cases`."""
 
 
 def main(folder: str) -> None:
     with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
-        for stage, changes in CHANGES.items():
-            config, output = cases.configuration(stage, **changes), Path(folder) / stage
+        for name, changes in CHANGES.items():
+            stage = name.partition(",")[0]
+            config, output = cases.configuration(stage, **changes), Path(folder) / name
             if stage == "ppo":
                 found = real.reinforced(accelerator, config, cases.Models.build(), ROWS[stage], output)
             else:
                 found = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
-            torch.save(found, Path(folder) / f"{stage}, rank {distributed.world().rank}")
+            torch.save(found, Path(folder) / f"{name}, rank {distributed.world().rank}")
 
 
 def model(stage: str) -> torch.nn.Module:

@@ -11,7 +11,7 @@ import torch
 
 from rlhf import ranks
 from tests.rollout import two_ranks
-from tests.rollout.two_ranks import GREEDY, MODELS, SAMPLED, TEAMS
+from tests.rollout.two_ranks import GREEDY, MODELS, SAMPLED, SLOW, TEAMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,8 +40,9 @@ def alone(accelerator: Any) -> Any:
     return draw
 
 
-@pytest.mark.parametrize("mode", TEAMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name in MODELS for mode in TEAMS if mode != "layerwise" or name not in SLOW]
+)
 def test_tokens_are_those_of_one_device_whoever_holds_the_weights(left, alone, name, mode):
     for rank in range(2):
         for sampling in (GREEDY, SAMPLED):
@@ -67,3 +68,26 @@ def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
     for found in left:
         assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
         assert found["freed"], "and not only when Python looks for circles"
+        assert found["sharded"], "the model in training is as it was"
+
+
+@pytest.mark.parametrize(
+    ("case", "team", "words"),
+    zip(
+        two_ranks.CASES,
+        ["Alone", "Team", "Team", "InStep", "Alone", "InStep", "Team"],
+        [
+            "",
+            "do not fit",
+            "do not fit",
+            "do not fit",
+            "",
+            "(layerwise), which is slow",
+            "each of 2 ranks keeps its part",
+        ],
+    ),
+)
+def test_the_first_way_that_fits_on_all_ranks_is_taken_on_all(left, case, team, words):
+    (kind, said), (other, _) = (found["chosen"][case] for found in left)
+    assert kind == other == team
+    assert len(said) == bool(words) and words in "".join(said)

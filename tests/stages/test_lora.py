@@ -232,7 +232,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(rlhf, l
     wait_for(output / "ppo" / "checkpoints" / "step-00000001", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert "resumed after step" in rlhf("ppo", "--output", output, *LORA, "--resume").stdout
+    said = rlhf("ppo", "--output", output, *LORA, "--resume").stdout
+    assert "resumed after step" in said and "actor, reference, critic and reward share one frozen base" in said
     assert_same_weights(output / "ppo" / "model", lora_run / "ppo" / "model")
 
 

@@ -28,9 +28,9 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: Path):
-    def ppo(shapes: str, zero_stage: int = 1) -> PPO:
+    def ppo(shapes: str, zero_stage: int = 1, **settings: object) -> PPO:
         changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
-        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}}
+        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6, **settings}}
         context = stage_context(accelerator, tmp_path, "ppo", values)
         config = context.config
         actor, reference = (load_causal_lm(config.model, tokenizer, attention="sdpa") for _ in range(2))
@@ -68,9 +68,9 @@ def steps_of_different_lengths(ppo: PPO) -> list[set[tuple]]:
     return found
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage):
-    first, *later = steps_of_different_lengths(build("static", zero_stage))
+@pytest.mark.parametrize(("zero_stage", "rows"), [(0, None), (1, 4), (3, 1)])
+def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage, rows):
+    first, *later = steps_of_different_lengths(build("static", zero_stage, generation_batch_size=rows))
     assert len(first) > 100
     for seen in later:
         assert sorted(map(str, seen - first)) == []
@@ -90,8 +90,9 @@ def comparisons_by_step(ppo: PPO, steps: int, monkeypatch: pytest.MonkeyPatch) -
     return found
 
 
-def test_at_zero_3_the_order_of_weights_is_settled_after_two_steps(build, monkeypatch):
-    first, _, *later = comparisons_by_step(build("static", 3), 4, monkeypatch)
+@pytest.mark.parametrize("weights", ["whole", "layerwise"])
+def test_at_zero_3_the_order_of_weights_is_settled_after_two_steps(build, monkeypatch, weights):
+    first, _, *later = comparisons_by_step(build("static", 3, generation_weights=weights), 4, monkeypatch)
     assert first > 0
     assert later == [0, 0]
 
@@ -100,6 +101,18 @@ def test_dynamic_shapes_do_add_operators(build):
     """The check above can fail: lengths that follow the data show up as new shapes."""
     first, *later = steps_of_different_lengths(build("dynamic"))
     assert any(seen - first for seen in later)
+
+
+def test_a_step_is_the_same_however_its_rollout_is_cut(build, accelerator):
+    """Six rows in parts of four at most, which are two of three."""
+    numbers, held = [], []
+    for rows in (None, 4):
+        ppo = build("static", generation_batch_size=rows)
+        accelerator.seed(0)
+        numbers.append(ppo.step(0))
+        held.append([session.shape[0] for session in ppo.decoder._sessions])
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+    assert held == [[6], [3]]
 
 
 def test_prompts_come_again_where_they_do_not_fill_a_batch(build):

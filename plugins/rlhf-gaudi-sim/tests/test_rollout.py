@@ -15,6 +15,7 @@ accelerator.bind(0)
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf.config import SamplingConfig
+from rlhf.models.quantized import quantize
 from rlhf.rollout.decoder import Decoder
 
 torch.manual_seed(0)
@@ -28,6 +29,8 @@ families = {
     "a window longer than the rows": ("mistral", {"sliding_window": 4096}),
     "a window that is filled": ("mistral", {"sliding_window": 8}),
     "windows in some layers": ("gemma3_text", mixed),
+    "frozen weights in int8": ("llama", {}),
+    "frozen weights in int4": ("llama", {}),
 }
 found = {}
 for title, (family, changes) in families.items():
@@ -35,7 +38,10 @@ for title, (family, changes) in families.items():
     special = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(1)
     config = AutoConfig.for_model(family, **sizes, **special, bos_token_id=None, **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(accelerator.device())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    if "frozen" in title:
+        quantize(model, title[-4:], accelerator.kernel("quantized_weights"), exported=False)
+    model = model.to(accelerator.device())
     decoder = Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=16, shapes=accelerators.ShapePolicy("static"))
     before = accelerator.compilations() or 0
     tokens = decoder.generate(model, ids, mask, SamplingConfig(temperature=0)).ids

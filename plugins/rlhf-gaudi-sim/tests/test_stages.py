@@ -69,6 +69,27 @@ def test_in_fp32_every_number_is_that_of_the_cpu(finished: Runs, stage: str) -> 
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_waits_on_the_host_changes_no_number(finished: Runs, zero_stage: int, stage: str) -> None:
+    """Optimizers, whose steps are taken there, and PPO's frozen models between their uses; at ZeRO 3 all weights."""
+    found = finished("hpu", zero_stage=zero_stage, precision="fp32", offload="all").steps(stage)
+    expected = finished("cpu", zero_stage=0, precision="fp32").steps(stage)
+    for own, other in zip(found, expected, strict=True):
+        numbers = {key: other[key] for key in other if key not in ("stage", "time") and "per_second" not in key}
+        assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_on_quantized_weights_learn_what_they_do_on_the_cpu(finished: Runs, stage: str) -> None:
+    how = {"zero_stage": 1, "precision": "fp32", "lora": 4, "frozen": "int4"}
+    found, expected = (finished(name, **how).steps(stage) for name in ("hpu", "cpu"))
+    for own, other in zip(found, expected, strict=True):
+        numbers = {key: other[key] for key in other if key not in ("stage", "time") and "per_second" not in key}
+        assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
+    proof.assert_nothing_compiled_late(finished("hpu", **how), stage)
+
+
 def test_the_run_says_that_it_is_a_simulation(finished: Runs) -> None:
     run = json.loads((finished("hpu", zero_stage=2).folder / "run.json").read_text())
     assert "simulation" in run["accelerator"]["device"]["software"]
@@ -87,7 +108,13 @@ def test_explain_says_that_it_is_a_simulation(python: Run) -> None:
         "clip_grad_norm": "habana-fused",
         "attention": "habana-fused",
         "graph_capture": "hpu-graphs",
+        "quantized_weights": "torch",
     }
+
+
+def test_quantized_weights_pass_their_check(python: Run) -> None:
+    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--only", "quantized-weights", "--json")
+    assert [(result["result"], result["reason"]) for result in json.loads(done.stdout)] == [("passed", "")]
 
 
 @pytest.mark.slow

@@ -401,6 +401,40 @@ class AdamwEmptyGroup(BrokenAdamw):
         return optimizer
 
 
+class OffloadRounds(CPU):
+    name = "offload-rounds"
+
+    def to_device(self, batch):
+        return batch.bfloat16().to(batch.dtype) if batch.dtype == torch.float32 else batch
+
+
+class OffloadNotPinned(CPU):
+    """What it says would need a device that memory is page-locked for."""
+
+    name = "offload-not-pinned"
+
+    def pins_memory(self):
+        return True
+
+
+class HostAdamwInBf16(CPU):
+    name = "host-adamw-in-bf16"
+
+    def kernels(self):
+        def optimizer(params, **options):
+            made = torch.optim.AdamW(params, **options)
+
+            def rounded(*arguments):
+                for group in made.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data = parameter.data.bfloat16().float()
+
+            made.register_step_post_hook(rounded)
+            return made
+
+        return (*super().kernels(), kernel("adamw_cpu_offload", optimizer))
+
+
 class ClipOtherNorm(CPU):
     name = "clip-other-norm"
 

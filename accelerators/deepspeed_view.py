@@ -1,0 +1,55 @@
+"""DeepSpeed told of the device, and asked what it can do there. Imports DeepSpeed in its functions alone."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from accelerators.types import AcceleratorError, DeepSpeedView, Support
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+
+
+def prepare(accelerator: Accelerator) -> DeepSpeedView:
+    """What `Accelerator.prepare_deepspeed` does."""
+    own = accelerator.deepspeed_accelerator()
+    wanted = accelerator.deepspeed_name
+    if own is None:
+        wanted = os.environ.setdefault("DS_ACCELERATOR", wanted)
+    if wanted != accelerator.deepspeed_name:
+        raise AcceleratorError(
+            f"{accelerator.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
+            f"unset it, or set it to {accelerator.deepspeed_name}"
+        )
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if own is not None:
+        set_accelerator(own)
+    found = get_accelerator()
+    if found.device_name() != accelerator.deepspeed_name:
+        raise AcceleratorError(
+            f"{accelerator.name}: DeepSpeed was set to {found.device_name()!r} earlier in this process; "
+            f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={accelerator.deepspeed_name}"
+        )
+    return DeepSpeedView(
+        implementation=f"{type(found).__module__}.{type(found).__qualname__}",
+        device=found.device_name(),
+        communication=found.communication_backend_name(),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in found.supported_dtypes()),
+        version=deepspeed.__version__,
+    )
+
+
+def operator(builder: str) -> Support:
+    """What `Accelerator.deepspeed_operator` answers; a compiler that it tries may complain aloud."""
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator().create_op_builder(builder)
+    # Of what a device lacks, deepspeed 0.19 gives None, or a builder of nothing that calls itself compatible.
+    if found is None or getattr(found, "NAME", "") in ("", "deepspeed_not_implemented"):
+        return Support(False, f"DeepSpeed has no {builder} for {get_accelerator().device_name()}")
+    if not found.is_compatible(verbose=False):
+        return Support(False, f"DeepSpeed's {builder} cannot be built here")
+    return Support(True, "it can be built", found.NAME)

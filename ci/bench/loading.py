@@ -1,0 +1,168 @@
+"""What loading costs each rank in memory: models of a known shape at ZeRO-3, from files of random bf16 weights.
+
+    python ci/bench/loading.py                                             opt-125m, PPO's four models, two ranks
+    python ci/bench/loading.py --shape opt-1.3b --roles reference          one of them, of another shape
+    python ci/bench/loading.py --engines                                   trained ones with their optimizers
+
+A rank may take, beside what the process has before: what it keeps of the models, one file, and 300 MiB. Peaks are the
+kernel's (VmHWM), of which pages of mapped files are a part. The results go to ci/bench/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from machine import machine, results_file  # noqa: E402
+
+SHAPES = {  # layers, width, width within layers, heads
+    "opt-125m": (12, 768, 3072, 12),
+    "opt-1.3b": (24, 2048, 8192, 32),
+}
+ROLES = ("actor", "critic", "reference", "reward")
+FILE = 500 * 2**20
+SLACK = 300 * 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="opt-125m")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--engines", action="store_true", help="wrap what is trained in its engine, with its optimizer")
+    parser.add_argument("--folder", type=Path, help="where the models are kept; without it, they are made anew")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of a rank
+    arguments = parser.parse_args()
+    if arguments.out:
+        return measure(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(arguments, Path(folder))
+
+
+def compare(arguments: argparse.Namespace, out: Path) -> int:
+    """Run the ranks and print what they took; 1 where one took too much."""
+    from rlhf import ranks
+
+    folder = arguments.folder or out / "models"
+    for kind in ("causal", "scalar"):
+        make(folder / arguments.shape / kind, arguments.shape, kind)
+    command = [sys.executable, __file__, "--out", str(out), "--folder", str(folder), "--shape", arguments.shape]
+    command += ["--roles", *arguments.roles, *(["--engines"] if arguments.engines else [])]
+    outcome = ranks.start(arguments.ranks, command)
+    if outcome:
+        print(outcome.line)
+        return 1
+    found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(arguments.ranks)]
+    print(f"{arguments.shape}: {', '.join(arguments.roles)}; MiB")
+    print("rank   before   kept   file   allowed   peak")
+    fits = True
+    for rank, each in enumerate(found):
+        allowed = each["before"] + each["kept"] + FILE + SLACK
+        fits &= each["peak"] <= allowed
+        numbers = (each["before"], each["kept"], FILE, allowed, each["peak"])
+        print(f"{rank:4}", *(f"{number / 2**20:8,.0f}" for number in numbers))
+    name = f"loading-{arguments.shape}-{arguments.ranks}{'-engines' if arguments.engines else ''}"
+    written = results_file(Path(__file__).parent, name)
+    written.write_text(
+        json.dumps({"machine": machine(), "roles": list(arguments.roles), "ranks": found}, indent=2) + "\n"
+    )
+    return 0 if fits else 1
+
+
+def make(folder: Path, shape: str, kind: str) -> None:
+    """A model with random weights and a tokenizer in `folder`, of which no more than a tensor is ever in memory."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
+
+    from rlhf.data.tokenizer import build_tokenizer
+    from rlhf.models.writing import Writer
+
+    layers, width, inner, heads = SHAPES[shape]
+    config = OPTConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=inner,
+        num_attention_heads=heads,
+        num_labels=1,
+        dtype="bfloat16",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = (OPTForCausalLM if kind == "causal" else OPTForSequenceClassification)(config).bfloat16()
+    outlines = dict(model.named_parameters())  # tied ones once
+    with Writer(folder, outlines, file_size=FILE) as writer:
+        for name, outline in outlines.items():
+            writer.write(name, torch.empty(outline.shape, dtype=torch.bfloat16).normal_(0, 0.02))
+    build_tokenizer(iter(["the quick brown fox"] * 10), vocab_size=300).save_pretrained(folder)
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """What one rank does: it loads the models one after the other, as a stage does."""
+    import accelerators
+    from rlhf.config import ModelConfig, OptimizerConfig, build_config
+    from rlhf.engine import distributed
+    from rlhf.engine.deepspeed_config import deepspeed_config
+    from rlhf.engine.training import TrainingEngine, freeze
+    from rlhf.models.forward import ScalarHead
+    from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
+    from rlhf.models.sharded import shards
+    from rlhf.roles import holdings
+
+    held = holdings(build_config({"engine": {"zero_stage": 3}}), "ppo")
+    models: list[Any] = []
+    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+        precision = accelerator.precision("bf16")
+        paths = {kind: str(arguments.folder / arguments.shape / kind) for kind in ("causal", "scalar")}
+        tokenizer = load_model_tokenizer(ModelConfig(path=paths["causal"]))[0]
+        import transformers.models.opt.modeling_opt  # noqa: F401
+
+        numbers = 0
+        gc.collect()
+        before = status("VmRSS")
+        for role in arguments.roles:
+            holding = held[role]
+            load = load_scalar_head if holding.role.scalar_head else load_causal_lm
+            model = load(
+                ModelConfig(),
+                tokenizer,
+                attention="sdpa",
+                path=paths["scalar" if holding.role.scalar_head else "causal"],
+                put=shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype),
+            )
+            size = sum(parameter.ds_numel for parameter in model.parameters())
+            numbers += 2 * size
+            model = ScalarHead(model) if holding.role.scalar_head else model
+            common = {"accelerator": accelerator, "precision": precision, "holding": holding}
+            if not holding.role.trained:
+                model = freeze(model, **common)
+            elif arguments.engines:
+                settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "micro_batch_size": 1, "accumulation": 1}
+                model = TrainingEngine(role, model, **common, **settings)
+                numbers += (4 + 8 + 2) * size  # masters, two moments, gradients
+            models.append(model)
+        distributed.all_gather_objects(None)
+        found = {"before": before, "kept": numbers // distributed.world().size, "peak": status("VmHWM")}
+        Path(arguments.out, f"{distributed.world().rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+def status(key: str) -> int:
+    """A number of this process in /proc, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

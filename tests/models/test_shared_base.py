@@ -1,0 +1,121 @@
+"""A model on another's frozen base: every family's fits, computes the same, and adds no memory but its head."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rlhf.config import LoraConfig, ModelConfig
+from rlhf.errors import ModelError
+from rlhf.models import shared_base
+from rlhf.models.loading import empty
+from rlhf.models.lora import FROZEN, TRAINED, add_adapters, inject, merged_adapters, peft_config, without_adapters
+from rlhf.models.shared_base import Base, graft, on_base
+from tests.families.table import FAMILIES
+from tests.helpers import llama
+
+IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def storages(model):
+    return {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+
+def adapted(model, **settings):
+    add_adapters(model, LoraConfig(rank=4, **settings), seed=0)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_twin_of_every_family_computes_the_same_bit_for_bit_with_the_same_weights(family):
+    torch.manual_seed(0)
+    config = family.configuration()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager")
+    twin = on_base(Base(model.requires_grad_(False)), ModelConfig(), attention="eager")
+    assert torch.equal(logits(twin), logits(model))
+    assert storages(twin) <= storages(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_scalar_head_of_every_family_stands_on_its_language_model(family):
+    torch.manual_seed(0)
+    config = family.configuration()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager")
+    scorer = empty(model.config, ModelConfig(), attention="eager", scalar_head=True)
+    graft(scorer, Base(model.requires_grad_(False)), {"score.weight": torch.zeros(scorer.score.weight.shape)})
+    assert not any(tensor.is_meta for tensor in (*scorer.parameters(), *scorer.buffers()))
+    theirs = set(map(id, model.parameters()))
+    assert {name for name, parameter in scorer.named_parameters() if id(parameter) not in theirs} == {"score.weight"}
+
+
+def test_what_is_trained_beside_the_adapters_is_a_model_s_own_and_what_it_was_at_first():
+    model = adapted(llama(60), also_train=["norms", "embeddings"])
+    base = Base(model)
+    before = model.model.norm.weight.clone()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    twin = on_base(base, ModelConfig(), attention="sdpa")
+    assert torch.equal(twin.model.norm.weight, before)
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight is not model.lm_head.weight
+    assert twin.model.layers[0].mlp.up_proj.weight is model.model.layers[0].mlp.up_proj.base_layer.weight
+
+
+def test_two_adapters_add_up_and_only_one_is_trained():
+    model = llama(60)
+    inject(model, FROZEN, peft_config(model, LoraConfig(rank=2)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    one = logits(model)
+    assert torch.equal(logits(adapted(model)), one)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all(f".{TRAINED}." in name for name in trained)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.lora_B[TRAINED].weight.normal_(std=0.1)
+    assert (logits(model) - one).abs().max() > 1e-3
+    with without_adapters(model):
+        assert torch.equal(logits(model), one)
+
+
+def test_merging_takes_all_adapters_of_a_layer():
+
+    model = llama(60)
+    inject(model, FROZEN, peft_config(model, LoraConfig(rank=2)))
+    adapted(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    expected = logits(model)
+    with merged_adapters(model):
+        torch.testing.assert_close(logits(model), expected)
+
+
+def test_layers_that_hold_their_weights_otherwise_are_taken_as_they_are():
+    class Packed(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.register_buffer("packed", weight.detach().half())
+
+        def forward(self, inputs):
+            return inputs @ self.packed.float().T
+
+    model = llama(60)
+    layer = model.model.layers[0].mlp
+    layer.up_proj = Packed(layer.up_proj.weight)
+    twin = on_base(Base(model), ModelConfig(), attention="sdpa")
+    assert torch.equal(logits(twin), logits(model))
+    mine = twin.model.layers[0].mlp.up_proj
+    assert mine is not layer.up_proj and mine.packed is layer.up_proj.packed
+
+
+def test_a_base_that_does_not_fit_is_one_line():
+    scorer = empty(llama(60, hidden_size=16).config, ModelConfig(), attention="sdpa", scalar_head=True)
+    with pytest.raises(ModelError, match=r"^\S+: the base that is to be shared .*; set lora.share_base=false$"):
+        shared_base.graft(scorer, Base(llama(60)), {})

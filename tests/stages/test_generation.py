@@ -1,0 +1,60 @@
+"""PPO learns and measures the same however its rollouts are cut, and wherever their weights are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import assert_same_weights
+
+
+@pytest.fixture(scope="module")
+def ppo_on_two_ranks(rlhf, finished_run, tmp_path_factory):
+    """PPO of the finished run's models, at ZeRO-3 on two ranks: settings -> its folder and what was printed."""
+
+    def run(name, *settings: str) -> tuple[Path, str]:
+        output = tmp_path_factory.mktemp(name) / "run"
+        models = (f"ppo.actor={finished_run}/sft/model", f"ppo.reward_model={finished_run}/reward/model")
+        changes = (
+            *models,
+            "engine.zero_stage=3",
+            "ppo.eval_rows=5",
+            "ppo.steps=2",
+            "data.max_completion_length=8",
+            *settings,
+        )
+        keys = [part for change in changes for part in ("--set", change)]
+        done = rlhf("ppo", "--output", output, "--ranks", 2, *keys)
+        return output, done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(ppo_on_two_ranks):
+    output, said = ppo_on_two_ranks("whole", "ppo.generation_weights=whole")
+    assert "in rollouts" not in said
+    return output
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "words"),
+    [
+        ("tensor_parallel", 1, "actor: in rollouts each of 2 ranks keeps its part of every layer (tensor_parallel)"),
+        pytest.param("layerwise", 2, "actor: in rollouts each layer is gathered", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_the_same_however_its_rollouts_are_made(ppo_on_two_ranks, whole, mode, rows, words):
+    """The five held-out prompts do not fill the last part of either rank."""
+    output, said = ppo_on_two_ranks(
+        mode,
+        f"ppo.generation_weights={mode}",
+        "ppo.tensor_parallel=" + ("2" if mode == "tensor_parallel" else ""),
+        f"ppo.generation_batch_size={rows}",
+    )
+    assert words in " ".join(said.split())
+    found, expected = (json.loads((folder / "ppo" / "stage.json").read_text()) for folder in (output, whole))
+    assert found["samples"] == expected["samples"]
+    for when in ("before", "after"):
+        assert found[when] == pytest.approx(expected[when], abs=1e-4)
+    assert_same_weights(output / "ppo" / "model", whole / "ppo" / "model", atol=2e-5)
