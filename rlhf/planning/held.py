@@ -202,10 +202,13 @@ class Model:
             return [[own, adding], [own, each("gradients", 4 * trained if width < 4 else 0, 4)]]
         if stage == 3:
             kept = (4 if self.parts else width) * trained // part
-            converted = 4 * bucket if self.parts and around.sums < 4 else 0
+            # A bucket's gradients beside each other, for each rank its part; gloo, on a host, adds them up in a copy.
+            scattered = around.sums * bucket * (2 if around.one_memory else 1)
+            if ranks == 1:
+                scattered = (4 if self.parts else width) * bucket
             stepping = 0 if holding.offloads_optimizer else kept + (0 if self.parts else 4 * trained // part)
             return [
-                [in_blocks(self.role, "communication", converted)],
+                [in_blocks(self.role, "communication", scattered)],
                 [in_blocks(self.role, "communication", stepping, 0 if holding.offloads_optimizer else norm)],
             ]
         flat = in_blocks(self.role, "gradients", width * (trained if stage == 1 else bucket))
