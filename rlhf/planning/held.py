@@ -142,6 +142,10 @@ class Model:
             items.append(each("gradients", 4 * trained // part, 4, away))
             if stage < 3:
                 items.append(each("communication", width * trained // part, width, away))
+                added = 4 if stage == 2 else width  # gradients of micro-batches, added up there
+                items.append(each("gradients", added * trained // part if self.parts and not fresh else 0, 4, away))
+                room = width * min(self.shape.largest, trained)  # for one gradient on its way, on either side
+                items += [in_blocks(self.role, "communication", room, host=side) for side in (away, False)]
         elif stage == 3 and not fresh:
             items.append(in_blocks(self.role, "gradients", (4 if self.parts else width) * trained // part))
         if stage == 3 and not fresh:  # a bucket for good
