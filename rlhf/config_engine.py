@@ -39,7 +39,7 @@ class LoraConfig(Section):
         "auto", description="PPO's models share one frozen base where they start from the same; true: or else refuse"
     )
     merge: Literal["auto", True, False] = Field(
-        "auto", description="add adapters to a copy of the weights for rollouts; auto: where that copy is small"
+        "auto", description="add adapters to a copy of the weights for rollouts; auto: if that is a tenth of the device"
     )
     save: Literal["merged", "adapter", "both"] = Field(
         "merged", description="what a stage leaves: the model with its adapters merged, adapters as peft loads them"
@@ -77,7 +77,8 @@ class EngineConfig(Section):
         "frozen models between their uses), all; auto: the least with which it fits, by the plan",
     )
     nvme: Folder | None = Field(
-        None, description="folder on a fast disk for what is offloaded at ZeRO-3; empty: the host's memory"
+        None,
+        description="folder on a fast disk, one run's own, for what is offloaded at ZeRO-3; empty: the host's memory",
     )
     frozen: Frozen = Field(
         "auto",

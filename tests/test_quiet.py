@@ -28,6 +28,11 @@ def assert_ours(done: subprocess.CompletedProcess[str]) -> None:
     before, _, table = done.stdout.partition("\n\n")
     assert [line for line in before.splitlines() if not OURS.fullmatch(line)] == []
     assert "before" in table.splitlines()[0]
+    assert [line.split(":")[0] for line in before.splitlines() if ": plan: peak about" in line] == [
+        "sft",
+        "reward",
+        "ppo",
+    ]
 
 
 def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -41,8 +41,7 @@ def make(folder: Path, name: str, *, scalar_head: bool = False, layers: int | No
     config.architectures = [type(model).__name__]
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
-    left_out = set(getattr(model, "_tied_weights_keys", None) or ())
-    tensors = {name: tensor for name, tensor in model.named_parameters() if name not in left_out}
+    tensors = dict(model.named_parameters())  # tied ones once
     for number, part in enumerate(_shards(tensors), 1):
         file = f"model-{number:05d}.safetensors"
         save_file({key: _drawn(key, tensors[key], seed) for key in part}, folder / file, metadata={"format": "pt"})

@@ -187,7 +187,9 @@ def _zero(holding: Holding, accelerator: Accelerator) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": holding.zero_stage}
     place: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
     if holding.zero_stage == 3 and holding.engine.nvme is not None:
-        place |= {"device": "nvme", "nvme_path": str(holding.engine.nvme)}
+        # DeepSpeed numbers a model's files anew for each model.
+        folder = holding.engine.nvme / f"{holding.stage}-{holding.role.name}"
+        place |= {"device": "nvme", "nvme_path": str(folder)}
     if holding.offloads_optimizer:
         zero["offload_optimizer"] = place
     if holding.zero_stage < 3:

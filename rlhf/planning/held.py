@@ -31,6 +31,7 @@ Kind = Literal[
 BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's reduce_bucket_size, and its engine's for ZeRO 0
 LIVE = 1_000_000_000  # elements: its stage3_max_live_parameters
 BLOCK = 2**25  # bytes: what is smaller comes from glibc's heap, which keeps it when it is freed (M_MMAP_THRESHOLD)
+_LARGEST_COPY = 0.1  # part of a device's memory (rlhf.models.lora)
 
 
 class Item(NamedTuple):
@@ -55,6 +56,7 @@ class Surroundings:
         base: bytes of a process before it loads a model.
         fused: attention makes no matrix of weights.
         margin: part of what is there that a device's allocator loses between blocks.
+        memory: bytes that a device has; None: not known.
     """
 
     ranks: int = 1
@@ -63,6 +65,7 @@ class Surroundings:
     one_memory: bool = False
     base: int = 0
     margin: float = 0.0
+    memory: int | None = None
 
     @property
     def width(self) -> int:
@@ -139,6 +142,10 @@ class Model:
             items.append(each("gradients", 4 * trained // part, 4, away))
             if stage < 3:
                 items.append(each("communication", width * trained // part, width, away))
+                added = 4 if stage == 2 else width  # gradients of micro-batches, added up there
+                items.append(each("gradients", added * trained // part if self.parts and not fresh else 0, 4, away))
+                room = width * min(self.shape.largest, trained)  # for one gradient on its way, on either side
+                items += [in_blocks(self.role, "communication", room, host=side) for side in (away, False)]
         elif stage == 3 and not fresh:
             items.append(in_blocks(self.role, "gradients", (4 if self.parts else width) * trained // part))
         if stage == 3 and not fresh:  # a bucket for good
@@ -199,10 +206,13 @@ class Model:
             return [[own, adding], [own, each("gradients", 4 * trained if width < 4 else 0, 4)]]
         if stage == 3:
             kept = (4 if self.parts else width) * trained // part
-            converted = 4 * bucket if self.parts and around.sums < 4 else 0
+            # A bucket's gradients beside each other, for each rank its part; gloo, on a host, adds them up in a copy.
+            scattered = around.sums * bucket * (2 if around.one_memory else 1)
+            if ranks == 1:
+                scattered = (4 if self.parts else width) * bucket
             stepping = 0 if holding.offloads_optimizer else kept + (0 if self.parts else 4 * trained // part)
             return [
-                [in_blocks(self.role, "communication", converted)],
+                [in_blocks(self.role, "communication", scattered)],
                 [in_blocks(self.role, "communication", stepping, 0 if holding.offloads_optimizer else norm)],
             ]
         flat = in_blocks(self.role, "gradients", width * (trained if stage == 1 else bucket))
@@ -227,13 +237,20 @@ class Model:
         items = []
         if holding.zero_stage == 3 and around.ranks > 1:
             items.append(Item(self.role, "gathered layers", self._rollout(config, holding, around)))
-        if holding.lora.rank and config.lora.merge is not False:
+        if holding.lora.rank and self._merges(config, holding, around):
             items.append(self._each(holding)("merged weights", self.shape.in_linears * around.width, around.width))
         return items
 
     def saving(self, holding: Holding, around: Surroundings) -> list[Item]:
         """Export and checkpoints: one parameter at a time is whole, on the host."""
         return [in_blocks(self.role, "saving", 4 * self.shape.largest, host=_host(True, around))]
+
+    def _merges(self, config: Config, holding: Holding, around: Surroundings) -> bool:
+        """Whether rollouts add adapters to a copy of the weights; as `rlhf.models.lora.merges` decides it."""
+        if config.lora.merge != "auto":
+            return config.lora.merge
+        copy = self.shape.in_linears * around.width
+        return holding.engine.frozen == "auto" and (around.memory is None or copy <= _LARGEST_COPY * around.memory)
 
     def _rollout(self, config: Config, holding: Holding, around: Surroundings) -> int:
         whole = self.weights(holding, around, whole=True)

@@ -37,7 +37,7 @@ def parse_bytes(text: str, option: str) -> int:
 def described(config: Config, devices: int, memory: int, host: int | None) -> tuple[Surroundings, Room]:
     """`devices` of `memory` bytes each, with an allocator of their own, in a machine whose host has `host` bytes."""
     precision = "bf16" if config.precision == "auto" else config.precision
-    around = Surroundings(devices, precision, base=PROCESS, margin=_MARGIN)
+    around = Surroundings(devices, precision, base=PROCESS, margin=_MARGIN, memory=memory)
     return around, Room(memory - _CONTEXT, host and host // devices)
 
 
@@ -54,6 +54,7 @@ def found(accelerator: Accelerator, config: Config, ranks: int, *, local: int) -
         one_memory=one_memory,
         base=memory.allocated if one_memory else PROCESS,
         margin=0 if one_memory else _MARGIN,
+        memory=memory.total,
     )
     # Ranks on one machine share the host's memory, but each has its device for itself.
     return around, Room(memory.total // local if one_memory else memory.total - _CONTEXT)

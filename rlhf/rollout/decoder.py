@@ -246,7 +246,9 @@ class _Session:
         self.position.copy_(position_ids(prompts.mask)[:, -1:])
         self.local_attention.prompt(prompt_length)
         inputs = model_inputs(self.model, prompts.ids, self.attention_mask, self.cache)
-        self._draw(self.model(**inputs, logits_to_keep=1).logits[:, -1])
+        # The position rather than a count: see `completion_log_probs`.
+        last = torch.full((1,), prompt_length - 1, device=prompts.ids.device)
+        self._draw(self.model(**inputs, logits_to_keep=last).logits[:, -1])
 
     def _step(self) -> None:
         """One token for each row."""

@@ -110,7 +110,8 @@ class StageContext:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
-            self.bases[name] = Base(model)
+            if self.directory.name == "ppo":  # others have one model
+                self.bases[name] = Base(model)
         engine = self.models[name] = TrainingEngine(
             name,
             ScalarHead(model) if holding.role.scalar_head else model,

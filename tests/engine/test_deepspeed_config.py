@@ -8,6 +8,7 @@ from rlhf.config import build_config
 from rlhf.engine import deepspeed_config
 from rlhf.engine.deepspeed_config import OWN, check, check_disk
 from rlhf.errors import ConfigError
+from rlhf.roles import holdings
 from tests.engine.test_training import build
 from tests.in_process import held
 
@@ -118,6 +119,17 @@ def test_sections_of_offload(accelerator, zero_stage, offload):
 
 
 # a disk
+
+
+def test_every_model_has_a_folder_of_its_own_on_the_disk(accelerator, tmp_path):
+    config = build_config({"engine": {"zero_stage": 3, "offload": "all", "nvme": str(tmp_path)}})
+    folders = []
+    for holding in holdings(config, "ppo").values():
+        made = deepspeed_config.deepspeed_config(holding, accelerator, accelerator.precision("fp32"), 1, 1)
+        found = made["zero_optimization"]["offload_param"]
+        assert found["device"] == "nvme"
+        folders.append(found["nvme_path"])
+    assert folders == [str(tmp_path / f"ppo-{name}") for name in ("actor", "critic", "reference", "reward")]
 
 
 class Builder:

@@ -16,14 +16,17 @@ from tests.rollout.two_ranks import GREEDY, MODELS, SAMPLED, SLOW, TEAMS
 ROOT = Path(__file__).parents[2]
 
 
+def run(function: str, count: int, folder: Path) -> list[Any]:
+    """What each of `count` ranks left that ran a function of `two_ranks`."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.rollout import two_ranks"
+    outcome = ranks.start(count, [sys.executable, "-c", f"{script}; two_ranks.{function}({str(folder)!r})"])
+    assert outcome is None, outcome.line
+    return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(count)]
+
+
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank left."""
-    folder = tmp_path_factory.mktemp("two-ranks")
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.rollout import two_ranks"
-    outcome = ranks.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
-    assert outcome is None, outcome.line
-    return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(2)]
+    return run("main", 2, tmp_path_factory.mktemp("two-ranks"))
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +67,11 @@ def test_a_rank_whose_rows_have_ended_gathers_layers_for_the_other(left):
 
 
 def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
-    whole = sum(parameter.numel() for parameter in two_ranks.model(MODELS[-1]).parameters())
+    model = two_ranks.model(MODELS[-1])
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    layers = [sum(parameter.numel() for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
     for found in left:
+        assert found["gathered"] == max(layers), "one layer at a time"
         assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
         assert found["freed"], "and not only when Python looks for circles"
         assert found["sharded"], "the model in training is as it was"
@@ -91,3 +97,12 @@ def test_the_first_way_that_fits_on_all_ranks_is_taken_on_all(left, case, team, 
     (kind, said), (other, _) = (found["chosen"][case] for found in left)
     assert kind == other == team
     assert len(said) == bool(words) and words in "".join(said)
+
+
+@pytest.mark.slow
+def test_four_ranks_are_two_teams(alone, tmp_path):
+    for rank, found in enumerate(run("teams_of_two", 4, tmp_path)):
+        expected = alone("Llama 3, LoRA", rank, SAMPLED)
+        length = expected.ids.shape[1]
+        assert torch.equal(found.ids[:, :length], expected.ids), rank
+        assert torch.equal(found.mask.sum(-1), expected.mask.sum(-1)), rank

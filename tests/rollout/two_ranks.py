@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 
 import accelerators
 from accelerators import Memory
@@ -16,7 +19,7 @@ from rlhf.config import LoraConfig, OptimizerConfig, SamplingConfig, build_confi
 from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.models.lora import add_adapters
-from rlhf.rollout import choice
+from rlhf.rollout import choice, tensor_parallel
 from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.rollout.switch import generating
 from rlhf.rollout.teams import Alone, InStep, Team
@@ -110,6 +113,22 @@ def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memo
     return type(team).__name__, said
 
 
+@contextmanager
+def watched_gathering(model: Any) -> Iterator[list[int]]:
+    """How many of a model's numbers are whole, each time that some are gathered for its parts."""
+    numbers: list[int] = []
+
+    @contextmanager
+    def gathering(parameters: list[Any]) -> Iterator[None]:
+        with GatheredParameters(parameters):
+            numbers.append(sum(parameter.numel() for parameter in model.parameters()))  # a shard has none
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_parallel, "GatheredParameters", gathering)
+        yield numbers
+
+
 def main(folder: str) -> None:
     with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
@@ -130,10 +149,19 @@ def main(folder: str) -> None:
             found["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, team=teams["layerwise"])
         found["chosen"] = {case: chosen(trained, rank, *case) for case in CASES}
         gc.disable()
-        with generating(trained, teams["tensor_parallel"]) as module:
+        with watched_gathering(trained.module) as gathered, generating(trained, teams["tensor_parallel"]) as module:
+            found["gathered"] = max(gathered)
             found["held"] = sum(parameter.numel() for parameter in module.parameters())
             part = weakref.ref(module)
         del module
         found["freed"] = part() is None
         found["sharded"] = all(parameter.numel() == 0 for parameter in trained.module.parameters())
         torch.save(found, Path(folder) / f"rank {rank}")
+
+
+def teams_of_two(folder: str) -> None:
+    """Of four ranks, the first two generate together and the last two."""
+    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+        rank, team = distributed.world().rank, Team.of(2)
+        with generating(engine(accelerator, model("Llama 3, LoRA")), team) as module:
+            torch.save(draw(accelerator, module, rank, SAMPLED, batch_size=2, team=team), Path(folder) / f"rank {rank}")

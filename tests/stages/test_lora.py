@@ -215,7 +215,8 @@ def test_a_run_says_what_was_trained(lora_run):
     sft, reward, ppo = map(counts, STAGES)
     assert sft["all"] - sft["trainable"] == reward["all"] - reward["trainable"] == base
     assert reward["trainable"] - sft["trainable"] == 32  # the scalar head
-    assert ppo == {"actor": sft, "critic": reward}
+    of_reward = sft["trainable"]  # the reward model's adapters, frozen below the critic's own
+    assert ppo == {"actor": sft, "critic": {**reward, "all": reward["all"] + of_reward}}
     assert json.loads((lora_run / "run.json").read_text())["config"]["lora"]["rank"] == 4
 
 
