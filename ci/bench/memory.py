@@ -53,23 +53,26 @@ class Row:
         return f"{self.shape} {self.stage} x{self.ranks} {listed}".strip()
 
 
+LORA = {"lora.rank": 8, "lora.share_base": False}
+SHARED = LORA | {"lora.share_base": True}
+INT8 = {"engine.frozen": "int8"}
+OFFLOAD = {"engine.offload": "optimizer"}
+EVERYWHERE: tuple[tuple[Stage, dict[str, Any]], ...] = (("sft", {}), ("ppo", {}))
+SOME: dict[int, tuple[tuple[Stage, dict[str, Any]], ...]] = {
+    0: (("reward", {}), ("ppo", LORA), ("ppo", SHARED), ("ppo", SHARED | INT8)),
+    1: (("sft", {"precision": "fp32"}), ("sft", OFFLOAD), ("ppo", LORA | INT8), ("ppo", SHARED | OFFLOAD)),
+    2: (("sft", {"model.gradient_checkpointing": True}), ("ppo", OFFLOAD), ("ppo", SHARED | INT8)),
+    3: (("reward", LORA), ("sft", OFFLOAD), ("ppo", LORA), ("ppo", {"engine.offload": "all"})),
+}
+"""Beside those, so that each of offload, LoRA, a shared base and int8 is met at several stages of ZeRO, and together;
+at ZeRO-3 models share nothing, and all their weights are in the compute precision."""
+
+
 def table() -> Iterator[Row]:
-    """ZeRO 0-3 x offload x LoRA x shared base x int8, on 1 and 2 ranks; nothing that would be refused."""
-    for shape, ranks, zero in itertools.product(SHAPES, (1, 2), (0, 1, 2, 3)):
-        stage = {"engine.zero_stage": zero}
-        for precision in ("bf16", "fp32"):
-            yield Row(shape, "sft", ranks, stage | {"precision": precision})
-        yield Row(shape, "reward", ranks, stage)
-        yield Row(shape, "ppo", ranks, stage)
-        yield Row(shape, "sft", ranks, stage | {"model.gradient_checkpointing": True})
-        for share in (False, True) if zero < 3 else (False,):
-            yield Row(shape, "ppo", ranks, stage | {"lora.rank": 8, "lora.share_base": share})
-            yield Row(shape, "ppo", ranks, stage | {"lora.rank": 8, "lora.share_base": share, "engine.frozen": "int8"})
-        if zero:
-            yield Row(shape, "sft", ranks, stage | {"engine.offload": "optimizer"})
-            yield Row(shape, "ppo", ranks, stage | {"engine.offload": "optimizer"})
-        if zero == 3:
-            yield Row(shape, "ppo", ranks, stage | {"engine.offload": "all"})
+    """ZeRO 0-3 with offload, LoRA, a shared base and int8, on 1 and 2 ranks; nothing that would be refused."""
+    for shape, ranks, zero in itertools.product(SHAPES, (1, 2), SOME):
+        for stage, own in EVERYWHERE + SOME[zero]:
+            yield Row(shape, stage, ranks, {"engine.zero_stage": zero} | own)
 
 
 def settings(row: Row, folder: Path) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def settings(row: Row, folder: Path) -> dict[str, Any]:
         "engine.shapes": "static",
         "ppo.steps": 2,
         "ppo.actor": str(folder.parent / row.shape),
-        "ppo.reward_model": str(folder.parent / f"{row.shape}-reward"),
+        "ppo.reward_model": str(reward_model(row, folder.parent)),
         "reward.model": str(folder.parent / row.shape),
     }
     for stage in ("sft", "reward", "ppo"):
@@ -94,6 +97,30 @@ def settings(row: Row, folder: Path) -> dict[str, Any]:
         values |= {f"{stage}.checkpoint_every": 0}
         values |= {f"{stage}.max_steps": 3, f"{stage}.dropout": 0.0} if stage != "ppo" else {}
     return nested(values | row.settings)
+
+
+def reward_model(row: Row, place: Path) -> Path:
+    """The one that a row's PPO starts from: where a base is to be shared, one with its adapter beside it."""
+    if row.settings.get("lora.share_base"):
+        return place / f"{row.shape}-adapted" / "reward" / "model"
+    return place / f"{row.shape}-reward"
+
+
+def prepare(row: Row, place: Path) -> None:
+    """Make the models that a row starts from, where they are not there."""
+    make(place / row.shape, row.shape)
+    make(place / f"{row.shape}-reward", row.shape, scalar_head=True)
+    if not (adapted := reward_model(row, place)).exists():
+        trained = Row(row.shape, "reward", 1, {"lora.rank": 8, "reward.max_steps": 1})
+        values = settings(trained, place / "row") | {"output": str(adapted.parents[1])}
+        recipe = place / "adapted.yaml"
+        recipe.write_text(json.dumps(values))
+        command = [sys.executable, "-m", "rlhf", "reward", "--config", str(recipe), "--accelerator", "cpu"]
+        subprocess.run(command, check=True, capture_output=True, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +149,7 @@ def run(row: Row, folder: Path, most: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "rlhf", row.stage, "--config", str(recipe), "--accelerator", "cpu"]
     command += ["--ranks", str(row.ranks)] if row.ranks > 1 else []
     began = time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=1800)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no reason was given"]
         return {"skipped": said[-1], "code": done.returncode}
@@ -154,8 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows(place / "rows.jsonl")
         results = []
         for row in chosen:
-            make(place / row.shape, row.shape)
-            make(place / f"{row.shape}-reward", row.shape, scalar_head=True)
+            prepare(row, place)
             found = run(row, place / "row", parse_bytes(wanted.most, "--most"))
             results.append({"row": row.name, **found})
             print(_line(row, found), flush=True)
