@@ -3,6 +3,7 @@
     python ci/bench/memory.py                          every row that this machine has the memory for
     python ci/bench/memory.py --shape opt-125m sft     rows whose names contain all of these words
     python ci/bench/memory.py --most 3GiB              leave out what the plan says would take more, ranks together
+    python ci/bench/memory.py --most 8GiB --jobs 2     two rows at a time: the peak is that of a row's own processes
 
 Models have random weights; rows are padded to their full length, as the plan counts them. The plan is the one that
 the run itself made when its stage began; the peak is the accelerator's, which on a CPU is that of the process.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", help="rows whose names contain all of them")
     parser.add_argument("--shape", choices=SHAPES, help="rows of this shape alone")
     parser.add_argument("--most", default="20GiB", help="memory that all ranks of a row may take together")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each of which may take --most")
     parser.add_argument("--folder", type=Path, help="where models are kept; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="write the results to ci/bench/results")
     wanted = parser.parse_args(arguments)
@@ -178,12 +181,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place = wanted.folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
         rows(place / "rows.jsonl")
-        results = []
+        most = parse_bytes(wanted.most, "--most")
         for row in chosen:
             prepare(row, place)
-            found = run(row, place / "row", parse_bytes(wanted.most, "--most"))
-            results.append({"row": row.name, **found})
+
+        def measured(row: Row) -> dict[str, Any]:
+            found = run(row, place / f"row-{chosen.index(row)}", most)
             print(_line(row, found), flush=True)
+            return {"row": row.name, **found}
+
+        with ThreadPoolExecutor(wanted.jobs) as jobs:
+            results = list(jobs.map(measured, chosen))
     errors = [abs(result["error"]) for result in results if "error" in result]
     if errors:
         print(f"{len(errors)} rows measured; the largest error is {max(errors):.1%}")

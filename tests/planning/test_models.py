@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf.config import build_config
+from rlhf.planning.fit import plan
+from rlhf.planning.held import Surroundings
 from rlhf.planning.models import EMBEDDED, models_of
 from rlhf.sharing import record_base
 
@@ -50,3 +52,15 @@ def test_a_reward_model_that_is_named_shares_what_it_was_trained_on(tmp_path: Pa
     (tmp_path / "reward" / "adapter").mkdir()
     record_base(tmp_path / "reward" / "adapter", "opt-125m")
     assert shared(**named) == {"critic", "reward"}
+
+
+def test_the_bucket_for_gradients_is_planned_as_deepspeed_is_told_its_size() -> None:
+    """On a device all of it is allocated, however little is trained."""
+
+    def most(**deepspeed: Any) -> int:
+        values = {"model": {"path": "opt-125m"}, "lora": LORA, "engine": {"zero_stage": 2, "deepspeed": deepspeed}}
+        (found,) = plan(build_config(values), ["sft"], Surroundings(2, "bf16"))
+        return found.fullest.device
+
+    larger = most(zero_optimization={"reduce_bucket_size": 500_000_000})
+    assert larger - most() == pytest.approx(2 * 500_000_000, rel=0.01)
