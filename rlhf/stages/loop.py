@@ -242,11 +242,8 @@ def run_steps(
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
             # After the last step too: the evaluation and the export that follow may fail, or be interrupted.
             if due or interrupted or done == total_steps:
-                own = {
-                    "stage": save_state(),
-                    "rng": context.accelerator.rng_state(),
-                    "seconds": context.clock.seconds(),
-                }
+                rng, seconds = context.accelerator.rng_state(), context.clock.seconds()
+                own = {"stage": save_state(), "rng": rng, "seconds": seconds}
                 checkpoint.save(context.directory, done, engines, own)
                 context.settle()
             if interrupted:
@@ -312,8 +309,7 @@ def _anywhere(arrived: list[int], context: StageContext) -> bool:
     """Whether a signal arrived on any rank, so that all stop after the same step."""
     if context.world.size == 1:
         return bool(arrived)
-    flag = torch.tensor(float(len(arrived)), device=context.accelerator.device())
-    return bool(distributed.all_sum(flag) > 0)
+    return bool(distributed.all_sum(torch.tensor(float(len(arrived)), device=context.accelerator.device())) > 0)
 
 
 def _rank_seed(context: StageContext) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -198,4 +199,8 @@ def test_files_are_written_tensor_by_tensor_in_any_order_and_cut_where_they_are_
         found: dict[str, Any] = {}
         for file in files:
             found |= load_file(file)
+            length = int.from_bytes(file.read_bytes()[:8], "little")
+            header = json.loads(file.read_bytes()[8 : 8 + length])
+            starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors.keys() & header}
+            assert not any(start % tensors[name].element_size() for name, start in starts.items()), "views are taken"
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
