@@ -128,7 +128,7 @@ class CPUKernels(QuantizedWeights):
         return _from_groups(codes, packed["steps"], dtype)
 
     def product(self, inputs: Tensor, packed: Packed) -> Tensor:
-        flat, steps = inputs.reshape(-1, inputs.shape[-1]), packed["steps"]
+        flat, steps = inputs.reshape(-1, inputs.shape[-1]).contiguous(), packed["steps"]
         few = {kind: inputs.dtype == torch.bfloat16 and len(flat) <= most for kind, most in self.MOST_ROWS.items()}
         if few["int8"] and "values" in packed and inputs.shape[-1] % self.WIDTH == 0:
             found = torch._weight_int8pack_mm(flat, packed["values"], steps)

@@ -149,7 +149,7 @@ def _run(
                 found: dict[str, Any] = {"accelerator": report, "data": findings.data}
                 if request.dry_run:
                     RunDirectory.check(config, **wishes, **found)
-                    _show(config, findings)
+                    _show(config, findings, accelerator)
                 else:
                     held.enter_context(directory.opened(config, **wishes, **found))
                 del findings  # rows that nobody needs any more
@@ -191,9 +191,21 @@ def _check_shared(directory: RunDirectory) -> None:
             )
 
 
-def _show(config: Config, findings: preflight.Findings) -> None:
+def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
+    from rlhf.planning.announced import stage_plan
+
+    ranks, attention = here().size, findings.attention.values()
     for stage in findings.plans:
-        plan.print_plan(stage, config, console)
+        _, memory = stage_plan(
+            config,
+            stage.stage,
+            accelerator,
+            {found.start.key: found.path for found in stage.origins},
+            ranks=ranks,
+            local=here().local_size or ranks,
+            fused=all(choice.name != "eager" for choice in attention),
+        )
+        plan.print_plan(stage, config, memory, console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 

@@ -13,6 +13,8 @@ from typing import Literal
 from rlhf.config import Config, EngineConfig, LoraConfig, RoleConfig, Stage
 from rlhf.errors import ConfigError
 
+BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
+
 Name = Literal["sft", "reward", "actor", "critic", "reference"]
 
 
@@ -72,6 +74,15 @@ class Holding:
     def offloads_parameters(self) -> bool:
         """Whether weights wait on the host: ZeRO-3's shards, and all of a frozen model between its uses."""
         return self.engine.offload in ("parameters", "all") and (self.zero_stage == 3 or not self.role.trained)
+
+    def bucket(self, trained: int) -> int:
+        """Elements of the buffer, from ZeRO 1 on, from which ranks add up the gradients of `trained` numbers.
+
+        DeepSpeed allocates all of it, however little is trained; `engine.deepspeed` may say another size.
+        """
+        own = self.engine.deepspeed.get("zero_optimization")
+        size = own.get("reduce_bucket_size") if isinstance(own, Mapping) else None
+        return int(size) if isinstance(size, int | float) else min(BUCKET, trained)
 
 
 def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:

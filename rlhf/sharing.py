@@ -66,6 +66,11 @@ def decide(config: Config, held: Mapping[Name, Holding], actor: str, reward: str
     return _granted(config, _decide(config, held, lambda: _apart(actor, reward), adapter_of(reward)))
 
 
+def foreseen(config: Config, held: Mapping[Name, Holding]) -> Sharing:
+    """What PPO's models will share, as far as settings, and folders that they name, tell it; for a plan."""
+    return _decide(config, held, lambda: _would_be_apart(config, tuple(STARTS), None), Path())
+
+
 def check(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> None:
     """Refuse what is asked of the frozen weights under LoRA and cannot be: one base for all, merging quantized ones.
 
@@ -95,9 +100,10 @@ def base_of(model: str) -> str | None:
     return found
 
 
-def record_base(folder: Path, base: str | None) -> None:
-    """Note in the folder of an adapter which model it was trained on."""
-    atomic_write_json(folder / _BASE, {"path": base, "fingerprint": fingerprint(base) if base else None})
+def record_base(folder: Path, base: str | None, merged: str | None = None) -> None:
+    """Note in the folder of an adapter which model it was trained on, and which one beside it has it `merged`."""
+    known = {"path": base, "fingerprint": fingerprint(base) if base else None}
+    atomic_write_json(folder / _BASE, known | {"merged": fingerprint(merged) if merged else None})
 
 
 def fingerprint(model: str) -> str | None:
@@ -162,6 +168,8 @@ def _apart(actor: str, reward: str) -> tuple[str, str]:
     if not record.is_file():
         return f"{reward} has no adapter beside it, so it is a base of its own", "train the reward model with LoRA"
     base = read_json(record)
+    if (merged := base.get("merged")) and merged != fingerprint(reward):
+        return f"the adapter beside {reward} is another model's", "train the reward model with LoRA"
     there, now = base["fingerprint"], fingerprint(actor)
     if (there == now) if there and now else (base["path"] == actor):
         return "", ""
@@ -171,8 +179,8 @@ def _apart(actor: str, reward: str) -> tuple[str, str]:
     return why, "start both from the same model"
 
 
-def _would_be_apart(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> tuple[str, str]:
-    """As `_apart`, of stages that are still to be run."""
+def _would_be_apart(config: Config, pending: Sequence[Stage], directory: RunDirectory | None) -> tuple[str, str]:
+    """As `_apart`, of stages that are still to be run; what others left is in `directory`."""
     values = config.model_dump()
     actor, reward = STARTS["ppo"]
     before = STARTS["reward"][0]
@@ -189,10 +197,12 @@ def _would_be_apart(config: Config, pending: Sequence[Stage], directory: RunDire
         )
     if actor.named(values) is None and "sft" in pending:
         return "the reward model is trained before the model that the actor starts from", "train it anew"
-    return _apart(
-        actor.named(values) or directory.model_of("sft", actor.key),
-        reward.named(values) or directory.model_of("reward", reward.key),
-    )
+    mine, theirs = actor.named(values), reward.named(values)
+    if directory:
+        mine = mine or directory.model_of("sft", actor.key)
+        theirs = theirs or directory.model_of("reward", reward.key)
+    assert mine and theirs  # named, where every stage is still to be run
+    return _apart(mine, theirs)
 
 
 def _folder(model: str) -> Path | None:

@@ -3,6 +3,7 @@
     python ci/bench/memory.py                          every row that this machine has the memory for
     python ci/bench/memory.py --shape opt-125m sft     rows whose names contain all of these words
     python ci/bench/memory.py --most 3GiB              leave out what the plan says would take more, ranks together
+    python ci/bench/memory.py --most 8GiB --jobs 2     two rows at a time: the peak is that of a row's own processes
 
 Models have random weights; rows are padded to their full length, as the plan counts them. The plan is the one that
 the run itself made when its stage began; the peak is the accelerator's, which on a CPU is that of the process.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,23 +55,26 @@ class Row:
         return f"{self.shape} {self.stage} x{self.ranks} {listed}".strip()
 
 
+LORA = {"lora.rank": 8, "lora.share_base": False}
+SHARED = LORA | {"lora.share_base": True}
+INT8 = {"engine.frozen": "int8"}
+OFFLOAD = {"engine.offload": "optimizer"}
+EVERYWHERE: tuple[tuple[Stage, dict[str, Any]], ...] = (("sft", {}), ("ppo", {}))
+SOME: dict[int, tuple[tuple[Stage, dict[str, Any]], ...]] = {
+    0: (("reward", {}), ("ppo", LORA), ("ppo", SHARED), ("ppo", SHARED | INT8)),
+    1: (("sft", {"precision": "fp32"}), ("sft", OFFLOAD), ("ppo", LORA | INT8), ("ppo", SHARED | OFFLOAD)),
+    2: (("sft", {"model.gradient_checkpointing": True}), ("ppo", OFFLOAD), ("ppo", SHARED | INT8)),
+    3: (("reward", LORA), ("sft", OFFLOAD), ("ppo", LORA), ("ppo", {"engine.offload": "all"})),
+}
+"""Beside those, so that each of offload, LoRA, a shared base and int8 is met at several stages of ZeRO, and together;
+at ZeRO-3 models share nothing, and all their weights are in the compute precision."""
+
+
 def table() -> Iterator[Row]:
-    """ZeRO 0-3 x offload x LoRA x shared base x int8, on 1 and 2 ranks; nothing that would be refused."""
-    for shape, ranks, zero in itertools.product(SHAPES, (1, 2), (0, 1, 2, 3)):
-        stage = {"engine.zero_stage": zero}
-        for precision in ("bf16", "fp32"):
-            yield Row(shape, "sft", ranks, stage | {"precision": precision})
-        yield Row(shape, "reward", ranks, stage)
-        yield Row(shape, "ppo", ranks, stage)
-        yield Row(shape, "sft", ranks, stage | {"model.gradient_checkpointing": True})
-        for share in (False, True) if zero < 3 else (False,):
-            yield Row(shape, "ppo", ranks, stage | {"lora.rank": 8, "lora.share_base": share})
-            yield Row(shape, "ppo", ranks, stage | {"lora.rank": 8, "lora.share_base": share, "engine.frozen": "int8"})
-        if zero:
-            yield Row(shape, "sft", ranks, stage | {"engine.offload": "optimizer"})
-            yield Row(shape, "ppo", ranks, stage | {"engine.offload": "optimizer"})
-        if zero == 3:
-            yield Row(shape, "ppo", ranks, stage | {"engine.offload": "all"})
+    """ZeRO 0-3 with offload, LoRA, a shared base and int8, on 1 and 2 ranks; nothing that would be refused."""
+    for shape, ranks, zero in itertools.product(SHAPES, (1, 2), SOME):
+        for stage, own in EVERYWHERE + SOME[zero]:
+            yield Row(shape, stage, ranks, {"engine.zero_stage": zero} | own)
 
 
 def settings(row: Row, folder: Path) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def settings(row: Row, folder: Path) -> dict[str, Any]:
         "engine.shapes": "static",
         "ppo.steps": 2,
         "ppo.actor": str(folder.parent / row.shape),
-        "ppo.reward_model": str(folder.parent / f"{row.shape}-reward"),
+        "ppo.reward_model": str(reward_model(row, folder.parent)),
         "reward.model": str(folder.parent / row.shape),
     }
     for stage in ("sft", "reward", "ppo"):
@@ -94,6 +99,30 @@ def settings(row: Row, folder: Path) -> dict[str, Any]:
         values |= {f"{stage}.checkpoint_every": 0}
         values |= {f"{stage}.max_steps": 3, f"{stage}.dropout": 0.0} if stage != "ppo" else {}
     return nested(values | row.settings)
+
+
+def reward_model(row: Row, place: Path) -> Path:
+    """The one that a row's PPO starts from: where a base is to be shared, one with its adapter beside it."""
+    if row.settings.get("lora.share_base"):
+        return place / f"{row.shape}-adapted" / "reward" / "model"
+    return place / f"{row.shape}-reward"
+
+
+def prepare(row: Row, place: Path) -> None:
+    """Make the models that a row starts from, where they are not there."""
+    make(place / row.shape, row.shape)
+    make(place / f"{row.shape}-reward", row.shape, scalar_head=True)
+    if not (adapted := reward_model(row, place)).exists():
+        trained = Row(row.shape, "reward", 1, {"lora.rank": 8, "reward.max_steps": 1})
+        values = settings(trained, place / "row") | {"output": str(adapted.parents[1])}
+        recipe = place / "adapted.yaml"
+        recipe.write_text(json.dumps(values))
+        command = [sys.executable, "-m", "rlhf", "reward", "--config", str(recipe), "--accelerator", "cpu"]
+        subprocess.run(command, check=True, capture_output=True, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +151,7 @@ def run(row: Row, folder: Path, most: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "rlhf", row.stage, "--config", str(recipe), "--accelerator", "cpu"]
     command += ["--ranks", str(row.ranks)] if row.ranks > 1 else []
     began = time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=1800)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no reason was given"]
         return {"skipped": said[-1], "code": done.returncode}
@@ -143,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", help="rows whose names contain all of them")
     parser.add_argument("--shape", choices=SHAPES, help="rows of this shape alone")
     parser.add_argument("--most", default="20GiB", help="memory that all ranks of a row may take together")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each of which may take --most")
     parser.add_argument("--folder", type=Path, help="where models are kept; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="write the results to ci/bench/results")
     wanted = parser.parse_args(arguments)
@@ -152,13 +181,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place = wanted.folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
         rows(place / "rows.jsonl")
-        results = []
+        most = parse_bytes(wanted.most, "--most")
         for row in chosen:
-            make(place / row.shape, row.shape)
-            make(place / f"{row.shape}-reward", row.shape, scalar_head=True)
-            found = run(row, place / "row", parse_bytes(wanted.most, "--most"))
-            results.append({"row": row.name, **found})
+            prepare(row, place)
+
+        def measured(row: Row) -> dict[str, Any]:
+            found = run(row, place / f"row-{chosen.index(row)}", most)
             print(_line(row, found), flush=True)
+            return {"row": row.name, **found}
+
+        with ThreadPoolExecutor(wanted.jobs) as jobs:
+            results = list(jobs.map(measured, chosen))
     errors = [abs(result["error"]) for result in results if "error" in result]
     if errors:
         print(f"{len(errors)} rows measured; the largest error is {max(errors):.1%}")

@@ -162,12 +162,17 @@ def deepspeed_config(
     micro_batch_size: int,
     accumulation: int,
     max_grad_norm: float | None = None,
+    trained: int = 0,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for one model, trained or frozen."""
+    """DeepSpeed's configuration for one model.
+
+    Args:
+        trained: how many numbers of it; 0: it is frozen.
+    """
     ours = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": _zero(holding, accelerator),
+        "zero_optimization": _zero(holding, accelerator, trained),
         # AdamW of the accelerator's choice, on the host too.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -183,8 +188,10 @@ def deepspeed_config(
     return _merged(ours, own)
 
 
-def _zero(holding: Holding, accelerator: Accelerator) -> dict[str, Any]:
+def _zero(holding: Holding, accelerator: Accelerator, trained: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": holding.zero_stage}
+    if trained:
+        zero["reduce_bucket_size"] = holding.bucket(trained)
     place: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
     if holding.zero_stage == 3 and holding.engine.nvme is not None:
         # DeepSpeed numbers a model's files anew for each model.

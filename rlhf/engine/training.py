@@ -93,6 +93,7 @@ class TrainingEngine:
                     micro_batch_size,
                     accumulation,
                     max_grad_norm=None if self._clips_itself else optimizer.max_grad_norm,
+                    trained=self.parameter_counts["trainable"],
                 ),
             )
         _forget_setup_step(self.engine)

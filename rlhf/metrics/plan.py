@@ -39,8 +39,8 @@ def models(config: Config, pending: Sequence[Stage]) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def print_plan(plan: StagePlan, config: Config, console: Console) -> None:
-    """Print what a stage will do; `plan.data` holds all of its rows."""
+def print_plan(plan: StagePlan, config: Config, memory: Sequence[str], console: Console) -> None:
+    """Print what a stage will do; `plan.data` holds all of its rows, `memory` says what it will take."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -51,6 +51,8 @@ def print_plan(plan: StagePlan, config: Config, console: Console) -> None:
     for line in lines(plan.data.reports):
         table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
     table.add_row("steps", _steps(plan, config))
+    for line in memory:
+        table.add_row("memory", Text(line.removeprefix(f"{plan.stage}: plan: ")))
     completion = max(longest_completion(row.row, row.prompt_ids, config.data) for row in plan.data.train)
     limits = {"prompt": config.data.max_prompt_length}
     for part, (median, high, longest) in lengths(plan.data).items():

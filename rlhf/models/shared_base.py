@@ -26,19 +26,24 @@ from rlhf.models.weights import remember, source_of
 class Base:
     """The weights of a model, as another may stand on them; taken when it is whole, before an engine has it.
 
-    Of what is trained, but adapters, a copy is kept: the numbers that training begins with.
+    What it trains, but adapters, it trains in a copy: the parameters themselves are kept, frozen, with the numbers that
+    training begins with. Other models may stand on them, and it may have them from the base that it stands on itself.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        kept: dict[int, nn.Parameter] = {}
+        trained: dict[int, nn.Parameter] = {}
         self._first: dict[str, nn.Parameter] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if parameter.requires_grad and ".lora_" not in name:
-                if id(parameter) not in kept:
-                    kept[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-                    remember(kept[id(parameter)], source_of(parameter))
-                self._first[_place(model, name)] = kept[id(parameter)]
+                if id(parameter) not in trained:
+                    trained[id(parameter)] = nn.Parameter(parameter.detach().clone())
+                    remember(trained[id(parameter)], source_of(parameter))
+                self._first[_place(model, name)] = parameter
+                path, _, key = name.rpartition(".")
+                model.get_submodule(path)._parameters[key] = trained[id(parameter)]
+        for parameter in self._first.values():
+            parameter.requires_grad_(False)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By their names below the transformer, the adapters that are trained left out; tied ones by all of them."""

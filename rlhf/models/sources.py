@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,8 +169,9 @@ def copy(source: Source, out: Tensor, start: int = 0) -> Tensor:
     if isinstance(source, Stored) and out.dtype == source.dtype and out.device == torch.get_default_device():
         source.read_into(flat, start)
         return out
-    for first in range(0, flat.numel(), CHUNK):
-        last = min(first + CHUNK, flat.numel())
+    step = _step(source)
+    for first in range(0, flat.numel(), step):
+        last = min(first + step, flat.numel())
         flat[first:last].copy_(source.read(start + first, start + last))
     return out
 
@@ -182,8 +183,10 @@ def whole(source: Source, dtype: torch.dtype, device: torch.device | None = None
 
 def equal(left: Source, right: Source) -> bool:
     """Whether two sources hold the same numbers."""
+    size, step = left.shape.numel(), max(_step(left), _step(right))
+    parts = [(first, min(first + step, size)) for first in range(0, size, step)]
     return left.shape == right.shape and all(
-        torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(_chunks(left), _chunks(right))
+        torch.equal(left.read(*part).float(), right.read(*part).float()) for part in parts
     )
 
 
@@ -191,16 +194,16 @@ def mean_row(source: Source) -> Tensor:
     """The mean of the rows of `source`, in float32; of numbers added up in float64, so the same however it is read."""
     rows, size = source.shape[0], source.shape[1:].numel()
     total = torch.zeros(size, dtype=torch.float64)
-    step = max(1, CHUNK // size)
+    step = max(1, _step(source) // size)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         total += source.read(first * size, last * size).double().view(-1, size).sum(0)
     return (total / rows).float().reshape(source.shape[1:])
 
 
-def _chunks(source: Source) -> Iterator[Tensor]:
-    for first in range(0, source.shape.numel(), CHUNK):
-        yield source.read(first, min(first + CHUNK, source.shape.numel()))
+def _step(source: Source) -> int:
+    """Elements to read at a time: of what is computed anew for each part, all."""
+    return max(1, source.shape.numel()) if isinstance(source, Made) else CHUNK
 
 
 def _in_safetensors(path: Path) -> dict[str, Any]:

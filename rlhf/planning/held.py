@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from rlhf.config import Config
 from rlhf.planning.shapes import Shape
-from rlhf.roles import Holding
+from rlhf.roles import BUCKET, Holding
 
 Kind = Literal[
     "weights",
@@ -28,7 +28,6 @@ Kind = Literal[
     "fragmentation",
 ]
 
-BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's reduce_bucket_size, and its engine's for ZeRO 0
 LIVE = 1_000_000_000  # elements: its stage3_max_live_parameters
 BLOCK = 2**25  # bytes: what is smaller comes from glibc's heap, which keeps it when it is freed (M_MMAP_THRESHOLD)
 _LARGEST_COPY = 0.1  # part of a device's memory (rlhf.models.lora)
@@ -148,8 +147,8 @@ class Model:
                 items += [in_blocks(self.role, "communication", room, host=side) for side in (away, False)]
         elif stage == 3 and not fresh:
             items.append(in_blocks(self.role, "gradients", (4 if self.parts else width) * trained // part))
-        if stage == 3 and not fresh:  # a bucket for good
-            items.append(in_blocks(self.role, "communication", around.sums * min(BUCKET, trained)))
+        if stage == 3 and not (fresh and around.one_memory):  # a bucket for good; a host gives pages when they are used
+            items.append(in_blocks(self.role, "communication", around.sums * _bucket(holding, trained, around)))
         return items
 
     def making(self, holding: Holding, around: Surroundings) -> list[Item]:
@@ -171,15 +170,17 @@ class Model:
         _, trained = self.counts(holding)
         each, width = self._each(holding), around.width
         stage, part = holding.zero_stage, _part(holding, around)
+        bucket = width * _bucket(holding, trained, around)
+        waiting = bucket if stage in (1, 2) and not around.one_memory else 0  # from the start of the pass
         kept = 0
         if self.parts and stage == 2 and not holding.offloads_optimizer:
             kept = 4 * trained // part
         elif self.parts and stage < 2:
             kept = width * trained
-        before = each("gradients", kept, width)
-        gradients = width * trained
+        before = each("gradients", kept + waiting, width)
+        gradients = width * trained + waiting
         if stage == 2:
-            gradients = kept + width * min(trained, BUCKET)
+            gradients = kept + bucket
         elif stage == 3:
             gradients = width * min(self.shape.layer if not holding.lora.rank else trained, trained)
         twice = 0
@@ -196,7 +197,7 @@ class Model:
         _, trained = self.counts(holding)
         each = self._each(holding)
         stage, width, part, ranks = holding.zero_stage, around.width, _part(holding, around), around.ranks
-        bucket = min(BUCKET, trained)
+        bucket = min(holding.bucket(trained) if stage else BUCKET, trained)
         own = each("gradients", width * trained, width)
         # A flat copy of a bucket, and that in the type in which it is added up.
         copies = (bucket * width + (bucket * 4 if width < around.sums else 0)) if ranks > 1 else 0
@@ -297,6 +298,12 @@ class Model:
 def _part(holding: Holding, around: Surroundings) -> int:
     """Among how many ranks the optimizer's state is shared."""
     return around.ranks if holding.zero_stage else 1
+
+
+def _bucket(holding: Holding, trained: int, around: Surroundings) -> int:
+    """Elements of the bucket for gradients; of a host's memory, those that are written to."""
+    size = holding.bucket(trained)
+    return min(size, trained) if around.one_memory else size
 
 
 def _host(away: bool, around: Surroundings) -> bool:

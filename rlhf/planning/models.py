@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from rlhf.config import Config, Stage
 from rlhf.planning.held import Model
 from rlhf.planning.shapes import Shape, shape_from, shape_of
 from rlhf.roles import ROLES, Name, holdings
 from rlhf.settings import STARTS
-from rlhf.sharing import base_of
+from rlhf.sharing import foreseen
 
 EMBEDDED = {
     "model_type": "llama",
@@ -36,7 +36,7 @@ def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dic
         ConfigError: the shape of a model is not known.
     """
     found = {}
-    shared = _shared(config) if stage == "ppo" else ()
+    shared = foreseen(config, holdings(config, "ppo")).donors if stage == "ppo" else ()
     for role in ROLES[stage]:
         path, _ = source(config, role.start)
         shape = (shapes or {}).get(path)
@@ -55,26 +55,3 @@ def source(config: Config, key: str) -> tuple[str | None, tuple[str, ...]]:
         return named, ()
     path, through = source(config, STARTS[start.earlier][0].key)
     return path, (*through, start.earlier)
-
-
-def _shared(config: Config) -> Collection[Name]:
-    """PPO's models that stand on the frozen weights of another; as `rlhf.sharing` decides it once folders are there."""
-    held = holdings(config, "ppo")
-    if config.lora.share_base is False or any(holding.zero_stage == 3 for holding in held.values()):
-        return ()
-    if len({holding.engine.frozen for holding in held.values()}) > 1:
-        return ()
-    adapted = {name for name in ("actor", "critic") if held[name].lora.rank}
-    found: set[Name] = {"reward"} if "critic" in adapted else set()
-    if "reference" in held and "actor" in adapted:
-        found.add("reference")
-    actor, through = source(config, "ppo.actor")
-    reward, longer = source(config, "ppo.reward_model")
-    trained_on_it = bool(actor and reward and base_of(reward) == actor)
-    if (reward, longer) == (actor, (*through, "reward")):
-        trained_on_it = holdings(config, "reward")["reward"].lora.rank > 0
-    if adapted == {"actor", "critic"} and trained_on_it:
-        found.add("critic")
-    elif adapted == {"actor"} and trained_on_it:
-        found.add("reward")
-    return found

@@ -110,7 +110,7 @@ class StageContext:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
-            if self.directory.name == "ppo":  # others have one model
+            if self.directory.name == "ppo" and lora.share_base is not False and holding.zero_stage < 3:
                 self.bases[name] = Base(model)
         engine = self.models[name] = TrainingEngine(
             name,

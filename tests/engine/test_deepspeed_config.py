@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from rlhf.config import build_config
 from rlhf.engine import deepspeed_config
 from rlhf.engine.deepspeed_config import OWN, check, check_disk
 from rlhf.errors import ConfigError
 from rlhf.roles import holdings
-from tests.engine.test_training import build
+from tests.engine.test_training import build, train
 from tests.in_process import held
 
 
@@ -41,6 +42,23 @@ def test_settings_of_the_users_own_come_last_and_others_stay(accelerator):
 def test_deepspeed_takes_them(accelerator, monkeypatch):
     engine = build(accelerator, 2, deepspeed={"zero_optimization": {"reduce_bucket_size": 1234}})
     assert engine.engine.zero_reduce_bucket_size() == 1234
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_bucket_for_gradients_is_no_larger_than_what_is_trained(accelerator, zero_stage, precision):
+    """DeepSpeed allocates all of it: 1 GB in 16 bits, by its default, to train a few adapters."""
+    engine = build(accelerator, zero_stage, precision)
+    trained = engine.parameter_counts["trainable"]
+    assert engine.engine.zero_reduce_bucket_size() == trained
+    train(engine, steps=1)
+    allocated = [bucket.buffer for bucket in engine.engine.optimizer.ipg_buckets.values()]
+    assert all(len(buffer) in (0, trained) for buffer in allocated)  # below ZeRO-3 it is let go of after each step
+
+
+def test_a_frozen_model_has_no_bucket_and_a_large_one_deepspeeds(accelerator):
+    assert "reduce_bucket_size" not in told(accelerator, 3)["zero_optimization"]
+    assert held(2).bucket(10**10) == DeepSpeedZeroConfig().reduce_bucket_size
 
 
 def test_either_name_of_a_setting_replaces_the_one_that_is_set(accelerator):

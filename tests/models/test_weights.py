@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf.config import ModelConfig
-from rlhf.models import loading
+from rlhf.models import loading, sources
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.sources import Grown, Held, Made, Stored, mean_row, whole
 from rlhf.models.weights import into, make_real, source_of
@@ -118,6 +118,23 @@ def test_a_part_of_a_source_is_that_part_of_the_whole(tmp_path):
         everything = source.read()
         for start, stop in ((0, 0), (3, 11), (33, len(everything)), (0, 1)):
             assert torch.equal(source.read(start, stop), everything[start:stop])
+
+
+def test_weights_that_are_loaded_whole_are_not_so_in_silence(folder, monkeypatch, caplog):
+    monkeypatch.setattr(loading.Checkpoint, "covers", lambda self, model: False)
+    load(folder)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: its weights cannot be read one by one: each rank loads all, in float32, first"
+    ]
+
+
+def test_what_is_computed_is_computed_once_however_large_it_is(monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 8)
+    tensor, calls = torch.randn(10, 7), []
+    made = Made(lambda: calls.append(1) or tensor, tensor.shape, tensor.dtype)
+    assert torch.equal(whole(made, torch.float32), tensor) and len(calls) == 1
+    assert torch.equal(mean_row(made), mean_row(Held(tensor))) and len(calls) == 2
+    assert sources.equal(made, Held(tensor)) and not sources.equal(made, Held(tensor + 1))
 
 
 def test_loading_takes_no_more_memory_than_the_weights_that_are_kept(model_folder, tmp_path):

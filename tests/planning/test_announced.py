@@ -64,7 +64,7 @@ def opt(**engine: Any) -> Any:
     return build_config({"model": {"path": "opt-1.3b"}, "precision": "fp32", "engine": engine})
 
 
-@pytest.mark.parametrize(("gib", "stage"), [(64, 0), (16, 1), (11, 3)])
+@pytest.mark.parametrize(("gib", "stage"), [(64, 0), (18, 1), (11, 3)])
 def test_the_least_sharding_that_fits_is_taken(accelerator: Accelerator, gib: int, stage: int) -> None:
     small: Any = Small(accelerator, gib * 1024 * MIB)
     config = opt(zero_stage="auto")

@@ -170,8 +170,12 @@ def test_with_norms_trained_too_the_reference_is_a_model_on_the_actor_s_base(bui
     assert bases["actor"] < bases["reference"] and len(bases["reference"] - bases["actor"]) == 5
     sequences, scored = first_rollout(ppo)
     assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    # The reward model was trained without norms: the critic begins with the base's, and trains its own.
+    norms = [modules(ppo)[name].model.model.norm.weight for name in ("critic", "reward")]
+    critic, reward = (norm.detach().clone() for norm in norms)
     for index in range(2):
         ppo.step(index)
+    assert not torch.equal(norms[0], critic) and torch.equal(norms[1], reward)
     after = ppo.score(sequences)
     assert torch.equal(after["ref_log_probs"], scored["ref_log_probs"])
     assert (after["log_probs"] - scored["log_probs"]).abs().max() > 1e-3

@@ -1,0 +1,66 @@
+"""The plan counts frozen weights once for all models that will stand on them, and no more than once for each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config import build_config
+from rlhf.planning.fit import plan
+from rlhf.planning.held import Surroundings
+from rlhf.planning.models import EMBEDDED, models_of
+from rlhf.sharing import record_base
+
+LORA = {"rank": 8}
+
+
+def shared(**settings: Any) -> set[str]:
+    config = build_config({"model": {"path": "opt-125m"}, "lora": LORA, **settings})
+    return {name for name, model in models_of(config, "ppo").items() if model.shared}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"critic", "reward"}),  # and the reference is the actor without its adapters
+        ({"lora": LORA | {"also_train": ["norms"]}}, {"critic", "reference", "reward"}),
+        ({"lora": LORA | {"share_base": False}}, set()),
+        ({"lora": {"rank": 0}}, set()),
+        ({"engine": {"zero_stage": 3}}, set()),
+        ({"roles": {"reward": {"frozen": "int8"}}}, set()),
+        ({"roles": {"critic": {"lora_rank": 0}}}, {"reward"}),  # on the actor's base
+        ({"roles": {"actor": {"lora_rank": 0}}}, {"reward"}),  # on the critic's
+        ({"roles": {"reward": {"lora_rank": 0}}}, {"reward"}),  # merged into no base: on the critic's
+        ({"reward": {"model": "opt-350m"}}, {"reward"}),
+        ({"ppo": {"actor": "opt-125m"}}, {"reward"}),  # the reward model is trained on that of the sft stage
+    ],
+)
+def test_models_on_one_base(settings: dict[str, Any], expected: set[str]) -> None:
+    assert shared(**settings) == expected
+
+
+def test_a_reward_model_that_is_named_shares_what_it_was_trained_on(tmp_path: Path) -> None:
+    """So says the record that the reward stage left beside it."""
+    reward = tmp_path / "reward" / "model"
+    reward.mkdir(parents=True)
+    (reward / "config.json").write_text(json.dumps(EMBEDDED))
+    named: dict[str, Any] = {"ppo": {"actor": "opt-125m", "reward_model": str(reward)}}
+    assert shared(**named) == {"reward"}
+    (tmp_path / "reward" / "adapter").mkdir()
+    record_base(tmp_path / "reward" / "adapter", "opt-125m")
+    assert shared(**named) == {"critic", "reward"}
+
+
+def test_the_bucket_for_gradients_is_planned_as_deepspeed_is_told_its_size() -> None:
+    """On a device all of it is allocated, however little is trained."""
+
+    def most(**deepspeed: Any) -> int:
+        values = {"model": {"path": "opt-125m"}, "lora": LORA, "engine": {"zero_stage": 2, "deepspeed": deepspeed}}
+        (found,) = plan(build_config(values), ["sft"], Surroundings(2, "bf16"))
+        return found.fullest.device
+
+    larger = most(zero_optimization={"reduce_bucket_size": 500_000_000})
+    assert larger - most() == pytest.approx(2 * 500_000_000, rel=0.01)
