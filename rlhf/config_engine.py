@@ -36,13 +36,18 @@ class LoraConfig(Section):
         (), description="what of the frozen weights is trained too: norms, biases, embeddings"
     )
     share_base: Literal["auto", True, False] = Field(
-        "auto", description="PPO's models share one frozen base where they start from the same; true: or else refuse"
+        "auto",
+        description="PPO's models share one frozen base; auto: those that start from the same; true: all, or no run",
     )
     merge: Literal["auto", True, False] = Field(
-        "auto", description="add adapters to a copy of the weights for rollouts; auto: if that is a tenth of the device"
+        "auto",
+        description="add adapters to a copy of the weights for rollouts, which makes them faster; auto: if the copy "
+        "takes a tenth of the device's memory at most",
     )
     save: Literal["merged", "adapter", "both"] = Field(
-        "merged", description="what a stage leaves: the model with its adapters merged, adapters as peft loads them"
+        "merged",
+        description="what a stage leaves: the model with its adapters merged in, the adapters alone as peft loads them "
+        "(SFT and the reward model stay merged beside them: PPO starts there), or both",
     )
 
     @field_validator("target_modules", mode="before")
@@ -86,7 +91,8 @@ class EngineConfig(Section):
         "(the precision of the run), int8, int4",
     )
     deepspeed: dict[str, Any] = Field(
-        {}, description="settings of DeepSpeed's own, merged last into what it is given; rlhf's own are refused"
+        {},
+        description="settings in DeepSpeed's own words, merged last into its configuration; what rlhf sets is refused",
     )
     shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
         "auto", description="how batches are padded; auto: the accelerator's own policy"

@@ -85,5 +85,5 @@ def _scalar(value: Any) -> str:
 
 def _choices(annotation: Any) -> str:
     """The words that a key admits, where they are few."""
-    words = [word for word in get_args(annotation) if isinstance(word, str)]
+    words = [_scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
     return f" ({' | '.join(words)})" if words else ""

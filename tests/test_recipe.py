@@ -35,6 +35,12 @@ def test_names_in_a_list_are_printed_as_they_are(names: list[str]) -> None:
     assert LoraConfig.model_validate(yaml.safe_load(to_yaml(section))) == section
 
 
+def test_all_words_that_a_key_takes_are_printed() -> None:
+    lines = recipe_text(Config(), "").splitlines()
+    before = lines[lines.index("  share_base: auto") - 1]
+    assert before.endswith("(auto | true | false)")
+
+
 def test_what_a_recipe_is_about_stands_at_its_top() -> None:
     assert recipe_text(Config(), "The settings of a run. " * 9).startswith("# The settings of a run. The settings")
     assert "# AdamW and its learning-rate schedule" not in recipe_text(Config(), "x"), "a key's own words are printed"

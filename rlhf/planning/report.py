@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf import roles
 from rlhf.config import Config, Stage
 from rlhf.metrics.summary import format_bytes
 from rlhf.planning import duration
@@ -16,6 +17,7 @@ from rlhf.planning.fit import Change, Room, fewest_devices, largest_micro_batch,
 from rlhf.planning.held import Surroundings
 from rlhf.planning.memory import StagePlan
 from rlhf.planning.models import models_of
+from rlhf.rollout import choice
 
 
 def told(
@@ -32,9 +34,12 @@ def told(
     """What `rlhf plan` says of a stage.
 
     Raises:
-        ConfigError: as `fit.plan`; `measured` holds no run.
+        ConfigError: as `fit.plan`; the run would be refused; `measured` holds no run.
     """
     resolved = settled(config, [stage], around, room=room)
+    roles.check(resolved, [stage], around.ranks)
+    if stage == "ppo":
+        choice.check(config, around.ranks)
     (found,) = plan(config, [stage], around, room=room)
     fits = room.holds(found)
     advice = _decided(config, resolved)
