@@ -272,7 +272,8 @@ class _Models(_Tokenizers):
             check_dropout(outline, *_dropout(self._config, found.start))
             if stage == "reward":
                 check_final_norm(outline, self._config.reward.reset_final_norm)
-            if self._config.lora.rank:
+            held = holdings(self._config, stage).values()
+            if any(holding.lora.rank and holding.role.start == found.start.key for holding in held):
                 check_targets(outline, self._config.lora)
         if stage == "ppo":
             actor, reward = origins

@@ -215,9 +215,10 @@ def _check_frozen(config: Config, holding: Holding) -> None:
         )
     if holding.quantization and holding.zero_stage == 3:
         zero = "engine.zero_stage" if own.zero_stage is None else f"roles.{name}.zero_stage"
+        most = 2 if holding.role.trained or own.zero_stage is None else 0  # 2, said of all models, is 0 for frozen ones
         raise ConfigError(
             f"{key}: {kind}: ZeRO-3 shards the weights of the {name} model, and quantized ones lie whole on every "
-            f"rank; set {zero}={2 if holding.role.trained else 0}, or {key}=auto"
+            f"rank; set {zero}={most}, or {key}=auto"
         )
 
 

@@ -1,7 +1,6 @@
 """A run's folder on disk: what it holds, and who may write to it.
 
-A `Config` and the wish to resume or overwrite flow in; out comes a `RunDirectory` whose stages each have
-their own folder.
+A `Config` and the wish to resume or overwrite flow in; out comes a `RunDirectory` with a folder for each stage.
 """
 
 from __future__ import annotations

@@ -100,9 +100,10 @@ def base_of(model: str) -> str | None:
     return found
 
 
-def record_base(folder: Path, base: str | None) -> None:
-    """Note in the folder of an adapter which model it was trained on."""
-    atomic_write_json(folder / _BASE, {"path": base, "fingerprint": fingerprint(base) if base else None})
+def record_base(folder: Path, base: str | None, merged: str | None = None) -> None:
+    """Note in the folder of an adapter which model it was trained on, and which one beside it has it `merged`."""
+    known = {"path": base, "fingerprint": fingerprint(base) if base else None}
+    atomic_write_json(folder / _BASE, known | {"merged": fingerprint(merged) if merged else None})
 
 
 def fingerprint(model: str) -> str | None:
@@ -167,6 +168,8 @@ def _apart(actor: str, reward: str) -> tuple[str, str]:
     if not record.is_file():
         return f"{reward} has no adapter beside it, so it is a base of its own", "train the reward model with LoRA"
     base = read_json(record)
+    if (merged := base.get("merged")) and merged != fingerprint(reward):
+        return f"the adapter beside {reward} is another model's", "train the reward model with LoRA"
     there, now = base["fingerprint"], fingerprint(actor)
     if (there == now) if there and now else (base["path"] == actor):
         return "", ""

@@ -133,6 +133,11 @@ def test_what_waits_on_the_host(zero_stage, offload, optimizers, parameters):
             "rank; set engine.zero_stage=2, or engine.frozen=auto",
         ),
         (
+            {"engine": {"frozen": "int8", "zero_stage": 3, "offload": "optimizer"}},
+            "engine.frozen: int8: ZeRO-3 shards the weights of the reference model, and quantized ones lie whole on "
+            "every rank; set engine.zero_stage=2, or engine.frozen=auto",
+        ),
+        (
             {"roles": {"reward": {"frozen": "int8", "zero_stage": 3}}},
             "roles.reward.frozen: int8: ZeRO-3 shards the weights of the reward model, and quantized ones lie whole on "
             "every rank; set roles.reward.zero_stage=0, or roles.reward.frozen=auto",

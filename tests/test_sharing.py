@@ -22,7 +22,7 @@ def folders(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         torch.manual_seed(0)
         save_file({"a": torch.randn(300, 300), "b": torch.randn(7)}, tmp_path / name / "model.safetensors")
-    record_base(tmp_path / "reward" / "adapter", str(tmp_path / "actor"))
+    record_base(tmp_path / "reward" / "adapter", str(tmp_path / "actor"), str(tmp_path / "reward" / "model"))
     return str(tmp_path / "actor"), str(tmp_path / "reward" / "model")
 
 
@@ -54,6 +54,15 @@ def test_a_base_that_was_trained_on_is_another(folders, tmp_path):
     donors, line = found(folders)
     assert donors == {"reward": "critic"}
     assert line.endswith(f"not more: {folders[0]} has other weights now than when {folders[1]} was trained on it")
+
+
+def test_an_adapter_beside_another_model_than_its_own_is_not_taken(folders):
+    file = f"{folders[1]}/model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "a": weights["a"] * 1.001}, file)
+    donors, line = found(folders)
+    assert donors == {"reward": "critic"}
+    assert line.endswith(f"not more: the adapter beside {folders[1]} is another model's")
 
 
 def test_a_fingerprint_is_of_the_weights_alone(tmp_path, folders):

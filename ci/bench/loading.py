@@ -22,11 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from machine import machine, results_file  # noqa: E402
+from random_models import make  # noqa: E402
 
-SHAPES = {  # layers, width, width within layers, heads
-    "opt-125m": (12, 768, 3072, 12),
-    "opt-1.3b": (24, 2048, 8192, 32),
-}
+SHAPES = ("opt-125m", "opt-1.3b")
 ROLES = ("actor", "critic", "reference", "reward")
 FILE = 500 * 2**20
 SLACK = 300 * 2**20
@@ -53,7 +51,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
 
     folder = arguments.folder or out / "models"
     for kind in ("causal", "scalar"):
-        make(folder / arguments.shape / kind, arguments.shape, kind)
+        make(folder / arguments.shape / kind, arguments.shape, scalar_head=kind == "scalar", file_size=FILE)
     command = [sys.executable, __file__, "--out", str(out), "--folder", str(folder), "--shape", arguments.shape]
     command += ["--roles", *arguments.roles, *(["--engines"] if arguments.engines else [])]
     outcome = ranks.start(arguments.ranks, command)
@@ -75,37 +73,6 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
         json.dumps({"machine": machine(), "roles": list(arguments.roles), "ranks": found}, indent=2) + "\n"
     )
     return 0 if fits else 1
-
-
-def make(folder: Path, shape: str, kind: str) -> None:
-    """A model with random weights and a tokenizer in `folder`, of which no more than a tensor is ever in memory."""
-    if (folder / "tokenizer.json").is_file():
-        return
-    import torch
-    from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
-
-    from rlhf.data.tokenizer import build_tokenizer
-    from rlhf.models.writing import Writer
-
-    layers, width, inner, heads = SHAPES[shape]
-    config = OPTConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=inner,
-        num_attention_heads=heads,
-        num_labels=1,
-        dtype="bfloat16",
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = (OPTForCausalLM if kind == "causal" else OPTForSequenceClassification)(config).bfloat16()
-    outlines = dict(model.named_parameters())  # tied ones once
-    with Writer(folder, outlines, file_size=FILE) as writer:
-        for name, outline in outlines.items():
-            writer.write(name, torch.empty(outline.shape, dtype=torch.bfloat16).normal_(0, 0.02))
-    build_tokenizer(iter(["the quick brown fox"] * 10), vocab_size=300).save_pretrained(folder)
 
 
 def measure(arguments: argparse.Namespace) -> int:

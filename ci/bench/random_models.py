@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,28 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
-_SHARD = 2**30  # bytes
 
 
-def make(folder: Path, name: str, *, scalar_head: bool = False, layers: int | None = None, seed: int = 0) -> Path:
+def make(
+    folder: Path,
+    name: str,
+    *,
+    scalar_head: bool = False,
+    layers: int | None = None,
+    seed: int = 0,
+    file_size: int = 2**30,
+) -> Path:
     """A model of one of the known shapes (rlhf/planning/known.yaml) in `folder`, bf16, with a small tokenizer.
 
     Args:
         scalar_head: as a reward model, with the weights of the language model of the same seed below its head.
         layers: in place of those of the shape.
+        file_size: bytes of weights in a file, at most.
     """
     import torch
-    from safetensors.torch import save_file
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from rlhf.models.writing import Writer
 
     if (folder / "config.json").is_file():
         return folder
@@ -37,18 +45,13 @@ def make(folder: Path, name: str, *, scalar_head: bool = False, layers: int | No
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = auto.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
     folder.mkdir(parents=True, exist_ok=True)
-    index: dict[str, str] = {}
-    tensors = dict(model.named_parameters())  # tied ones once
-    for number, part in enumerate(_shards(tensors), 1):
-        file = f"model-{number:05d}.safetensors"
-        save_file({key: _drawn(key, tensors[key], seed) for key in part}, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    total = sum(2 * tensor.numel() for tensor in tensors.values())
-    listing = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+    outlines = dict(model.named_parameters())  # tied ones once
+    with Writer(folder, outlines, file_size=file_size) as writer:
+        for key, outline in outlines.items():
+            writer.write(key, _drawn(key, outline, seed))
     _tokenizer().save_pretrained(folder)
     config.save_pretrained(folder)  # last: it marks the folder as complete
     return folder
@@ -77,18 +80,6 @@ def _drawn(key: str, like: Any, seed: int) -> Any:
         value = 1.0 if "norm" in key and key.endswith("weight") else 0.0
         return torch.full(like.shape, value, dtype=torch.bfloat16)
     return torch.empty(like.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-
-
-def _shards(tensors: dict[str, Any]) -> Iterator[list[str]]:
-    part: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if part and size + 2 * tensor.numel() > _SHARD:
-            yield part
-            part, size = [], 0
-        part.append(name)
-        size += 2 * tensor.numel()
-    yield part
 
 
 def _tokenizer() -> Any:

@@ -118,6 +118,7 @@ def _print(stage: dict[str, Any]) -> None:
     items = [
         (item["role"], item["kind"], format_bytes(item["bytes"]), "host" if item["host"] else "device")
         for item in stage["items"]
+        if item["bytes"] >= 2**20
     ]
     print_table(f"at the fullest: {stage['fullest']}", ("role", "kind", "bytes", "where"), items)
     for name, text in stage["advice"].items():

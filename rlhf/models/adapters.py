@@ -30,11 +30,12 @@ _PREFIX = "base_model.model."  # what peft wraps a model in
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def save_adapter(engine: TrainingEngine, path: Path, base: str | None) -> None:
+def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: str | None = None) -> None:
     """Write what training has changed to `path`, complete or not at all; every rank calls it.
 
     Args:
         base: the folder or hub name of the model that was trained; None: it was made for this run.
+        merged: the folder of the model that has it merged; None: there is none.
     """
     model = engine.module.model if isinstance(engine.module, ScalarHead) else engine.module
     named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
@@ -50,7 +51,7 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None) -> None:
             with atomic_directory(path) as folder:
                 save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
                 _config(model, engine, base).save_pretrained(str(folder))
-                record_base(folder, base)
+                record_base(folder, base, merged)
 
 
 def read_config(path: Path) -> PeftConfig:

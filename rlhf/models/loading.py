@@ -9,6 +9,7 @@ quantized checkpoints) it loads whole and in float32 first.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ from rlhf.roles import Holding
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 Loader = Callable[[Holding], Any]
 """Loads one role's model, to be held so."""
@@ -208,6 +211,10 @@ def _load(
             model, report = load(device_map="meta")
         checkpoint = Checkpoint(model, tensors) if weights and tensors else None
         if weights and not (checkpoint and checkpoint.covers(model)):
+            if checkpoint:  # neither GGUF nor quantized: nobody expects it
+                logger.warning(
+                    "%s: its weights cannot be read one by one: each rank loads all, in float32, first", path
+                )
             checkpoint = None
             model, report = load()
     except Exception as error:

@@ -142,7 +142,7 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
         yield Change({"model.gradient_checkpointing": True}, "about a third more time for updates; the same numbers")
     stage = config.engine.zero_stage
     if around.ranks > 1 and stage != "auto":
-        cost = {1: "little", 2: "little", 3: "weights are sent around in every pass"}
+        cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
         for more in range(stage + 1, 4):
             yield Change({"engine.zero_stage": more}, f"{cost[more]}; the same numbers")
     if config.engine.offload == "none" and not around.one_memory:

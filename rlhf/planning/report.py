@@ -39,11 +39,11 @@ def told(
     fits = room.holds(found)
     advice = _decided(config, resolved)
     if not fits:
-        advice["cheapest change"] = said(remedy(config, [stage], around, room)) or "none that is known makes it fit"
+        advice["cheapest change"] = said(remedy(config, [stage], around, room)) or "none that is known is enough"
     few = fewest_devices(config, [stage], around, room)
-    advice["fewest devices"] = f"{few:,} of these" if few else "no number of these is enough"
+    advice["fewest devices"] = f"{few:,} of these" if few else "with these settings no number is enough"
     most = largest_micro_batch(resolved, stage, around, room)
-    advice["largest micro-batch"] = f"{most} rows (it is a part of a rank's share)" if most else "not even one row fits"
+    advice["largest micro-batch"] = f"{most} rows at a time" if most else "with these settings not even one row fits"
     took = _duration(resolved, stage, around, measured, tflops, rows)
     if took:
         money = f", {took.cost(price, around.ranks):,.2f} in money" if price is not None else ""
@@ -60,15 +60,24 @@ def told(
         "parameters": {name: {"all": both[0], "trained": both[1]} for name, both in found.parameters.items()},
         "phases": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in found.phases],
         "fullest": found.fullest.name,
-        "items": [
-            {"role": item.role, "kind": item.kind, "bytes": item.size, "host": item.host}
-            for item in sorted(found.fullest.items, key=lambda item: -item.size)
-            if item.size
-        ],
+        "items": _items(found),
         "advice": advice,
         **({"hours": took.hours, "steps": took.steps} if took else {}),
         **({"cost": took.cost(price, around.ranks)} if took and price is not None else {}),
     }
+
+
+def _items(found: StagePlan) -> list[dict[str, Any]]:
+    """What is there in the fullest phase, the largest first: one entry for each kind that a role has in one place."""
+    sizes: dict[tuple[str, str, bool], int] = {}
+    for item in found.fullest.items:
+        key = (item.role, item.kind, item.host)
+        sizes[key] = sizes.get(key, 0) + item.size
+    return [
+        {"role": role, "kind": kind, "bytes": size, "host": host}
+        for (role, kind, host), size in sorted(sizes.items(), key=lambda item: -item[1])
+        if size
+    ]
 
 
 def peak(found: StagePlan, room: Room | None) -> str:
@@ -79,8 +88,10 @@ def peak(found: StagePlan, room: Room | None) -> str:
 
 
 def said(changes: Sequence[Change]) -> str:
-    """Changes as options, with what they cost."""
-    return "; ".join(f"--set {' --set '.join(str(change).split(', '))} ({change.cost})" for change in changes)
+    """Changes as options of one command, with what they cost."""
+    together = Change({key: value for change in changes for key, value in change.settings.items()}, "")
+    costs = "; ".join(change.cost for change in changes)
+    return f"--set {' --set '.join(str(together).split(', '))} ({costs})" if changes else ""
 
 
 def _decided(config: Config, resolved: Config) -> dict[str, str]:

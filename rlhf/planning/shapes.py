@@ -109,8 +109,9 @@ def shape_of(model: str) -> Shape:
         try:
             values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{model}: its config.json cannot be read ({error}); name a folder that holds a model, or a known shape"
+                f"{model}: its config.json cannot be read ({why}); name a folder that holds a model, or a known shape"
             ) from error
         return shape_from(values, model)
     known = _known()
@@ -120,10 +121,8 @@ def shape_of(model: str) -> Shape:
     if name in known:
         return shape_from(known[name], name)
     close = difflib.get_close_matches(name, known, n=1)
-    raise ConfigError(
-        f"{model}: is no folder, and no known shape has this name{f'; did you mean {close[0]}?' if close else ''}; "
-        f"name a folder with a config.json, or one of {', '.join(known)}"
-    )
+    advice = f"did you mean {close[0]}?" if close else f"name a folder with a config.json, or one of {', '.join(known)}"
+    raise ConfigError(f"{model}: is no folder, and no known shape has this name; {advice}")
 
 
 @cache

@@ -49,24 +49,25 @@ def check(config: Config, ranks: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    ppo, stage = config.ppo, holdings(config, "ppo")["actor"].zero_stage
+    ppo, actor = config.ppo, holdings(config, "ppo")["actor"]
     mode, among = ppo.generation_weights, ppo.tensor_parallel
     if among and mode not in ("auto", "tensor_parallel"):
         raise ConfigError(
             f"ppo.tensor_parallel: {among} is for ppo.generation_weights=tensor_parallel, which is {mode}; "
             "change one of them"
         )
-    # `auto` is for the plan to decide, which looks at the accelerator first.
-    undecided = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
-    if stage < 3 and not undecided and (among or mode in ("layerwise", "tensor_parallel")):
-        key, value = ("ppo.tensor_parallel", among) if among else ("ppo.generation_weights", mode)
-        raise ConfigError(
-            f"{key}: {value} is for weights that are sharded, and the actor's are whole on every rank at ZeRO {stage}; "
-            "leave it out, or set roles.actor.zero_stage=3"
-        )
     if mode == "tensor_parallel" and ranks == 1:
         raise ConfigError(
-            "ppo.generation_weights: tensor_parallel needs two ranks or more, and there is one; use whole or layerwise"
+            "ppo.generation_weights: tensor_parallel needs two ranks or more, and there is one; leave it at auto"
+        )
+    # `auto` is for the plan to decide, which looks at the accelerator first.
+    undecided = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
+    if actor.zero_stage < 3 and not undecided and (among or mode in ("layerwise", "tensor_parallel")):
+        key, value = ("ppo.tensor_parallel", among) if among else ("ppo.generation_weights", mode)
+        sharded = "" if actor.quantization else ", or set roles.actor.zero_stage=3"  # which cannot be quantized
+        raise ConfigError(
+            f"{key}: {value} is for weights that are sharded, and the actor's are whole on every rank at ZeRO "
+            f"{actor.zero_stage}; leave it out{sharded}"
         )
     if among and ranks % among:
         raise ConfigError(

@@ -135,9 +135,9 @@ class StageContext:
         """The role's model for scoring only; see `freeze`."""
         holding = self.holdings[name]
         model = self._loaded(holding, load)
-        trained = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
-        if holding.offloads_parameters and any(id(parameter) in trained for parameter in model.parameters()):
-            self.say(f"{name}: engine.offload moves nothing of it; it shares the base of a model that is trained")
+        if holding.offloads_parameters and self._on_a_base(model):
+            if self.accelerator.host_device() != self.accelerator.device():
+                self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
             holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
         self.models[name] = freeze(
             ScalarHead(model) if holding.role.scalar_head else model,
@@ -153,8 +153,14 @@ class StageContext:
         if kind := holding.quantization:
             packing = self.accelerator.kernel("quantized_weights", required=True)
             quantize(model, kind, packing, exported=holding.role.trained)  # what `load` has not packed yet
-            self.say(f"{holding.role.name}: the {count(model):,} frozen parameters of its linear layers are in {kind}")
+            if not self._on_a_base(model):  # or else it has been said of that
+                self.say(f"{holding.role.name}: the {count(model):,} frozen weights of its linear layers are in {kind}")
         return model
+
+    def _on_a_base(self, model: nn.Module) -> bool:
+        """Whether weights of a model are those of one that is trained."""
+        theirs = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
+        return any(id(parameter) in theirs for parameter in model.parameters())
 
     def batches(
         self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool

@@ -120,6 +120,14 @@ def test_a_part_of_a_source_is_that_part_of_the_whole(tmp_path):
             assert torch.equal(source.read(start, stop), everything[start:stop])
 
 
+def test_weights_that_are_loaded_whole_are_not_so_in_silence(folder, monkeypatch, caplog):
+    monkeypatch.setattr(loading.Checkpoint, "covers", lambda self, model: False)
+    load(folder)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: its weights cannot be read one by one: each rank loads all, in float32, first"
+    ]
+
+
 def test_what_is_computed_is_computed_once_however_large_it_is(monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 8)
     tensor, calls = torch.randn(10, 7), []

@@ -35,11 +35,26 @@ def test_nothing_heavy_is_loaded_where_the_memory_is_given() -> None:
 
 def test_what_does_not_fit_does_with_the_change_that_is_named(forks: Forks) -> None:
     (found,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", code=1)
-    options = [word for word in found["advice"]["cheapest change"].split() if "=" in word]
-    assert options
-    again = [part for option in options for part in ("--set", option.strip(";"))]
-    (mended,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", *again)
+    change = found["advice"]["cheapest change"].partition(" (")[0].split()
+    assert change[:1] == ["--set"]
+    (mended,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", *change)
     assert mended["fits"]
+
+
+def test_several_changes_are_options_of_one_command(forks: Forks) -> None:
+    tight = ["--memory", "24GB", "--stage", "ppo", "--set", "model.path=opt-13b", "--set", "lora.rank=8"]
+    (found,) = planned(forks, *tight, code=1)
+    change = found["advice"]["cheapest change"].partition(" (")[0].split()
+    assert change.count("--set") > 1
+    assert planned(forks, *tight, *change)[0]["fits"]
+
+
+def test_a_kind_that_a_role_has_in_one_place_is_told_once(forks: Forks) -> None:
+    (found,) = planned(forks, "--memory", "1TB", "--devices", "2", "--stage", "sft")
+    kinds = [(item["role"], item["kind"], item["host"]) for item in found["items"]]
+    assert len(kinds) == len(set(kinds))
+    (fullest,) = [phase for phase in found["phases"] if phase["phase"] == found["fullest"]]
+    assert sum(item["bytes"] for item in found["items"] if not item["host"]) == fullest["device"]
 
 
 def test_the_fewest_devices_are_enough_and_half_of_them_are_not(forks: Forks) -> None:
@@ -89,6 +104,8 @@ def test_a_run_that_was_measured_gives_its_pace(forks: Forks, tmp_path: Path) ->
     ("arguments", "said"),
     [
         (["--memory", "lots"], "--memory lots: is no size; write e.g. 80GiB"),
+        (["--memory", "24"], "--memory 24: has no unit; write 24GiB"),
+        (["--memory", "1TB", "--host-memory", "64"], "--host-memory 64: has no unit; write 64GiB"),
         (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),
         (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: .* give one of them"),
         (["--memory", "1TB", "--stage", "dpo"], "--stage dpo: no such stage; use one of sft, reward, ppo"),

@@ -183,6 +183,12 @@ def unknown_layers(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def unknown_layers_of_the_one_model_that_has_adapters(bench: Bench) -> tuple[list[str], list[str]]:
+    keys = {"roles__critic__lora_rank": 2, "lora__target_modules": "[query]"}
+    return settings(**keys), ["no linear layer is named 'query'", "q_proj"]
+
+
+@mistake
 def layers_by_a_pattern_that_fits_none(bench: Bench) -> tuple[list[str], list[str]]:
     wanted = settings(lora__rank=2, lora__target_modules="re:.*query")
     return wanted, ["'re:.*query' matches the whole path of no linear layer", "model.layers.0.self_attn.q_proj"]

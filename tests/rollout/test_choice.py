@@ -28,7 +28,8 @@ def refusal(function, *arguments):
         (2, 2, {"generation_weights": "layerwise"}, ["generation_weights: layerwise", "ZeRO 2", "zero_stage=3"]),
         (2, 2, {"tensor_parallel": 2}, ["ppo.tensor_parallel: 2", "whole on every rank", "zero_stage=3"]),
         (3, 2, {"tensor_parallel": 2, "generation_weights": "whole"}, ["which is whole", "change one of them"]),
-        (3, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "use whole or layerwise"]),
+        (3, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
+        (2, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
         (3, 8, {"tensor_parallel": 3}, ["8 ranks cannot be cut into teams of 3; use 2"]),
         (3, 9, {"tensor_parallel": 4}, ["9 ranks cannot be cut into teams of 4; use 3"]),
         (3, 2, {"tensor_parallel": 4}, ["2 ranks cannot be cut into teams of 4; use 2"]),
@@ -37,6 +38,12 @@ def refusal(function, *arguments):
 def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
     line = refusal(check, configuration(zero_stage, **ppo), ranks)
     assert [word for word in words if word not in line] == [], line
+
+
+def test_quantized_weights_are_not_told_to_be_sharded():
+    quantized = {"engine": {"zero_stage": 2, "frozen": "int8"}, "lora": {"rank": 4}}
+    line = refusal(check, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
+    assert line.endswith("at ZeRO 2; leave it out")
 
 
 def test_settings_that_do():

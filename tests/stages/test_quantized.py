@@ -41,7 +41,8 @@ def test_models_load_with_plain_transformers_and_differ_in_adapted_layers_alone(
 
 def test_a_run_says_what_is_quantized_and_counts_it_among_the_parameters(quantized_run):
     output, said = quantized_run
-    assert "sft: the 15,360 frozen parameters of its linear layers are in int" in said
+    assert "sft: the 15,360 frozen weights of its linear layers are in int" in said
+    assert said.count("are in int") == 3  # of PPO's models on one base once
     base = sum(tensor.numel() for tensor in weights(output / "sft" / "model").values())
     counts = json.loads((output / "sft" / "stage.json").read_text())["parameters"]
     assert counts["all"] - counts["trainable"] == base
