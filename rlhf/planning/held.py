@@ -28,7 +28,8 @@ Kind = Literal[
     "fragmentation",
 ]
 
-LIVE = 1_000_000_000  # elements: its stage3_max_live_parameters
+LIVE = 1_000_000_000  # elements: DeepSpeed 0.19.8's stage3_max_live_parameters
+AHEAD = 50_000_000  # elements: its stage3_prefetch_bucket_size
 BLOCK = 2**25  # bytes: what is smaller comes from glibc's heap, which keeps it when it is freed (M_MMAP_THRESHOLD)
 _LARGEST_COPY = 0.1  # part of a device's memory (rlhf.models.lora)
 
@@ -145,8 +146,9 @@ class Model:
                 items.append(each("gradients", added * trained // part if self.parts and not fresh else 0, 4, away))
                 room = width * min(self.shape.largest, trained)  # for one gradient on its way, on either side
                 items += [in_blocks(self.role, "communication", room, host=side) for side in (away, False)]
-        elif stage == 3 and not fresh:
-            items.append(in_blocks(self.role, "gradients", (4 if self.parts else width) * trained // part))
+        if stage == 3 and not fresh:  # what the backward pass leaves, beside those in float32 where these are offloaded
+            size = (4 if self.parts else width) * trained // part
+            items.append(in_blocks(self.role, "gradients", size, host=away))
         if stage == 3 and not (fresh and around.one_memory):  # a bucket for good; a host gives pages when they are used
             items.append(in_blocks(self.role, "communication", around.sums * _bucket(holding, trained, around)))
         return items
@@ -230,8 +232,13 @@ class Model:
         if holding.zero_stage < 3 or around.ranks == 1:
             return []
         whole, one = self.counts(holding)[0], max(self.shape.layer, self.shape.tokens)
-        live = min(whole, LIVE) if holding.engine.zero_persistence_threshold else one
-        return [self._each(holding)("gathered layers", around.width * live, around.width)]
+        if not holding.engine.zero_persistence_threshold:
+            return [self._each(holding)("gathered layers", around.width * one, around.width)]
+        # What was fetched ahead lies in a flat buffer until the last of its parameters, copied out of it, is used; gloo
+        # on a host gathers into a buffer of its own, in two threads at a time.
+        ahead = around.width * min(whole, AHEAD) * (3 if around.one_memory else 1)
+        live = self._each(holding)("gathered layers", around.width * min(whole, LIVE), around.width)
+        return [live, in_blocks(self.role, "gathered layers", ahead)]
 
     def for_rollouts(self, config: Config, holding: Holding, around: Surroundings) -> list[Item]:
         """Generating: whole weights at ZeRO-3, and the copy that adapters are merged into."""
