@@ -68,7 +68,7 @@ class LoraConfig(Section):
 class EngineConfig(Section):
     """How models are held, trained and frozen ones; `roles` says what one of them does differently."""
 
-    zero_stage: Literal["auto"] | ZeroStage = Field(
+    zero_stage: Literal["auto", 0, 1, 2, 3] = Field(
         0,
         description="ZeRO: what is sharded over ranks (0 nothing, 1 optimizer, 2 + gradients, 3 + weights); auto: the "
         "least that fits, by the plan",
@@ -76,7 +76,7 @@ class EngineConfig(Section):
     zero_persistence_threshold: int = Field(
         100_000, ge=0, description="ZeRO-3: parameters smaller than this stay whole on every rank"
     )
-    offload: Literal["auto"] | Offload = Field(
+    offload: Literal["auto", "none", "optimizer", "parameters", "all"] = Field(
         "none",
         description="what waits in the host's memory: optimizer (state and step), parameters (ZeRO-3's shards, and "
         "frozen models between their uses), all; auto: the least with which it fits, by the plan",

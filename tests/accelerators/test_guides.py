@@ -56,6 +56,7 @@ def shell(tmp_path: Path):
     return type_in
 
 
+@pytest.mark.slow
 def test_the_example_plugin_is_installed_explained_and_checked_as_the_readme_says(shell):
     (lines,) = commands("README.md", "Accelerators are plugins")
     assert any("accelerators check example" in line for line in lines)

@@ -65,6 +65,7 @@ def ends(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[t
     return found
 
 
+@pytest.mark.slow
 def test_two_machines_train_what_one_does(loopback: Machines, rlhf: Any, tmp_path: Path) -> None:
     """The quick one: through our launcher, on loopback addresses."""
     output = loopback.shared / "run"

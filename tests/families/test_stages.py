@@ -14,7 +14,8 @@ from rlhf.config import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.run import RunDirectory
 from rlhf.stages import leaving, ppo
-from tests.families.table import FAMILIES, Family
+from tests.families.each import EACH
+from tests.families.table import Family
 from tests.helpers import weights
 
 LENGTHS = {"max_prompt_length": 16, "max_completion_length": 8}
@@ -118,9 +119,7 @@ def trained(
     return run
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, id=f.name, marks=[pytest.mark.slow] if f.slow else []) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", EACH)
 def test_a_family_is_trained_and_saved_as_plain_transformers_reads_it(
     trained: Any, tokenizer: Any, family: Family
 ) -> None:

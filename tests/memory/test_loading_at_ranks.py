@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_and_masters_are_the_checkpoints(folder: Path, count: int) -> None:
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.memory import ranks_of_loading as ranks"
     outcome = ranks.start(count, [sys.executable, "-c", f"{script}; ranks.main({str(folder)!r})"])

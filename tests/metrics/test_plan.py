@@ -48,7 +48,7 @@ def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer:
     config = load_config(None, [source, "data.max_prompt_length=30", "data.max_completion_length=17"])
     data = load_stage(config.data, "sft", tokenizer, seed=0)
     shown = StringIO()
-    print_plan(StagePlan("sft", (), None, tokenizer, data), config, Console(width=120, file=shown))
+    print_plan(StagePlan("sft", (), None, tokenizer, data), config, [], Console(width=120, file=shown))
     assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
 
 

@@ -11,7 +11,7 @@ from rlhf.models import shared_base
 from rlhf.models.loading import empty
 from rlhf.models.lora import FROZEN, TRAINED, add_adapters, inject, merged_adapters, peft_config, without_adapters
 from rlhf.models.shared_base import Base, graft, on_base
-from tests.families.table import FAMILIES
+from tests.families.each import EACH
 from tests.helpers import llama
 
 IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def adapted(model, **settings):
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", EACH)
 def test_a_twin_of_every_family_computes_the_same_bit_for_bit_with_the_same_weights(family):
     torch.manual_seed(0)
     config = family.configuration()
@@ -41,7 +41,7 @@ def test_a_twin_of_every_family_computes_the_same_bit_for_bit_with_the_same_weig
     assert storages(twin) <= storages(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", EACH)
 def test_a_scalar_head_of_every_family_stands_on_its_language_model(family):
     torch.manual_seed(0)
     config = family.configuration()

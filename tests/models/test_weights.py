@@ -20,7 +20,8 @@ from rlhf.models.loading import load_causal_lm
 from rlhf.models.sources import Grown, Held, Made, Stored, mean_row, whole
 from rlhf.models.weights import into, make_real, source_of
 from rlhf.models.writing import Writer
-from tests.families.table import FAMILIES, build
+from tests.families.each import EACH
+from tests.families.table import build
 from tests.helpers import build_tokenizer, llama
 
 
@@ -50,7 +51,7 @@ def streamed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loading.Checkpoint, "covers", fails)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", EACH)
 def test_every_family_is_read_as_plain_transformers_reads_it(family, tmp_path, monkeypatch):
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 

@@ -24,7 +24,7 @@ def a_team_that_is_not_wanted(bench: Bench) -> tuple[list[str], list[str]]:
 def a_team_of_one(bench: Bench) -> tuple[list[str], list[str]]:
     return [*ZERO_3, *settings(ppo__generation_weights="tensor_parallel")], [
         "needs two ranks",
-        "use whole or layerwise",
+        "leave it at auto",
     ]
 
 
