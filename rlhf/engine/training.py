@@ -26,7 +26,7 @@ from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_group
 from rlhf.engine.parking import park
 from rlhf.engine.statistics import Sums
 from rlhf.models import quantized
-from rlhf.models.placement import place
+from rlhf.models.placement import place, place_buffers
 from rlhf.models.weights import forget
 from rlhf.roles import Holding
 
@@ -72,6 +72,7 @@ class TrainingEngine:
         self._scale = 1.0
         self._trained = False
         self.parameter_counts = _parameter_counts(model)
+        place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
         # Where the optimizer's state waits on the host, its step is taken there too.
         on_host = holding.offloads_optimizer
@@ -216,6 +217,7 @@ def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, 
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if holding.zero_stage < 3:
         return place(model, accelerator.device(), precision.dtype)
+    place_buffers(model, accelerator.device())
     frozen, *_ = deepspeed.initialize(
         model=model, config=deepspeed_config(holding, accelerator, precision, micro_batch_size=1, accumulation=1)
     )

@@ -10,6 +10,14 @@ from torch import nn
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers alone: DeepSpeed (0.19) does not, of a model whose parameters are sharded already."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
 def place(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     """Move a model to `device`, its parameters in `dtype`; in place, and returned.
 
