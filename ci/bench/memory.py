@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if errors:
         print(f"{len(errors)} rows measured; the largest error is {max(errors):.1%}")
     if wanted.write:
-        file = results_file(Path(__file__).parent, "memory")
+        file = results_file(Path(__file__).parent, "-".join(["memory", *filter(None, [wanted.shape]), *wanted.words]))
         file.write_text(json.dumps({"machine": machine(), "lengths": LENGTHS, "rows": results}, indent=1) + "\n")
         print(f"written to {file}")
 
