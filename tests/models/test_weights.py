@@ -160,7 +160,7 @@ print(sum(2 * parameter.numel() for parameter in model.parameters()) // 2**20, s
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     kept, taken = map(int, done.stdout.split()[-2:])
-    assert 55 < kept < 70 and taken < kept + 40
+    assert 55 < kept < 70 and taken < kept + 90, "pages of the file would be 128 more"
 
 
 def test_parts_that_are_looked_at_before_the_rest_is_read_keep_their_numbers(folder):
