@@ -93,13 +93,6 @@ def adapter_of(model: str) -> Path:
     return Path(model).with_name(ADAPTER)
 
 
-def base_of(model: str) -> str | None:
-    """The model that the adapter beside `model` was trained on, as far as there is one and it is known by a path."""
-    record = adapter_of(model) / _BASE
-    found: str | None = read_json(record)["path"] if record.is_file() else None
-    return found
-
-
 def record_base(folder: Path, base: str | None, merged: str | None = None) -> None:
     """Note in the folder of an adapter which model it was trained on, and which one beside it has it `merged`."""
     known = {"path": base, "fingerprint": fingerprint(base) if base else None}

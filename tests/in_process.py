@@ -9,7 +9,9 @@ from accelerators import Accelerator, Precision, ShapePolicy
 from rlhf.config import Stage, build_config
 from rlhf.data.rows import Message, Row
 from rlhf.engine import distributed
+from rlhf.engine.memory import held_by
 from rlhf.metrics.recorder import Recorder
+from rlhf.models.lora import plain_name
 from rlhf.roles import Holding, holdings
 from rlhf.run import RunDirectory
 from rlhf.stages.loop import StageContext
@@ -67,3 +69,13 @@ def held(zero_stage: int = 0, *, trained: bool = True, **engine: Any) -> Holding
     """How a model is held at `zero_stage`, its parameters all sharded at ZeRO-3."""
     config = build_config({"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0, **engine}})
     return holdings(config, "sft")["sft"] if trained else holdings(config, "ppo")["reward"]
+
+
+def bytes_held(model: Any, place: Any = None) -> int:
+    """Bytes that one model holds, under an engine or not."""
+    return held_by({"model": model}, place)["model"]
+
+
+def plain_state_dict(model: Any) -> dict[str, Any]:
+    """A model's state under the names that it had before adapters were added, theirs left out."""
+    return {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}

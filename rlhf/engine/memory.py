@@ -163,7 +163,13 @@ def explained(context: StageContext) -> Iterator[None]:
 
 
 def held_by(models: Mapping[str, TrainingEngine | nn.Module], place: torch.device | None = None) -> dict[str, int]:
-    """Bytes that each of `models` holds by itself, and `shared`, what several do: the base under their adapters."""
+    """Bytes of weights, gradients and optimizer state that each of `models` holds on this rank by itself.
+
+    And `shared`, what several do: the base under their adapters.
+
+    Args:
+        place: counts what is there alone, on the host for example.
+    """
     found = {role: _storages(model, place) for role, model in models.items()}
     owners = Counter(key for storages in found.values() for key in storages)
     shared = {key: count for storages in found.values() for key, count in storages.items() if owners[key] > 1}
@@ -171,17 +177,8 @@ def held_by(models: Mapping[str, TrainingEngine | nn.Module], place: torch.devic
     return own | ({"shared": sum(shared.values())} if shared else {})
 
 
-def bytes_held(model: TrainingEngine | nn.Module, place: torch.device | None = None) -> int:
-    """Bytes of this rank's weights, gradients and optimizer state; what shares memory counts once.
-
-    Args:
-        place: counts what is there alone, on the host for example.
-    """
-    return sum(_storages(model, place).values())
-
-
 def _storages(model: TrainingEngine | nn.Module, place: torch.device | None) -> dict[int, int]:
-    """The bytes of each."""
+    """The bytes of each of its storages."""
     module = model if isinstance(model, nn.Module) else model.module
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     tensors += [

@@ -202,11 +202,6 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state under the names that it had before `add_adapters`, the adapters' own left out."""
-    return {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-
-
 def trained_modules(model: nn.Module) -> list[str]:
     """Paths of the modules, adapters aside, all of whose own parameters are trained: the scalar head, norms, ..."""
     found = []

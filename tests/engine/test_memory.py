@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.config import ModelConfig, load_config
 from rlhf.engine import memory
-from rlhf.engine.memory import Situation, advice, bytes_held
+from rlhf.engine.memory import Situation, advice
 from rlhf.engine.training import freeze
 from rlhf.models.loading import load_causal_lm
 from rlhf.stages.loop import StageContext
 from rlhf.stages.ppo import PPO
 from tests.engine.test_training import build, train
 from tests.helpers import llama
-from tests.in_process import held
+from tests.in_process import bytes_held, held
 
 INT8 = "engine.frozen=int8"
 ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_length=96"

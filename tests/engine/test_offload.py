@@ -7,12 +7,11 @@ import torch
 
 from accelerators.cpu import CPU
 from rlhf.engine import checkpoint
-from rlhf.engine.memory import bytes_held
 from rlhf.engine.training import freeze
 from rlhf.run import RunDirectory
 from tests.engine.test_training import IDS, build, train, weights_of
 from tests.helpers import llama
-from tests.in_process import held
+from tests.in_process import bytes_held, held
 
 PLACES = [
     *((zero_stage, offload) for zero_stage in (1, 2) for offload in ("optimizer", "all")),

@@ -7,13 +7,12 @@ import torch
 
 from accelerators.cpu import CPU
 from rlhf.config import build_config
-from rlhf.engine.memory import bytes_held
 from rlhf.engine.parking import at_hand, describe, park
 from rlhf.engine.training import freeze
 from rlhf.roles import holdings
 from tests.engine.test_training import IDS
 from tests.helpers import llama
-from tests.in_process import held
+from tests.in_process import bytes_held, held
 
 META = torch.device("meta")
 

@@ -23,11 +23,11 @@ from rlhf.models import writing
 from rlhf.models.export import save_model
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.models.lora import add_adapters, merged_adapters, plain_state_dict
+from rlhf.models.lora import add_adapters, merged_adapters
 from rlhf.models.sharded import is_sharded, shards
 from rlhf.models.weights import into
 from tests.helpers import build_tokenizer
-from tests.in_process import held
+from tests.in_process import held, plain_state_dict
 
 LORA = LoraConfig(rank=4)
 

@@ -19,11 +19,11 @@ from rlhf.models.lora import (
     add_adapters,
     merged_adapters,
     merges,
-    plain_state_dict,
     without_adapters,
 )
 from tests.families.table import FAMILIES
 from tests.helpers import build_tokenizer, llama
+from tests.in_process import plain_state_dict
 
 IDS = torch.randint(2, 60, (3, 7), generator=torch.Generator().manual_seed(0))
 

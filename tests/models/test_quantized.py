@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from accelerators.quantized import KINDS, QuantizedWeights
 from rlhf.config import LoraConfig, ModelConfig, OptimizerConfig
-from rlhf.engine.memory import bytes_held
 from rlhf.engine.training import TrainingEngine
 from rlhf.models import sources
 from rlhf.models.export import save_model
@@ -24,7 +23,7 @@ from rlhf.models.quantized import count, quantize, quantized_layers, quantizing,
 from rlhf.models.weights import into
 from tests.families.table import BY_NAME
 from tests.helpers import build_tokenizer, llama, weights
-from tests.in_process import held, scalar_llama
+from tests.in_process import bytes_held, held, scalar_llama
 
 IDS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 PACKING = QuantizedWeights()
