@@ -44,7 +44,7 @@ from rlhf.settings import STARTS
 from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
 from rlhf.stages import ppo, reward, sft
-from rlhf.stages.loop import StageContext
+from rlhf.stages.context import StageContext
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -89,10 +89,13 @@ def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
     """How each model of a stage is held.
 
     With LoRA on the actor, PPO has no reference: it is the actor without its adapters, unless more of it is trained.
+    Not every advantage estimator needs a critic.
     """
     found = {role.name: _holding(config, stage, role) for role in ROLES[stage]}
     if stage == "ppo" and found["actor"].lora.rank and not config.lora.also_train:
         del found["reference"]
+    if stage == "ppo" and not config.ppo.method.critic:
+        del found["critic"]
     return found
 
 

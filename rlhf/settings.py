@@ -24,7 +24,7 @@ _LENGTHS = {"steps", "epochs", "max_steps"}
 # What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.
 _DECIDED = {"engine.zero_stage", "engine.offload"}
 # What an empty key comes to: earlier versions recorded that in its place.
-_UNSAID = {"heldout_split": "test"}
+_UNSAID = {"heldout_split": "test", "whiten_advantages": True}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 _SHARED = ("seed", "model", "data")
 # Sections that every stage is trained with; stages of one run may differ in them.

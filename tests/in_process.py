@@ -14,7 +14,7 @@ from rlhf.metrics.recorder import Recorder
 from rlhf.models.lora import plain_name
 from rlhf.roles import Holding, holdings
 from rlhf.run import RunDirectory
-from rlhf.stages.loop import StageContext
+from rlhf.stages.context import StageContext
 from tests.helpers import llama
 
 ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")

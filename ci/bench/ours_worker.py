@@ -52,7 +52,7 @@ def serve(channel: Channel, workload: dict[str, Any], config: Any, accelerator: 
     from accelerators import ShapePolicy
     from rlhf.engine import distributed
     from rlhf.metrics.recorder import Recorder
-    from rlhf.stages.loop import StageContext
+    from rlhf.stages.context import StageContext
 
     directory = RunDirectory(Path(config.output))
     stage = directory.stage("ppo")
@@ -100,7 +100,7 @@ def make_ppo(context: Any, workload: dict[str, Any]) -> Any:
     from rlhf.data.tokenization import Prompt, StageData
     from rlhf.models.attention import choose_attention
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
-    from rlhf.stages.ppo import PPO, Models
+    from rlhf.rl.trainer import PPO, Models
 
     model, path = context.config.model, workload["model"]
     tokenizer, _ = load_model_tokenizer(model)

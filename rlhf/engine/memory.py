@@ -26,16 +26,16 @@ from rlhf.roles import holdings
 if TYPE_CHECKING:
     from accelerators import Accelerator
     from rlhf.engine.training import TrainingEngine
-    from rlhf.stages.loop import StageContext
+    from rlhf.stages.context import StageContext
 
 PHASES = {
     "rlhf.models.loading._load": "loading",
     "rlhf.models.weights.fill": "loading",
-    "rlhf.stages.loop.engine": "set-up",
-    "rlhf.stages.loop.frozen": "set-up",
+    "rlhf.stages.context.engine": "set-up",
+    "rlhf.stages.context.frozen": "set-up",
     "rlhf.stages.loop.sum_over": "evaluation",
-    "rlhf.stages.ppo.generate": "generation",
-    "rlhf.stages.ppo.score": "scoring",
+    "rlhf.rl.trainer.generate": "generation",
+    "rlhf.rl.trainer.score": "scoring",
     "rlhf.engine.training.step": "update",
     "rlhf.engine.checkpoint.restore": "reading a checkpoint",
     "rlhf.engine.checkpoint.save": "writing a checkpoint",

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from rlhf.engine import distributed
 
+Numbers = dict[str, float]
+"""Numbers of a step or an evaluation, by the names under which they are recorded."""
+
 
 class Sums:
     """Named running sums of this rank."""
@@ -24,7 +27,7 @@ class Sums:
         """Add sums of another, each under a name of its own: extend(other, loss="policy_loss")."""
         self.add(**{new: other._sums[old] for old, new in names.items()})
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Numbers:
         """The sums over all ranks: one collective and one host read."""
         stacked = distributed.all_sum(torch.stack([number.reshape(()) for number in self._sums.values()]))
         return dict(zip(self._sums, stacked.tolist()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from rlhf.objectives import token_entropy, token_log_probs
+from rlhf.objectives.tokens import token_entropy, token_log_probs
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

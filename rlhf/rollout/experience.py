@@ -21,8 +21,9 @@ class Experience:
     attention_mask: Tensor  # [B, T]
     action_mask: Tensor  # [B, A] float32
 
-    # what the policy and the critic made of them when they were drawn
+    # what the policy, its reference and the critic made of them when they were drawn; without a critic, values are 0
     log_probs: Tensor  # [B, A] float32
+    ref_log_probs: Tensor  # [B, A] float32
     values: Tensor  # [B, A] float32
 
     # what to learn from them

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import Any
 
 from rlhf.data.tokenization import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
-from rlhf.engine.training import Batch
 from rlhf.metrics.progress import progress
-from rlhf.objectives import masked
-from rlhf.stages.loop import Numbers, StageContext
-
-if TYPE_CHECKING:
-    from rlhf.stages.ppo import PPO
+from rlhf.rl.statistics import distinct_2, means, rollout_statistics
+from rlhf.rl.trainer import PPO
+from rlhf.stages.context import StageContext
 
 Judge = Callable[[str, str], bool]
 """(prompt, completion) -> approved; it judges results and is never part of training."""
@@ -72,37 +66,3 @@ def record(context: StageContext, step: int, found: dict[str, Any]) -> None:
     context.recorder.log(step, {f"heldout_{key}": value for key, value in found["numbers"].items()})
     for position, sample in enumerate(found["samples"]):
         context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
-
-
-def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
-    """Sums over real rows and tokens of a rollout; `means` divides them."""
-    rows = row_mask.float()
-    log_ratio = masked(scored["log_probs"] - scored["ref_log_probs"], mask)
-    return {
-        "rows": rows.sum(),
-        "tokens": mask.sum(),
-        "reward": (scored["scores"] * rows).sum(),
-        "reward_squared": (scored["scores"] ** 2 * rows).sum(),
-        "kl": log_ratio.sum(),
-        "entropy": masked(scored["entropy"], mask).sum(),
-    }
-
-
-def means(sums: Numbers) -> Numbers:
-    """Means of what `rollout_statistics` summed: per sequence, but entropy per token."""
-    rows = max(sums["rows"], 1)
-    mean = sums["reward"] / rows
-    return {
-        "tokens": sums["tokens"],
-        "reward": mean,
-        "reward_std": max(sums["reward_squared"] / rows - mean**2, 0.0) ** 0.5,
-        "kl": sums["kl"] / rows,
-        "entropy": sums["entropy"] / max(sums["tokens"], 1),
-        "response_length": sums["tokens"] / rows,
-    }
-
-
-def distinct_2(completions: Sequence[Sequence[int]]) -> float:
-    """Different pairs of neighbouring tokens, as a part of all such pairs (arXiv:1510.03055): 0 same, 1 varied."""
-    pairs = [pair for ids in completions for pair in itertools.pairwise(ids)]
-    return len(set(pairs)) / max(len(pairs), 1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf.engine.training import TrainingEngine
-    from rlhf.stages.loop import StageContext
+    from rlhf.stages.context import StageContext
 
 
 def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase) -> None:

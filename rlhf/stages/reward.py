@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
+from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
 from rlhf.models.scalar_head import note
-from rlhf.objectives import PairwiseLoss, pairwise_reward_loss
+from rlhf.objectives.pairs import PairwiseLoss, pairwise_reward_loss
+from rlhf.stages.context import StageContext
 from rlhf.stages.leaving import leave
-from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
+from rlhf.stages.loop import measure_once, run_steps, sum_over
 
 
 def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from rlhf.data.batches import Batches, collate_sft
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
+from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import model_inputs
 from rlhf.models.loading import Loader
-from rlhf.objectives import token_log_probs
+from rlhf.objectives.tokens import token_log_probs
+from rlhf.stages.context import StageContext
 from rlhf.stages.leaving import leave
-from rlhf.stages.loop import Numbers, StageContext, measure_once, run_steps, sum_over
+from rlhf.stages.loop import measure_once, run_steps, sum_over
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from accelerators import Accelerator
 from rlhf.data.tokenization import StageData
-from rlhf.stages.ppo import PPO, Models
+from rlhf.rl.trainer import PPO, Models
 from tests.helpers import llama
 from tests.in_process import given, scalar_llama, stage_context
 from tests.optimum.language import (

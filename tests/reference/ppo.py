@@ -95,7 +95,7 @@ class PPO:
         """What is known of each sequence before the first update."""
         with torch.no_grad():
             rows = [self._row(prompt, completion) for prompt, completion in sequences]
-        if self.config.whiten_advantages:
+        if self.config.method.whiten_advantages:
             every = [advantage for row in rows for advantage in row.advantages]
             mean = _mean(every)
             variance = _mean([(advantage - mean) ** 2 for advantage in every])

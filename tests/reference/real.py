@@ -23,7 +23,7 @@ from rlhf.models import loading
 from rlhf.run import RunDirectory
 from rlhf.stage_directory import StageDirectory
 from rlhf.stages import ppo, reward, sft
-from rlhf.stages.loop import StageContext
+from rlhf.stages.context import StageContext
 from tests.helpers import weights
 from tests.in_process import given
 from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
@@ -121,11 +121,11 @@ def _sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) ->
 
 
 def _rollout(stage: ppo.PPO, index: int, examples: list[Any]) -> Rollout:
-    """What chance decided in a step on `examples`, of all ranks; the order of the rows is that of `PPO._order`."""
+    """What chance decided in a step on `examples`, of all ranks; the order of the rows is that of `Updates.order`."""
     settings, size = stage.settings, stage.context.world.size
     passes = []
     for epoch in range(settings.ppo_epochs):
-        generator = stage._order(index, epoch)
+        generator = stage.updates.order(index, epoch)
         share = settings.batch_size // size
         order = list(range(share)) if generator is None else torch.randperm(share, generator=generator).tolist()
         rows = (settings.minibatch_size or settings.batch_size) // size

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf.data.tokenization import load_stage
-from rlhf.stages.ppo import PPO, Models
+from rlhf.rl.trainer import PPO, Models
 from tests.families.table import BY_NAME
 from tests.families.table import build as architecture
 from tests.helpers import llama

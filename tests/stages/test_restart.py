@@ -20,7 +20,8 @@ import pytest
 from rlhf.config import Config
 from rlhf.engine import distributed
 from rlhf.stage_directory import StageDirectory
-from rlhf.stages.loop import StageContext, _restore_generators
+from rlhf.stages.context import StageContext
+from rlhf.stages.loop import _restore_generators
 from tests.helpers import assert_same_weights, start, user_environment, wait_for
 
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf.data.tokenization import load_stage
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.stages.ppo import PPO, Models
+from rlhf.rl.trainer import PPO, Models
 from tests.in_process import given, stage_context
 
 

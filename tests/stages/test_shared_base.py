@@ -14,7 +14,7 @@ from rlhf import pipeline, ranks
 from rlhf.cli.chat import model_folder
 from rlhf.engine import memory
 from rlhf.errors import RunError
-from rlhf.stages.ppo import PPO
+from rlhf.rl.trainer import PPO
 from tests.in_process import stage_context
 
 NO_BF16 = "not __import__('accelerators.host').host.native_bf16()"

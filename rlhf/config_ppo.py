@@ -1,0 +1,137 @@
+"""The section of the schema about stage 3: rollouts, rewards, advantages, updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf.config_training import OptimizerConfig, TrainingConfig, divide
+from rlhf.errors import ConfigError
+from rlhf.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
+from rlhf.kinds import Fraction, OptionalName, Section
+from rlhf.problems import at, shown
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn from the policy."""
+
+    temperature: float = Field(1.0, ge=0, description="0: the most likely token")
+    top_k: int = Field(0, ge=0, description="draw from the k most likely tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set with this probability; 1: all")
+
+
+class PPOConfig(TrainingConfig):
+    """Stage 3: reinforcement learning from the reward model with PPO (arXiv:1707.06347, arXiv:2203.02155)."""
+
+    actor: OptionalName = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
+    reward_model: OptionalName = Field(
+        None, description="folder or hub name of the reward model; empty: this run's reward model"
+    )
+    batch_size: int = Field(32, ge=1, description="completions of one rollout, over all ranks")
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="rows in one forward pass of one rank that scores or updates; empty: minibatch_size / ranks",
+    )
+    steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
+    generation_batch_size: int | None = Field(
+        None, ge=1, description="rows that a rank generates at a time, at most; empty: its share of batch_size"
+    )
+    generation_weights: Literal["auto", "whole", "layerwise", "tensor_parallel"] = Field(
+        "auto",
+        description="ZeRO-3's weights in rollouts: whole on each rank, layerwise (gathered as needed, slow), "
+        "tensor_parallel (split); auto: the first that fits",
+    )
+    tensor_parallel: int | None = Field(
+        None,
+        ge=2,
+        description="ranks among which tensor_parallel splits each layer; empty: as many of a machine as can",
+    )
+    estimator: str = Field("gae", description=f"how advantages are estimated: {', '.join(ESTIMATORS)}")
+    completions_per_prompt: int | None = Field(
+        None, ge=1, description="completions drawn of each prompt of a rollout; empty: the estimator's own"
+    )
+    ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
+    minibatch_size: int | None = Field(
+        None, ge=1, description="rows in one PPO update, over all ranks; empty: batch_size"
+    )
+    kl_coef: float = Field(0.1, ge=0, description="weight of the KL penalty against the reference")
+    kl_target: float | None = Field(
+        None, gt=0, description="KL per sequence that an adaptive coefficient aims at; empty: kl_coef is fixed"
+    )
+    kl_horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive coefficient reacts")
+    kl_in: KLPlace | None = Field(
+        None,
+        description="where the penalty acts: reward (of each token) or loss (of the policy); empty: the estimator's own",
+    )
+    kl_estimator: KLEstimator | None = Field(
+        None, description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html; empty: the estimator's own"
+    )
+    loss_mean: LossMean | None = Field(
+        None,
+        description="the policy's loss is a mean over tokens, a mean over sequences of each one's mean, or a sum over "
+        "tokens divided by a constant, max_completion_length a sequence; empty: the estimator's own",
+    )
+    score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    gamma: Fraction = Field(1.0, description="discount of later rewards")
+    lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
+    clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    dropout: float | None = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout in the policy's updates; as rollouts are scored without, above 0 the policy ratio begins "
+        "near 1, not at it; empty: the model's own rates",
+    )
+    critic_dropout: float | None = Field(
+        0.0, ge=0, lt=1, description="dropout in the critic's updates; empty: its own rates"
+    )
+    value_clip: float = Field(0.2, gt=0, description="clip range of the value update")
+    whiten_advantages: bool | None = Field(
+        None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
+    )
+    sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
+    critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
+
+    @field_validator("estimator")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ESTIMATORS:
+            raise ValueError(f"no estimator {shown(name)}; use one of {', '.join(ESTIMATORS)}")
+        return name
+
+    @model_validator(mode="after")
+    def _samples(self) -> PPOConfig:
+        if self.sampling.temperature == 0:
+            raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+        return self
+
+    @property
+    def method(self) -> Estimator:
+        """The estimator, with what the settings say in place of its paper."""
+        entry = ESTIMATORS[self.estimator]
+        said: dict[str, Any] = {
+            "completions": self.completions_per_prompt,
+            "kl_in": self.kl_in,
+            "kl_estimator": self.kl_estimator,
+            "loss_mean": self.loss_mean,
+            "whiten_advantages": self.whiten_advantages,
+        }
+        return replace(entry, **{name: value for name, value in said.items() if value is not None})
+
+    def minibatch(self, world_size: int) -> tuple[int, int]:
+        """(rows of one PPO update over all ranks, rows of one forward pass of one rank).
+
+        Raises:
+            ConfigError: the batch does not divide into minibatches, or those over ranks.
+        """
+        minibatch = self.minibatch_size or self.batch_size
+        if self.batch_size % minibatch:
+            raise ConfigError(
+                f"ppo.batch_size: {self.batch_size} is not a multiple of ppo.minibatch_size {minibatch}; "
+                "change one of them"
+            )
+        return minibatch, divide(minibatch, self.micro_batch_size, world_size, "ppo.minibatch_size", "ppo")

@@ -1,0 +1,75 @@
+"""What the policy and the critic are trained on: per-token rewards, and the clipped losses of PPO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf.objectives.tokens import masked, masked_mean
+
+
+def shaped_rewards(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    scores: Tensor,
+    action_mask: Tensor,
+    start: int,
+    *,
+    kl_coef: float | Tensor = 0.1,
+    score_clip: float = 5.0,
+) -> Tensor:
+    """Per-token rewards: a KL penalty everywhere, and the score on each row's last action.
+
+    Args:
+        log_probs, ref_log_probs: [B, T-1], of the policy that acted and of the reference.
+        scores: [B], the reward model's; clipped to +-`score_clip`.
+        action_mask: [B, T-1], 1 on completion tokens.
+        start: column of the first action, P - 1.
+
+    Returns:
+        [B, T-1] float32: -kl_coef * (log_probs - ref_log_probs), plus the clipped score on the last real
+        action; 0 before `start` and after the last action. A row without actions gets no reward.
+    """
+    mask = action_mask.float()
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    mask = mask * (columns >= start)
+    last = (columns * mask).argmax(-1, keepdim=True)
+    is_last = (columns == last) * mask
+    penalty = -kl_coef * (log_probs.float() - ref_log_probs.float())
+    return masked(penalty, mask) + is_last * scores.float().clamp(-score_clip, score_clip).unsqueeze(-1)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: float = 0.2,
+    total: Tensor | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), as a loss.
+
+    Args:
+        log_probs, old_log_probs, advantages, mask: [B, A].
+        total: real tokens of the whole global batch, where this is a part of it; default: the mask's sum.
+    """
+    ratio = torch.exp(masked(log_probs.float() - old_log_probs.float(), mask))
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + clip)
+    return masked_mean(torch.max(unclipped, clipped), mask, total)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float = 0.2,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Half the squared error of the values, each kept within +-`clip` of its old value. Shapes as `policy_loss`."""
+    values, old_values = values.float(), old_values.float()
+    clipped = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * masked_mean(torch.max((values - returns) ** 2, (clipped - returns) ** 2), mask, total)

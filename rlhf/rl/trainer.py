@@ -1,0 +1,191 @@
+"""One step of reinforcement learning: sample from the policy, score, and raise what scored above expectation.
+
+Prompts flow in, an `Experience` of each rollout lies between, new weights flow out (arXiv:1707.06347; the arrangement
+is that of arXiv:2203.02155).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlhf.data.batches import collate_ppo
+from rlhf.data.tokenization import StageData
+from rlhf.engine import distributed
+from rlhf.engine.statistics import Numbers, Sums
+from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.models.loading import Loader
+from rlhf.models.tokenizers import end_tokens
+from rlhf.objectives import advantages as estimators
+from rlhf.objectives.advantages import whiten
+from rlhf.objectives.tokens import masked
+from rlhf.rl.scoring import Scorer
+from rlhf.rl.shaping import Shaping
+from rlhf.rl.statistics import means, rollout_statistics
+from rlhf.rl.updates import MEANS, Updates
+from rlhf.rollout.choice import choose
+from rlhf.rollout.decoder import Decoder
+from rlhf.rollout.experience import Experience
+from rlhf.rollout.switch import generating
+from rlhf.stages.context import StageContext
+
+
+@dataclass(frozen=True)
+class Models:
+    """The four models of PPO, each loaded when its turn comes; `critic` and `reward` have a scalar head.
+
+    Where the actor is trained by LoRA, `reference` is not loaded: it is the actor without its adapters.
+    """
+
+    actor: Loader
+    reference: Loader
+    critic: Loader
+    reward: Loader
+
+
+class PPO:
+    """The engines, and one step of the algorithm."""
+
+    def __init__(self, context: StageContext, models: Models, tokenizer: Any, data: StageData) -> None:
+        self.context = context
+        self.settings = settings = context.config.ppo
+        self.accelerator = context.accelerator
+        self.tokenizer = tokenizer
+        self.experience: Experience | None = None  # the latest, for samples
+        minibatch, micro_rows = settings.minibatch(context.world.size)
+        updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
+        sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
+        held = context.holdings
+        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
+        self.critic = (
+            context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
+        )
+        self.reference = context.frozen("reference", models.reference) if "reference" in held else None
+        self.reward = context.frozen("reward", models.reward) if "reward" in held else None
+        self.scorer = Scorer(
+            context,
+            actor=self.actor,
+            critic=self.critic,
+            reference=self.reference,
+            reward=self.reward,
+            micro_rows=micro_rows,
+        )
+        self.shaping = Shaping(settings)
+        self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
+        self.updates = Updates(context, self.actor, self.critic)
+
+        collate = partial(
+            collate_ppo,
+            pad_token_id=tokenizer.pad_token_id,
+            policy=context.shapes,
+            maximum=context.config.data.max_prompt_length,
+        )
+        self.batch_rows = rows = settings.batch_size // context.world.size
+        # Endless: a minibatch without a real row would move weights by momentum alone.
+        self.batches = context.batches(
+            data.train, collate, batch_size=settings.batch_size, micro_batch_size=rows, endless=True
+        )
+        # The same rows at a time as in training, so that evaluation adds no shapes.
+        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
+        self.decoder = Decoder(
+            context.accelerator,
+            eos_ids=end_tokens(tokenizer, self.actor.module.generation_config),
+            pad_id=tokenizer.pad_token_id,
+            max_new_tokens=context.config.data.max_completion_length,
+            shapes=context.shapes,
+            batch_size=settings.generation_batch_size,
+            team=choose(self.actor, context.config, say=context.say),
+        )
+
+    @property
+    def engines(self) -> dict[str, TrainingEngine]:
+        """The models that are trained, by role."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def step(self, index: int) -> Numbers:
+        """One rollout and the updates that follow from it."""
+        (prompts,) = self.batches.step(index)
+        sums = Sums()
+        self.experience = experience = self.collect(self.accelerator.to_device(prompts), sums)
+        rates = self.actor.rates
+        updates = self.updates(experience, index, sums)
+        found = sums.read()
+        numbers = means(found) | {key: found[key] / updates for key in MEANS if key in found}
+        numbers |= {
+            "returns": found["returns"] / max(found["tokens"], 1),
+            "kl_coef": self.shaping.kl_coef,
+            **rates,
+            **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
+        }
+        self.shaping.learn(numbers)
+        return numbers
+
+    @torch.no_grad()
+    def generate(self, prompts: Batch) -> Batch:
+        """Complete a batch of prompts.
+
+        Args:
+            prompts: `prompt_ids`, `prompt_mask` [B, P], padded left, and `row_mask` [B].
+
+        Returns:
+            `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
+            batch have no actions.
+        """
+        with generating(self.actor, self.decoder.team) as model:
+            completions = self.decoder.generate(
+                model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
+            )
+            if self.actor.zero_stage == 3:  # weights will be gathered to other places, which a recording cannot follow
+                self.decoder.release()
+        self.accelerator.step_boundary("rollout/end")
+        return {
+            "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
+            "attention_mask": torch.cat([prompts["prompt_mask"], completions.mask], dim=1),
+            "action_mask": (completions.mask * prompts["row_mask"].unsqueeze(1)).float(),
+        }
+
+    def score(self, sequences: Batch) -> Batch:
+        """What the models make of `generate`'s sequences.
+
+        Returns:
+            `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A], and with a reward
+            model its `scores` [B]. All float32.
+        """
+        return self.scorer(sequences)
+
+    def collect(self, prompts: Batch, sums: Sums) -> Experience:
+        """Rollout, scores, rewards and advantages of this rank's prompts; adds statistics to `sums`."""
+        sequences = self.generate(prompts)
+        self.decoder.make_room()
+        scored = self.score(sequences)
+        mask = sequences["action_mask"]
+        values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
+        advantages, returns = self._estimate(self.shaping.rewards(scored, mask), values, mask, self.settings)
+        sums.add(**rollout_statistics(scored, mask, prompts["row_mask"]), returns=(returns * mask).sum())
+        if self.settings.method.whiten_advantages:
+            advantages = whiten(advantages, mask, distributed.all_sum)
+        self.accelerator.step_boundary("rollout/advantages")
+        return Experience(
+            input_ids=sequences["input_ids"],
+            attention_mask=sequences["attention_mask"],
+            action_mask=mask,
+            log_probs=masked(scored["log_probs"], mask),
+            ref_log_probs=masked(scored["ref_log_probs"], mask),
+            values=values,
+            advantages=advantages * mask,
+            returns=returns * mask,
+        )
+
+    def save_state(self) -> dict[str, Any]:
+        return self.shaping.save_state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.shaping.load_state(state)
+
+
+def _norm_of(role: str) -> str:
+    """The name under which a role's gradient norm is recorded."""
+    return "grad_norm" if role == "actor" else f"{role}_grad_norm"
