@@ -64,7 +64,7 @@ class PPOConfig(TrainingConfig):
     kl_horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive coefficient reacts")
     kl_in: KLPlace | None = Field(
         None,
-        description="where the penalty acts: reward (of each token) or loss (of the policy); empty: the estimator's own",
+        description="where the penalty acts: reward (each token's) or loss (the policy's); empty: the estimator's own",
     )
     kl_estimator: KLEstimator | None = Field(
         None, description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html; empty: the estimator's own"

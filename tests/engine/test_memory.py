@@ -14,8 +14,8 @@ from rlhf.engine import memory
 from rlhf.engine.memory import Situation, advice
 from rlhf.engine.training import freeze
 from rlhf.models.loading import load_causal_lm
-from rlhf.stages.context import StageContext
 from rlhf.rl.trainer import PPO
+from rlhf.stages.context import StageContext
 from tests.engine.test_training import build, train
 from tests.helpers import llama
 from tests.in_process import bytes_held, held

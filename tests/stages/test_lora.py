@@ -16,9 +16,9 @@ from rlhf.engine.training import TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters
+from rlhf.rl.trainer import PPO, Models
 from rlhf.rollout.switch import generating
 from rlhf.run import RunDirectory
-from rlhf.rl.trainer import PPO, Models
 from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
 from tests.in_process import given, held, stage_context
 from tests.stages.test_shapes import comparisons_by_step, steps_of_different_lengths
