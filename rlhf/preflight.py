@@ -165,7 +165,7 @@ def examine(
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
-    needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
+    needs = {plan.stage: Need(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
     return Findings(tuple(plans), read.fingerprints(), models.attention)
 
@@ -269,7 +269,8 @@ class _Models(_Tokenizers):
                 continue
             check_positions(found.path, outline.config, self._config.data.max_length)
             check_fits(self.tokenizer(found), outline, found.path)
-            check_dropout(outline, *_dropout(self._config, found.start))
+            if outline in self.trained(stage, [found]):
+                check_dropout(outline, *_dropout(self._config, found.start))
             if stage == "reward":
                 check_final_norm(outline, self._config.reward.reset_final_norm)
             held = holdings(self._config, stage).values()
@@ -304,9 +305,12 @@ class _Models(_Tokenizers):
             )
         return self._outlines[key]
 
-    def outlines(self, origins: Sequence[Origin]) -> list[PreTrainedModel]:
-        """Those of `origins` that are read from somewhere."""
-        return [outline for outline in map(self.outline, origins) if outline is not None]
+    def trained(self, stage: Stage, origins: Sequence[Origin]) -> list[PreTrainedModel]:
+        """Those of `origins` that the stage trains a model of, and that are read from somewhere."""
+        held = holdings(self._config, stage).values()
+        starts = {holding.role.start for holding in held if holding.role.trained}
+        outlines = [self.outline(found) for found in origins if found.start.key in starts]
+        return [outline for outline in outlines if outline is not None]
 
     def parameters(self, found: Origin) -> int | None:
         outline = self.outline(found)

@@ -120,7 +120,7 @@ def fingerprint(model: str) -> str | None:
 
 def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: Path) -> Sharing:
     """`apart`: gives (why the reward model is not on the actor's base, what to do about it), or empty texts."""
-    ranks = {name: held[name].lora.rank for name in ("actor", "critic")}
+    ranks = {name: holding.lora.rank for name, holding in held.items() if holding.role.trained}
     if config.lora.share_base is False:
         return Sharing()
     if not any(ranks.values()):
@@ -138,7 +138,8 @@ def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: P
             remedy="set engine.frozen alone",
         )
     own_reference: dict[Name, Name] = {"reference": "actor"} if "reference" in held and ranks["actor"] else {}
-    of_critic: dict[Name, Name] = {"reward": "critic"} if ranks["critic"] else {}
+    of_critic: dict[Name, Name] = {"reward": "critic"} if ranks.get("critic") else {}
+    scoring: Name = "critic" if "critic" in held else "reward"
     if whole := [name for name, rank in ranks.items() if not rank]:
         why, remedy = f"the {whole[0]} is trained whole", f"leave roles.{whole[0]}.lora_rank out"
         if whole == ["critic"] and not apart()[0]:
@@ -147,7 +148,7 @@ def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: P
     why, remedy = apart()
     if why:
         return Sharing(own_reference | of_critic, None, why, remedy)
-    return Sharing({"critic": "actor", **own_reference, **of_critic}, adapter)
+    return Sharing({scoring: "actor", **own_reference, **of_critic}, adapter)
 
 
 def _granted(config: Config, found: Sharing) -> Sharing:
