@@ -116,6 +116,7 @@ class PPO:
         numbers = means(found) | {key: found[key] / updates for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
+            "updates": float(updates),
             "kl_coef": self.shaping.kl_coef,
             **rates,
             **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
