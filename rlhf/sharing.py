@@ -122,8 +122,7 @@ def fingerprint(model: str) -> str | None:
 
 def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: Path | None) -> Sharing:
     """`apart`: gives (why the reward model is not on the actor's base, what to do about it), or empty texts."""
-    trained: tuple[Name, ...] = ("actor", "critic")
-    ranks = {name: held[name].lora.rank for name in trained if name in held}
+    ranks = {name: holding.lora.rank for name, holding in held.items() if holding.role.trained}
     if config.lora.share_base is False:
         return Sharing()
     if not any(ranks.values()):

@@ -73,6 +73,8 @@ def _origin(found: Origin) -> str:
 
 def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
-        return f"{config.ppo.steps:,} rollouts of {config.ppo.batch_size} prompts"
+        rows, each = config.ppo.batch_size, config.ppo.method.completions
+        said = f"{config.ppo.steps:,} rollouts of {rows // each} prompts"
+        return said if each == 1 else f"{said}, {each} completions of each"
     section = config.sft if plan.stage == "sft" else config.reward
     return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"
