@@ -29,6 +29,11 @@ class PPOConfig(TrainingConfig):
     reward_model: OptionalName = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
     )
+    critic: OptionalName = Field(
+        None,
+        description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
+        "one the policy with a new head",
+    )
     batch_size: int = Field(32, ge=1, description="completions of one rollout, over all ranks")
     micro_batch_size: int | None = Field(
         None,
@@ -114,6 +119,12 @@ class PPOConfig(TrainingConfig):
         if name not in ESTIMATORS:
             raise ValueError(f"no estimator {shown(name)}; use one of {', '.join(ESTIMATORS)}")
         return name
+
+    @model_validator(mode="after")
+    def _criticized(self) -> PPOConfig:
+        if self.critic and not self.method.critic:
+            raise at("critic", f"the estimator {self.estimator} has no critic; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _samples(self) -> PPOConfig:
