@@ -81,8 +81,10 @@ def reinforced(
         Network(models.reference) if models.reference is not None else None,
         settings.steps * settings.ppo_epochs * minibatches,
         config.lora.learning_rate,
+        Tokenizer.all_special_ids,
     )
-    before = ppo.evaluation(reference.collect(heldout))
+    before = ppo.evaluation(reference.collect(heldout), Tokenizer.all_special_ids)
+    reference.scores.clear()
     steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]
     left = {"actor": reference.actor.state(), "critic": reference.critic.state(), "saved": reference.actor.merged()}
     return Outcome(steps, before, left), reference
