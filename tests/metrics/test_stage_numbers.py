@@ -177,6 +177,7 @@ def agrees(numbers: dict[str, float], scores: tuple[Tensor, Tensor], prefix: str
     assert numbers[f"{prefix}accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
     assert numbers[f"{prefix}chosen_score"] == pytest.approx(chosen.mean().item(), abs=1e-5)
     assert numbers[f"{prefix}rejected_score"] == pytest.approx(rejected.mean().item(), abs=1e-5)
+    assert numbers[f"{prefix}margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
 
 
 def plain_pair_loss(model: Any, pair: Pair) -> Tensor:
@@ -210,6 +211,8 @@ def test_the_heldout_scores_are_those_of_plain_transformers(reward_ran):
         (after, AutoModelForSequenceClassification.from_pretrained(reward_ran.model)),
     ):
         agrees(numbers, plain_scores(model, HELDOUT_PAIRS), "heldout_")
+        loss = torch.stack([plain_pair_loss(model, pair) for pair in HELDOUT_PAIRS]).mean()
+        assert numbers["heldout_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert reward_ran.summary["after"] == {
         key.removeprefix("heldout_"): value for key, value in after.items() if key.startswith("heldout_")
     }
@@ -282,9 +285,9 @@ def test_heldout_numbers_are_recorded_before_the_first_step_and_after_the_last(p
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ran, ppo_ran, stage):
-    """An accelerator that counts compilations, a precision that scales losses, data with a judge; no LoRA."""
+    """An accelerator that counts compilations, a precision that scales losses, data with a judge; without the rest."""
     ran = {"sft": sft_ran, "reward": reward_ran, "ppo": ppo_ran}[stage]
     only = {key for name, key, definition in table(*RECORDS) if name == stage and definition.startswith("Only ")}
-    assert ran.keys >= only - {"lora_learning_rate"}
+    assert ran.keys >= only - {"lora_learning_rate", "kl_loss"}
     assert ran.keys <= {key for name, key, _ in table(*RECORDS) if name == stage}
     assert ran.step["compilations"] == 7
