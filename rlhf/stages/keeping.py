@@ -64,7 +64,7 @@ class Evaluations:
 
     def due(self, step: int) -> bool:
         """Whether the model is measured after `step` steps."""
-        return step in (0, self.total_steps) or bool(self._every and step % self._every == 0)
+        return step in (0, self.total_steps, *self._found) or bool(self._every and step % self._every == 0)
 
     def take(self, step: int) -> None:
         """Measure the model after `step` steps, where that is not known yet, and record it; it changes no training."""
@@ -73,7 +73,8 @@ class Evaluations:
         if not known:
             when = f"after step {step:,}" if 0 < step < self.total_steps else "after" if step else "before"
             state = accelerator.rng_state()
-            self._found[step] = self._measure(when)
+            # One rank's numbers for all: where they write a model, they do it together.
+            self._found[step] = distributed.all_gather_objects(self._measure(when))[0]
             accelerator.set_rng_state(state)
             if self._best(step) == step:
                 self._leave(self._folder(step))
