@@ -1,4 +1,4 @@
-"""Stages one after the other: SFT, reward model, PPO, each from what the ones before left in the run directory.
+"""Stages one after the other: SFT, reward model, PPO; or DPO; each from what the ones before left in the run directory.
 
 A configuration, an accelerator and a run directory flow in; models, records and a closing table flow out.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import accelerators
 from rlhf import quiet
@@ -43,7 +43,7 @@ from rlhf.roles import Holding
 from rlhf.settings import STARTS
 from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
-from rlhf.stages import ppo, reward, sft
+from rlhf.stages import dpo, ppo, reward, sft
 from rlhf.stages.context import StageContext
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
     if line := parking.describe(context.holdings.values(), context.accelerator):
         context.say(f"{stage}: {line}")
     with memory.explained(context):
-        summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
+        summary = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
     context.accelerator.empty_cache()
     peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
@@ -153,6 +153,19 @@ def _reward(context: StageContext) -> dict[str, Any]:
     return reward.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
 
 
+def _dpo(context: StageContext) -> dict[str, Any]:
+    config = context.config
+    (path,) = _starts(context, "dpo")
+    tokenizer = _tokenizer(context, path)
+    (attention,) = _attention(context, path)
+
+    def load(holding: Holding) -> Any:
+        return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, holding))
+
+    data = _data(context, tokenizer, generation_settings(path, config.model))
+    return dpo.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+
+
 def _ppo(context: StageContext) -> dict[str, Any]:
     config = context.config
     actor_path, reward_path = _starts(context, "ppo")
@@ -196,7 +209,7 @@ def _put(context: StageContext, holding: Holding) -> Put:
     return put
 
 
-def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:
+def _starts(context: StageContext, stage: Stage) -> list[str]:
     """The models that a stage starts from: those that are named, else what earlier stages of this run left."""
     values = context.config.model_dump()
     return [

@@ -52,6 +52,7 @@ class Start(NamedTuple):
 STARTS: dict[Stage, tuple[Start, ...]] = {
     "sft": (Start("model.path"),),
     "reward": (Start("reward.model", "sft", scalar_head=True),),
+    "dpo": (Start("dpo.model", "sft"),),
     "ppo": (Start("ppo.actor", "sft"), Start("ppo.reward_model", "reward", scalar_head=True)),
 }
 

@@ -74,5 +74,5 @@ def _origin(found: Origin) -> str:
 def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
         return f"{config.ppo.steps:,} rollouts of {config.ppo.batch_size} prompts"
-    section = config.sft if plan.stage == "sft" else config.reward
+    section = config.supervised(plan.stage)
     return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

@@ -24,12 +24,13 @@ def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTo
     """
     save, stage, model = context.config.lora.save, context.directory.name, context.directory.model
     adapted = engine.holding.lora.rank > 0
-    merged = None if adapted and save == "adapter" and stage == "ppo" else str(model)
+    last = stage in ("dpo", "ppo")
+    merged = None if adapted and save == "adapter" and last else str(model)
     if merged:
         save_model(engine, tokenizer, model)
     if adapted and (save != "merged" or stage == "reward"):
         save_adapter(engine, adapter_of(str(model)), _start(context), merged)
-    if adapted and save == "adapter" and stage != "ppo":
+    if adapted and save == "adapter" and not last:
         context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
 
 
