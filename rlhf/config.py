@@ -84,6 +84,22 @@ class RewardConfig(EpochConfig):
     model: OptionalName = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
     )
+    loss: Literal["token", "last"] = Field(
+        "token",
+        description="scores that are compared: of every token from where two replies part (token, DeepSpeed-Chat's), "
+        "or of each reply's last token alone (last, InstructGPT's)",
+    )
+    margin: float = Field(
+        0.0,
+        ge=0,
+        description="by how much chosen replies should score more: -log sigmoid(chosen - rejected - margin); a pair's "
+        "own (data.datasets.*.columns.margin) is added",
+    )
+    center: float = Field(
+        0.0,
+        ge=0,
+        description="weight of (chosen + rejected)^2 at the last tokens, which keeps scores near 0; e.g. 0.01",
+    )
     reset_final_norm: Literal["auto", True, False] = Field(
         "auto",
         description="new norm under a new head: true, false; auto: where unequal gains would cost accuracy in bf16",

@@ -36,6 +36,9 @@ class ColumnsConfig(Section):
     rejected: str | None = Field(None, description="column that holds the dispreferred response")
     first: str | None = Field(None, description="column that holds one of two responses; `prefer` says which is better")
     second: str | None = Field(None, description="column that holds the other of the two")
+    margin: str | None = Field(
+        None, description="column with a number of 0 or more: by how much the better response should score more"
+    )
     messages: str | None = Field(
         None, description="column that holds a conversation: a list of {role, content} or of {from, value}"
     )

@@ -7,11 +7,12 @@ read alike. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf.config import Config, EngineConfig, LoraConfig, RoleConfig, Stage
 from rlhf.errors import ConfigError
+from rlhf.starts import CRITIC, REWARD_MODEL, starts
 
 BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
 
@@ -20,7 +21,7 @@ Name = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
 
 @dataclass(frozen=True)
 class Role:
-    """One model of a stage. `start` is the key of `rlhf.settings.STARTS` that names what it is loaded from."""
+    """One model of a stage. `start` is the key of the `rlhf.starts.Start` that names what it is loaded from."""
 
     name: Name
     start: str
@@ -90,14 +91,22 @@ def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
     """How each model of a stage is held.
 
     With LoRA on the policy, there is no reference: it is the policy without its adapters, unless more of it is trained.
-    DPO needs none where the policy scores all pairs before it is trained. Not every advantage estimator needs a critic.
+    DPO needs none where the policy scores all pairs before it is trained. Not every advantage estimator needs a critic,
+    nor every reward a model.
     """
     found = {role.name: _holding(config, stage, role) for role in ROLES[stage]}
     adapted = found[ROLES[stage][0].name].lora.rank and not config.lora.also_train
     if adapted or (stage == "dpo" and config.dpo.reference == "precomputed"):
         found.pop("reference", None)
-    if stage == "ppo" and not config.ppo.method.critic:
+    if stage != "ppo":
+        return found
+    there = starts({"ppo": dict(config.ppo)}, stage)
+    if not config.ppo.method.critic:
         del found["critic"]
+    elif CRITIC in there:
+        found["critic"] = replace(found["critic"], role=replace(found["critic"].role, start=CRITIC.key))
+    if REWARD_MODEL not in there:
+        del found["reward"]
     return found
 
 
@@ -171,9 +180,10 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
     for stage in besides:
         if "reference" not in holdings(config, stage):
             policy = ROLES[stage][0].name
+            name = "actor" if stage == "ppo" else "policy"
             raise ConfigError(
-                f"roles.reference.{next(iter(said))}: with LoRA the reference is the {policy} without its adapters, "
-                f"held as the {policy} is; leave it out, or set roles.{policy}.lora_rank=0"
+                f"roles.reference.{next(iter(said))}: with LoRA the reference is the {name} without its adapters, "
+                f"held as the {name} is; leave it out, or set roles.{policy}.lora_rank=0"
             )
     if own.zero_stage in (1, 2):
         raise ConfigError(

@@ -57,12 +57,17 @@ def collate_reward(
 
     Returns:
         input_ids, attention_mask (int64), both [2B, T]: B rows with the chosen reply, then B with the rejected;
-        pair_mask (bool) [B]: False for pairs that only fill the batch up.
+        pair_mask (bool) [B]: False for pairs that only fill the batch up; margins (float32) [B].
     """
     rows = [example.prompt_ids + example.chosen_ids for example in examples]
     rows += [example.prompt_ids + example.rejected_ids for example in examples]
     input_ids, attention_mask = _pad_right(rows, policy, maximum, pad_token_id)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "pair_mask": _real(examples, real)}
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "pair_mask": _real(examples, real),
+        "margins": torch.tensor([example.row.margin or 0.0 for example in examples]),
+    }
 
 
 def collate_dpo(

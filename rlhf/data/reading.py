@@ -113,7 +113,9 @@ class Rows:
         digest = hashlib.blake2b(digest_size=16)
         for row in self.rows:
             turns = [(message.role, message.content) for message in row.prompt]
-            digest.update(f"{json.dumps([turns, row.text, row.response, row.chosen, row.rejected])}\n".encode())
+            values: list[object] = [turns, row.text, row.response, row.chosen, row.rejected]
+            values += [row.margin] if row.margin else []
+            digest.update(f"{json.dumps(values)}\n".encode())
         dropped = sum(rows for rows, _ in self.dropped.values())
         return {"rows": len(self.rows), "dropped": dropped, "digest": digest.hexdigest()}
 

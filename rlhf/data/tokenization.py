@@ -36,6 +36,7 @@ from rlhf.data.reasons import (
     PROMPTLESS,
     REFUSED,
     TRAINED_ON,
+    UNUSABLE_MARGIN,
 )
 from rlhf.data.report import DataReport
 from rlhf.data.rows import Row
@@ -274,6 +275,8 @@ def _unusable(row: Row, stage: Stage) -> str | None:
         return EMPTY_RESPONSE
     if share_of(stage) == "reward" and row.chosen == row.rejected:
         return NO_DIFFERENCE
+    if stage == "reward" and row.margin is None:
+        return UNUSABLE_MARGIN
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlhf.config import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
@@ -51,7 +52,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
         total = distributed.all_sum(sum(batch["pair_mask"].sum() for batch in micro_batches).float())
 
         def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            result = pair_loss(model, batch, total)
+            result = pair_loss(model, batch, settings, total)
             return result.loss, pair_statistics(result, batch)
 
         rates = engine.rates
@@ -80,11 +81,18 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
     return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
 
 
-def pair_loss(model: nn.Module, batch: Batch, total: Tensor | None = None) -> PairwiseLoss:
+def pair_loss(model: nn.Module, batch: Batch, settings: RewardConfig, total: Tensor | None = None) -> PairwiseLoss:
     """The pairwise loss of one micro-batch; `total` is the number of pairs of the global batch."""
     scores = model(batch["input_ids"], batch["attention_mask"])
     return pairwise_reward_loss(
-        scores, batch["input_ids"], batch["attention_mask"], pair_mask=batch["pair_mask"], total=total
+        scores,
+        batch["input_ids"],
+        batch["attention_mask"],
+        compared=settings.loss,
+        margins=batch["margins"] + settings.margin,
+        center=settings.center,
+        pair_mask=batch["pair_mask"],
+        total=total,
     )
 
 
@@ -100,16 +108,19 @@ def pair_statistics(result: PairwiseLoss, batch: Batch) -> dict[str, Tensor]:
 
 
 def averages(sums: Numbers) -> Numbers:
-    """Means over pairs of what `pair_statistics` summed; other numbers stay."""
+    """Means over pairs of what `pair_statistics` summed, and their margin; other numbers stay."""
     pairs = max(sums["pairs"], 1)
-    return sums | {key: sums[key] / pairs for key in ("accuracy", "chosen_score", "rejected_score")}
+    means = {key: sums[key] / pairs for key in ("accuracy", "chosen_score", "rejected_score")}
+    return sums | means | {"margin": means["chosen_score"] - means["rejected_score"]}
 
 
 def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Numbers:
-    """Accuracy and mean scores on the held-out pairs."""
+    """Loss, accuracy and mean scores on the held-out pairs."""
 
     def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return pair_statistics(pair_loss(model, batch), batch)
+        result = pair_loss(model, batch, context.config.reward)
+        return pair_statistics(result, batch) | {"loss": (result.losses * batch["pair_mask"]).sum()}
 
-    numbers = averages(sum_over(context, engine, held_out, f"accuracy {when}", statistics))
-    return {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score")}
+    sums = sum_over(context, engine, held_out, f"accuracy {when}", statistics)
+    numbers = averages(sums) | {"loss": sums["loss"] / max(sums["pairs"], 1)}
+    return {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score", "margin", "loss")}

@@ -31,8 +31,8 @@ def supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
         steps = [sft.step(network, optimizer, rows, loss_on=config.sft.loss_on) for rows in batches]
     else:
         pad = Tokenizer.pad_token_id
-        before = reward.scores(network, heldout, pad=pad)
-        steps = [reward.step(network, optimizer, pairs, pad=pad) for pairs in batches]
+        before = reward.scores(network, heldout, pad=pad, config=config.reward)
+        steps = [reward.step(network, optimizer, pairs, pad=pad, config=config.reward) for pairs in batches]
     return Outcome(steps, before, {"model": network.merged()})
 
 
@@ -40,7 +40,7 @@ def tokens(example: Any) -> Any:
     """A `sft.Row` or a `reward.Pair`."""
     if isinstance(example, Demonstration):
         return example.prompt_ids, example.completion_ids
-    return example.prompt_ids, example.chosen_ids, example.rejected_ids
+    return example.prompt_ids, example.chosen_ids, example.rejected_ids, example.row.margin
 
 
 def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list[Any]]:
