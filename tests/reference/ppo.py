@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import PPOConfig
+from tests.reference import estimators
 from tests.reference.adamw import AdamW
 from tests.reference.network import Network
 
@@ -26,11 +27,11 @@ class Row:
     prompt: list[int]
     completion: list[int]
     score: float
-    earned: float  # of the score
     log_probs: list[float]
     ref_log_probs: list[float]
     entropy: list[float]
     values: list[float]
+    rewards: list[float]
     advantages: list[float]
     returns: list[float]
 
@@ -43,8 +44,10 @@ class PPO:
     """The four models and the coefficient of the KL penalty.
 
     Args:
+        critic: None: the estimator has none, and values are 0.
         reference: None: the actor without its adapters (LoRA).
         total_updates: optimizer steps of the whole run.
+        longest: tokens that a completion may have.
         adapters: as `AdamW` takes it.
         ends: tokens that end a completion.
     """
@@ -53,17 +56,19 @@ class PPO:
         self,
         config: PPOConfig,
         actor: Network,
-        critic: Network,
+        critic: Network | None,
         reward_model: Network,
         reference: Network | None,
         total_updates: int,
+        longest: int,
         adapters: float | None = None,
         ends: Collection[int] = (),
     ) -> None:
-        self.config, self.ends = config, ends
+        self.config, self.longest, self.ends = config, longest, ends
         self.actor, self.critic, self.reward_model, self.reference = actor, critic, reward_model, reference
         self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates, adapters)
-        self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates, adapters)
+        if critic:
+            self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates, adapters)
         self.kl_coef = config.kl_coef
         self.scores: list[float] = []  # of all rollouts so far
         self.rewards: list[float] = []  # of all steps so far
@@ -80,7 +85,9 @@ class PPO:
             sequences: the real rows of the global batch, each (prompt ids, completion ids).
             passes: for each pass over the rollout, its minibatches: lists of indices into `sequences`.
         """
-        self.actor_optimizer.place = self.critic_optimizer.place = self.planned
+        self.actor_optimizer.place = self.planned
+        if self.critic:
+            self.critic_optimizer.place = self.planned
         rate, coefficient = self.actor_optimizer.rate, self.kl_coef
         rows = self.collect(sequences)
         parts = [part for minibatches in passes for part in minibatches]
@@ -94,6 +101,7 @@ class PPO:
         self.updates += updates
         numbers = {
             **statistics(rows, self.ends),
+            "returns": _mean([value for row in rows for value in row.returns]),
             "explained_variance": explained_variance(rows),
             "policy_loss": _mean([update["policy_loss"] for update in updates]),
             "value_loss": _mean([update["value_loss"] for update in updates]),
@@ -106,21 +114,32 @@ class PPO:
             "learning_rate": rate,
             "kl_coef": coefficient,
         }
-        if self.config.kl_in == "loss":
+        if self.config.method.kl_in == "loss":
             numbers["kl_loss"] = _mean([update["kl_loss"] for update in updates])
+        if not self.critic:
+            for name in ("value_loss", "value_clip_fraction", "critic_grad_norm", "explained_variance"):
+                del numbers[name]
         self.rewards.append(numbers["reward"])
         weights = [0.9**age for age in range(len(self.rewards))][::-1]
         numbers["reward_ema"] = sum(w * reward for w, reward in zip(weights, self.rewards)) / sum(weights)
         self._adapt(numbers["kl"])
         return numbers
 
+    def observe(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Row]:
+        """What the models make of each sequence."""
+        with torch.no_grad():
+            return [self._row(prompt, completion) for prompt, completion in sequences]
+
     def collect(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Row]:
         """What is known of each sequence before the first update."""
-        with torch.no_grad():
-            rows = [self._row(prompt, completion) for prompt, completion in sequences]
+        rows = self.observe(sequences)
         self._earn(rows)
-        for row in rows:
-            self._estimate(row)
+        if self.critic:
+            found = zip(*(self._estimate(row) for row in rows))
+        else:
+            found = estimators.estimate([row.rewards for row in rows], self.config)
+        for row, advantages, returns in zip(rows, *found):
+            row.advantages, row.returns = advantages, returns
         if self.config.method.whiten_advantages:
             every = [advantage for row in rows for advantage in row.advantages]
             mean = _mean(every)
@@ -134,7 +153,8 @@ class PPO:
         policy = value = held_back = bonus = torch.zeros((), dtype=torch.float64)
         actions = clipped = kept_near = 0
         drift = 0.0
-        for row in rows:
+        lengths = [len(row.completion) for row in rows]
+        for row, share in zip(rows, estimators.shares(lengths, self.config.method.loss_mean, self.longest)):
             log_probs, entropies = self._log_probs(row.prompt, row.completion, self.actor)
             values = self._values(row.prompt, row.completion)
             for action in range(len(row.completion)):
@@ -142,17 +162,17 @@ class PPO:
                 advantage, target, old = row.advantages[action], row.returns[action], row.values[action]
                 ratio = torch.exp(log_probs[action] - row.log_probs[action])
                 nearby = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
-                policy = policy + torch.max(-advantage * ratio, -advantage * nearby)
+                policy = policy + share * torch.max(-advantage * ratio, -advantage * nearby)
                 clipped += abs(ratio.item() - 1) > self.config.clip
                 drift += ratio.item() - 1 - math.log(ratio.item())
-                held_back = held_back + kl_estimate(log_probs[action] - row.ref_log_probs[action], self.config)
-                bonus = bonus + entropies[action]
+                held_back = held_back + share * self._kl(log_probs[action] - row.ref_log_probs[action])
+                bonus = bonus + share * entropies[action]
                 near = values[action].clamp(old - self.config.value_clip, old + self.config.value_clip)
                 kept_near += (near.item() - target) ** 2 > (values[action].item() - target) ** 2
                 value = value + 0.5 * torch.max((values[action] - target) ** 2, (near - target) ** 2)
-        policy_loss, value_loss, kl_loss = policy / actions, value / actions, held_back / actions
-        whole = policy_loss - self.config.entropy_coef * bonus / actions
-        if self.config.kl_in == "loss":
+        policy_loss, value_loss, kl_loss = policy, value / actions, held_back
+        whole = policy_loss - self.config.entropy_coef * bonus
+        if self.config.method.kl_in == "loss":
             whole = whole + self.kl_coef * kl_loss
         return {
             "policy_loss": policy_loss.item(),
@@ -162,7 +182,7 @@ class PPO:
             "kl_loss": kl_loss.item(),
             "value_clip_fraction": kept_near / actions,
             "grad_norm": self.actor_optimizer.step(whole),
-            "critic_grad_norm": self.critic_optimizer.step(value_loss),
+            "critic_grad_norm": self.critic_optimizer.step(value_loss) if self.critic else 0.0,
         }
 
     def _row(self, prompt: list[int], completion: list[int]) -> Row:
@@ -171,13 +191,13 @@ class PPO:
         values = self._values(prompt, completion)
         score = self.reward_model.scores(prompt + completion)[-1]
         return Row(
-            *(prompt, completion, float(score), math.nan),
+            *(prompt, completion, float(score)),
             *([float(number) for number in numbers] for numbers in (policy, reference, entropy, values)),
-            *([], []),
+            *([], [], []),
         )
 
     def _earn(self, rows: Sequence[Row]) -> None:
-        """What the last action of each sequence earns of its score."""
+        """The rewards of each action."""
         own = [row.score for row in rows]
         self.scores += own
         known = {"none": [], "batch": own, "running": self.scores}[self.config.normalize_scores]
@@ -185,17 +205,26 @@ class PPO:
             score = row.score
             if known:
                 score = (score - _mean(known)) / math.sqrt(_variance(known) + 1e-8)
-            row.earned = min(max(score, -self.config.score_clip), self.config.score_clip)
+            score = min(max(score, -self.config.score_clip), self.config.score_clip)
             if row.completion[-1] not in self.ends:
-                row.earned -= self.config.missing_eos_penalty or 0
+                score -= self.config.missing_eos_penalty or 0
+            row.rewards = [0.0] * len(row.completion)
+            if self.config.method.kl_in == "reward":
+                pairs = zip(row.log_probs, row.ref_log_probs)
+                row.rewards = [
+                    -self.kl_coef * float(self._kl(torch.tensor(p - r, dtype=torch.float64))) for p, r in pairs
+                ]
+            row.rewards[-1] += score
 
-    def _estimate(self, row: Row) -> None:
+    def _kl(self, log_ratio: Tensor) -> Tensor:
+        """An estimate of KL(policy || reference) from log(policy / reference) of one token (J. Schulman)."""
+        ratio = torch.exp(-log_ratio)  # reference / policy
+        estimates = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": ratio - 1 - torch.log(ratio)}
+        return estimates[self.config.method.kl_estimator]
+
+    def _estimate(self, row: Row) -> tuple[list[float], list[float]]:
         """Advantages and returns."""
-        values, rewards = row.values, [0.0] * len(row.completion)
-        if self.config.kl_in != "loss":
-            pairs = zip(row.log_probs, row.ref_log_probs)
-            rewards = [-self.kl_coef * float(kl_estimate(torch.tensor(p - r), self.config)) for p, r in pairs]
-        rewards[-1] += row.earned
+        values, rewards = row.values, row.rewards
         # Generalized advantage estimation (arXiv:1506.02438, equations 11-16): nothing follows the last action.
         advantages = [0.0] * len(rewards)
         following = value_after = 0.0
@@ -203,8 +232,7 @@ class PPO:
             error = rewards[action] + self.config.gamma * value_after - values[action]
             following = error + self.config.gamma * self.config.lam * following
             advantages[action], value_after = following, values[action]
-        row.advantages = advantages
-        row.returns = [advantage + value for advantage, value in zip(advantages, values)]
+        return advantages, [advantage + value for advantage, value in zip(advantages, values)]
 
     def _log_probs(
         self, prompt: list[int], completion: list[int], network: Network, *, adapted: bool = True
@@ -220,6 +248,8 @@ class PPO:
 
     def _values(self, prompt: list[int], completion: list[int]) -> list[Tensor]:
         """The critic's value of the state in which each action is taken: at the token before it."""
+        if not self.critic:
+            return [torch.zeros((), dtype=torch.float64) for _ in completion]
         scores = self.critic.scores(prompt + completion)
         return [scores[len(prompt) + action - 1] for action in range(len(completion))]
 
@@ -228,12 +258,6 @@ class PPO:
         if self.config.kl_target is not None:
             error = min(max(kl / self.config.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * self.config.batch_size / self.config.kl_horizon
-
-
-def kl_estimate(log_ratio: Tensor, config: PPOConfig) -> Tensor:
-    """An estimate of KL(policy || reference) from log(policy / reference) of one token (J. Schulman)."""
-    ratio = torch.exp(-log_ratio)  # reference / policy
-    return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": ratio - 1 - torch.log(ratio)}[config.kl_estimator or "k1"]
 
 
 def explained_variance(rows: Sequence[Row]) -> float:
@@ -253,7 +277,6 @@ def statistics(rows: Sequence[Row], ends: Collection[int]) -> dict[str, float]:
         "entropy": _mean([entropy for row in rows for entropy in row.entropy]),
         "truncated_share": _mean([row.completion[-1] not in ends for row in rows]),
         "response_length": _mean([len(row.completion) for row in rows]),
-        "returns": _mean([value for row in rows for value in row.returns]),
         "tokens": float(sum(len(row.completion) for row in rows)),
     }
 
@@ -262,7 +285,7 @@ def evaluation(rows: Sequence[Row], ends: Collection[int]) -> dict[str, float]:
     """What is recorded of held-out prompts; distinct_2: different pairs of neighbours, as a part of all pairs."""
     pairs = [row.completion[start : start + 2] for row in rows for start in range(len(row.completion) - 1)]
     different = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
-    numbers = {name: value for name, value in statistics(rows, ends).items() if name not in ("returns", "tokens")}
+    numbers = {name: value for name, value in statistics(rows, ends).items() if name != "tokens"}
     return numbers | {"distinct_2": len(different) / max(len(pairs), 1)}
 
 
