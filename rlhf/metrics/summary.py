@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rlhf.metrics.progress import format_number, format_seconds
 
-STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "PPO"}
+STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO", "ppo": "PPO"}
 _SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
 
 

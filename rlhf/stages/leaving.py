@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
     from rlhf.stages.context import StageContext
 
+_LAST = ("dpo", "ppo")  # stages from which no other starts by itself
+
 
 def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
@@ -25,7 +27,7 @@ def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTo
     """
     save, stage, model = context.config.lora.save, context.directory.name, folder / context.directory.model.name
     adapted = engine.holding.lora.rank > 0
-    merged = None if adapted and save == "adapter" and stage == "ppo" else str(model)
+    merged = None if adapted and save == "adapter" and stage in _LAST else str(model)
     if merged:
         save_model(engine, tokenizer, model)
     if adapted and (save != "merged" or stage == "reward"):
@@ -35,7 +37,7 @@ def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTo
 def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
     """Say where `leave` writes more than `lora.save` asks for."""
     stage = context.directory.name
-    if engine.holding.lora.rank > 0 and context.config.lora.save == "adapter" and stage != "ppo":
+    if engine.holding.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
         context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
 
 
