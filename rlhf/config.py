@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -67,12 +67,16 @@ class ModelConfig(Section):
 class SFTConfig(EpochConfig):
     """Stage 1: supervised fine-tuning on demonstrations."""
 
+    better: ClassVar = {"perplexity": min}
+
     loss_on: Literal["completion", "all"] = Field("completion", description="tokens that enter the loss")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
 
 class RewardConfig(EpochConfig):
     """Stage 2: a reward model from preferences."""
+
+    better: ClassVar = {"accuracy": max, "loss": min}
 
     batch_size: int = Field(32, ge=1, description="pairs in one optimizer step, over all ranks")
     micro_batch_size: int | None = Field(
