@@ -184,6 +184,7 @@ class PPO:
             log_probs=masked(scored["log_probs"], mask),
             ref_log_probs=masked(scored["ref_log_probs"], mask),
             values=values,
+            scores=scored["scores"],
             advantages=advantages * mask,
             returns=returns * mask,
         )
