@@ -7,7 +7,7 @@ is the same as in the stage (`rlhf.stages.loop`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +18,25 @@ from torch import Tensor
 
 from rlhf import pipeline
 from rlhf.config import Config
-from rlhf.data.encoding import conversation_row, encode_conversation, encode_replies
 from rlhf.data.examples import Prompt
-from rlhf.data.rows import Message, Row
+from rlhf.data.rows import Row
 from rlhf.engine import memory
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch
 from rlhf.errors import DataError, RunError
-from rlhf.models.tokenizers import end_tokens
+from rlhf.objectives.tokens import masked
 from rlhf.outcome import shortage
+from rlhf.rl.texts import Conversation, Texts, shown
 from rlhf.rl.trainer import PPO
 from rlhf.stages import evaluation, loop
 from rlhf.stages.context import StageContext
+from rlhf.stages.keeping import Found, record
 from rlhf.stages.leaving import leave
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
     from rlhf.run import RunDirectory
 
-Conversation = str | Sequence[Mapping[str, str]]
-"""What a user says, or the turns so far as `{"role": "user", "content": "..."}`."""
 Reward = Callable[[str, str, Row], float]
 """(prompt, completion, row of the data) -> score: a reward of one's own."""
 
@@ -73,8 +72,8 @@ class Learner:
         self._tokenizer, self._data, self._judge = needs.tokenizer, needs.data, needs.judge
         self.steps = context.config.ppo.steps
         self.trainer = PPO(context, needs.models, needs.tokenizer, needs.data)
-        self._ends = end_tokens(needs.tokenizer, self.trainer.actor.module.generation_config)
-        self._measured: list[dict[str, Any]] = []
+        self._texts = Texts(self.trainer, needs.data.prompt_format)
+        self._measured: list[Found] = []
         self._ended = ""
         context.directory.check_steps(self.steps)
         self.done = loop.begin(context, self.trainer.engines, self.trainer.load_state)
@@ -91,7 +90,7 @@ class Learner:
                 yield learner
             finally:
                 learner._end("the session has ended or begun another PPO; go on with session.ppo()")
-                del learner.trainer  # the engines' memory, for what comes next
+                del learner.trainer, learner._texts  # the engines' memory, for what comes next
                 context.models.clear()
                 context.bases.clear()
                 pipeline.free(accelerator)
@@ -152,12 +151,12 @@ class Learner:
         with self._working():
             if isinstance(prompts, dict):
                 return self.trainer.generate(prompts)
-            examples = [self._prompt(prompt) for prompt in prompts]
-            texts: list[str] = []
-            for part, batch in self._batches(examples):
-                texts += self._texts(self.trainer.generate(batch))[: len(part)]
+            examples = [self._texts.prompt(prompt) for prompt in prompts]
+            found: list[str] = []
+            for place, batch in self._texts.batches(examples):
+                found += self._texts.completions(self.trainer.generate(batch))[: len(examples[place])]
             self.trainer.decoder.make_room()
-            return texts
+            return found
 
     @overload
     def score(self, prompts: Sequence[Conversation], completions: Sequence[str]) -> list[Score]: ...
@@ -182,12 +181,10 @@ class Learner:
                 return self.trainer.score(prompts)
             if len(prompts) != len(completions):
                 raise DataError(f"score: {len(prompts)} prompts and {len(completions)} completions; give one for each")
-            examples = [self._prompt(prompt) for prompt in prompts]
-            replies = [self._reply(*pair) for pair in zip(examples, completions)]
-            found: list[Score] = []
-            for part, batch in self._batches(examples):
-                found += self._judged(batch, replies[len(found) : len(found) + len(part)])
-            return found
+            examples = [self._texts.prompt(prompt) for prompt in prompts]
+            replies = [self._texts.reply(*pair) for pair in zip(examples, completions)]
+            batches = self._texts.batches(examples)
+            return [score for place, batch in batches for score in self._judged(batch, replies[place])]
 
     def evaluate(self) -> Numbers:
         """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
@@ -201,10 +198,9 @@ class Learner:
             rows = examples[: self._context.config.ppo.eval_rows]
             when = f"after {self.done:,} steps" if self.done else "before"
             found = evaluation.evaluate(self._context, self.trainer, rows, when, self._judge)
-            evaluation.record(self._context, self.done, found)
+            record(self._context, self.done, found)
         self._measured.append(found)
-        numbers: Numbers = found["numbers"]
-        return numbers
+        return found.numbers
 
     def checkpoint(self) -> None:
         """Save all that a later `session.ppo()` needs to go on from here as if nothing had been between."""
@@ -219,9 +215,9 @@ class Learner:
         summary: dict[str, Any] = {"steps": self.done, "prompt_format": self._data.prompt_format}
         summary["parameters"] = {name: engine.parameter_counts for name, engine in trainer.engines.items()}
         if self._measured:
-            summary |= {"before": self._measured[0]["numbers"], "after": self._measured[-1]["numbers"]}
+            summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
         with self._working():
-            leave(context, trainer.actor, self._tokenizer)
+            leave(context, trainer.actor, self._tokenizer, context.directory.path)
             pipeline.finish(context, summary | self._planned)
             context.settle()
         self._saved = True
@@ -260,82 +256,25 @@ class Learner:
                 raise lack from error
             raise
 
-    def _prompt(self, conversation: Conversation) -> Prompt:
-        turns = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
-        messages = [Message(turn["role"], turn["content"]) for turn in turns]
-        form, most = self._data.prompt_format, self._context.config.data.max_prompt_length
-        ids = encode_conversation(self._tokenizer, messages, form)
-        if len(ids) > most:
-            raise DataError(
-                f"{_shown(messages[-1].content)}: a prompt of {len(ids)} tokens, and data.max_prompt_length is {most}; "
-                "shorten it, or begin a session with more"
-            )
-        return Prompt(ids, conversation_row(messages, form))
-
-    def _reply(self, example: Prompt, text: str) -> list[int]:
-        (ids,) = encode_replies(
-            self._tokenizer,
-            [example.row],
-            [text],
-            [example.prompt_ids],
-            chat_template=self._data.prompt_format == "template",
-            end_ids=self._ends,
-        )
-        most = self._context.config.data.max_completion_length
-        if ids is None or len(ids) > most:
-            what = "the chat template refuses it" if ids is None else f"{len(ids)} tokens with its end"
-            raise DataError(
-                f"{_shown(text)}: {what}, and data.max_completion_length is {most}; "
-                "shorten it, or begin a session with more"
-            )
-        return ids
-
-    def _batches(self, examples: Sequence[Prompt]) -> Iterator[tuple[Sequence[Prompt], Batch]]:
-        """The examples in batches of the rows that training has, filled up: no new shapes."""
-        rows = self.trainer.batch_rows
-        for start in range(0, len(examples), rows):
-            part = examples[start : start + rows]
-            filled = [*part, *[part[0]] * (rows - len(part))]
-            yield part, self.trainer.accelerator.to_device(self.trainer.collate(filled, len(part)))
-
     def _judged(self, prompts: Batch, replies: Sequence[list[int]]) -> list[Score]:
         """Scores of replies to the real rows of a batch."""
-        filled = [*replies, *[replies[0]] * (len(prompts["prompt_ids"]) - len(replies))]
-        most = self._context.config.data.max_completion_length
-        width = self._context.shapes.length(max(map(len, filled)), most)
-        pad = self._tokenizer.pad_token_id
-        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in filled])
-        mask = (torch.arange(width) < torch.tensor([len(row) for row in filled])[:, None]).long()
-        ids, mask = self.trainer.accelerator.to_device((ids, mask))
-        sequences = {
-            "input_ids": torch.cat([prompts["prompt_ids"], ids], dim=1),
-            "attention_mask": torch.cat([prompts["prompt_mask"], mask], dim=1),
-            "action_mask": (mask * prompts["row_mask"].unsqueeze(1)).float(),
-        }
-        scored = self.trainer.score(sequences)
-        log_probs = torch.where(mask.bool(), scored["log_probs"], 0)
-        kl = log_probs - torch.where(mask.bool(), scored["ref_log_probs"], 0)
-        rewards: list[Any] = scored["scores"].tolist() if "scores" in scored else [None] * len(filled)
+        sequences = self._texts.sequences(prompts, replies)
+        scored, mask = self.trainer.score(sequences), sequences["action_mask"]
+        log_probs = masked(scored["log_probs"], mask)
+        kl = log_probs - masked(scored["ref_log_probs"], mask)
+        rewards: list[Any] = scored["scores"].tolist() if "scores" in scored else [None] * len(mask)
         columns = rewards, kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
         return [Score(*values) for values in zip(*columns)]
 
-    def _texts(self, sequences: Batch) -> list[str]:
-        """The completions of `PPO.generate`'s sequences, as text."""
-        mask = sequences["attention_mask"][:, -sequences["action_mask"].shape[1] :]
-        lengths = mask.sum(1).tolist()
-        ids = sequences["input_ids"][:, -mask.shape[1] :].tolist()
-        kept = [row[:length] for row, length in zip(ids, lengths)]
-        return [self._tokenizer.decode(row, skip_special_tokens=True).strip() for row in kept]
-
     def _scores_of(self, reward: Reward, index: int) -> Callable[[Batch], Tensor]:
         """What scores the sequences of rollout `index` by `reward`."""
-        trainer, rank = self.trainer, self._context.world.rank
+        trainer, texts, rank = self.trainer, self._texts, self._context.world.rank
         times, share = trainer.settings.method.completions, trainer.settings.prompts(self._context.world.size)
         examples = trainer.batches.examples(index)[rank * share : (rank + 1) * share]
         rows = [example.row for example in examples for _ in range(times)]
 
         def scores(sequences: Batch) -> Tensor:
-            found = [_number(reward, row, text) for row, text in zip(rows, self._texts(sequences), strict=True)]
+            found = [_number(reward, row, text) for row, text in zip(rows, texts.completions(sequences), strict=True)]
             return torch.tensor(found, dtype=torch.float32, device=sequences["input_ids"].device)
 
         return scores
@@ -349,11 +288,7 @@ def _number(reward: Reward, row: Row, completion: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise DataError(
-            f"reward: gave {value!r} for the completion {_shown(completion)} of {_shown(row.text)}; "
+            f"reward: gave {value!r} for the completion {shown(completion)} of {shown(row.text)}; "
             "it must give a finite number"
         )
     return number
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:59]}…")
