@@ -33,6 +33,13 @@ class Found(NamedTuple):
     samples: Sequence[dict[str, str]] = ()
 
 
+def record(context: StageContext, step: int, found: Found) -> None:
+    """Record what was found after `step` steps."""
+    context.recorder.log(step, {f"heldout_{key}": value for key, value in found.numbers.items()})
+    for position, sample in enumerate(found.samples):
+        context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
+
+
 class Evaluations:
     """The evaluations of a stage of `total_steps`; every rank takes part.
 
@@ -86,10 +93,7 @@ class Evaluations:
             return
         # Records that follow the checkpoint's step were dropped when the stage was resumed: also those of what is known
         found = self._found[step]
-        self.context.recorder.log(step, {f"heldout_{key}": value for key, value in found.numbers.items()})
-        for position, sample in enumerate(found.samples):
-            text = f"{sample['prompt']}\n{sample['completion']}"
-            self.context.recorder.text(f"heldout_{position}", step, text)
+        record(self.context, step, found)
         if self._every and step:
             best = ", the best so far" if self._best(step) == step else ""
             self.context.say(f"{name}: after step {step:,}: {self._told(found.numbers)}{best}")
