@@ -175,9 +175,13 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _kl_has_a_gradient(self) -> PPOConfig:
+    def _kl_acts(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
             raise at("kl_estimator", "k1 in the loss has a gradient of mean 0 and holds nothing back; use k2 or k3")
+        if self.kl_stop is not None and self.updates == 1:
+            raise at(
+                "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"
+            )
         return self
 
     @property
@@ -192,6 +196,11 @@ class PPOConfig(TrainingConfig):
             "whiten_advantages": self.whiten_advantages,
         }
         return replace(entry, **{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def updates(self) -> int:
+        """Updates that follow one rollout, where they do not end early."""
+        return self.ppo_epochs * (self.batch_size // (self.minibatch_size or self.batch_size))
 
     def minibatch(self, world_size: int) -> tuple[int, int]:
         """(rows of one PPO update over all ranks, rows of one forward pass of one rank).

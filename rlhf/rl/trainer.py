@@ -56,8 +56,11 @@ class PPO:
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
         minibatch, micro_rows = settings.minibatch(context.world.size)
-        updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
-        sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
+        sizes = {
+            "total_steps": settings.steps * settings.updates,
+            "batch_size": minibatch,
+            "micro_batch_size": micro_rows,
+        }
         held = context.holdings
         self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
         self.critic = (
