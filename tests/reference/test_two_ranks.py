@@ -30,7 +30,7 @@ def named(stage: str) -> list[str]:
     return [name for name in two_ranks.CHANGES if name.startswith(stage)]
 
 
-@pytest.mark.parametrize("name", [*named("sft"), *named("reward")])
+@pytest.mark.parametrize("name", [*named("sft"), *named("reward"), *named("dpo")])
 def test_supervised_steps_are_those_of_the_reference(left, name):
     stage = name.partition(",")[0]
     config = cases.configuration(stage, **two_ranks.CHANGES[name])
@@ -42,7 +42,7 @@ def test_supervised_steps_are_those_of_the_reference(left, name):
 def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
     config = cases.configuration("ppo", **two_ranks.CHANGES[name])
     found, other = left(name), left(name, rank=1)
-    assert any(step["updates"] < 4 for step in found.steps) == (config.ppo.kl_stop is not None)
+    assert any(step["updates"] < config.ppo.updates for step in found.steps) == (config.ppo.kl_stop is not None)
     cases.assert_same(found, expected.reinforced(config, cases.Models.build(), found.rollouts, found.heldout)[0])
     for model, weights in found.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)
