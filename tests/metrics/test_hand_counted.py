@@ -244,6 +244,24 @@ def test_scores_are_scaled_then_clipped_then_less_a_penalty_where_there_is_no_en
     assert built.experience.returns[:, 0].tolist() == pytest.approx([-1.5, -0.5, 1.0, 0.0])
 
 
+def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_ppo):
+    settings = {"normalize_scores": "running", "score_clip": 9, "kl_coef": 0, "lam": 1.0}
+    first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
+    first.step(0)
+    second.load_state(first.save_state())
+    second.score = lambda sequences: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
+    second.step(1)
+    # 1, 4, 7 and three times 10: mean 7, squares 36 + 9 + 0 + 3 * 9 = 72, deviation sqrt(12)
+    assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_the_coefficient_alone(build_ppo):
+    built = quiet(build_ppo(kl_coef=0.5))
+    built.load_state({"kl_coef": 0.25})
+    numbers = built.step(0)
+    assert numbers["kl_coef"] == 0.25 and numbers["reward_ema"] == pytest.approx(4.0)
+
+
 def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
     built = quiet(build_ppo())
     rewards = [4.0, 1.0, 10.0]
