@@ -30,6 +30,11 @@ class StageDirectory:
         return self.path / "model"
 
     @property
+    def average(self) -> Path:
+        """The moving average of the trained model, in the same format, where one was asked for."""
+        return self.path / "model-ema"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

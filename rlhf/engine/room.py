@@ -54,8 +54,10 @@ def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precisi
         checkpoint = 0 if adapters_only else state * sum(counts)
         every = getattr(config, stage).checkpoint_every
         written = -(-need.steps // every) if every else 1
+        averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
+        checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
         # The newest two stay, and a third is written beside them; the model comes when two are left.
-        trained = width * sum(counts[:1])
+        trained = width * (1 + averaged) * sum(counts[:1])
         most = max(most, left + max(checkpoint * min(written, 3), checkpoint * min(written, 2) + trained))
         left += trained
     return most

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
+from rlhf.engine.overflow import step_together
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import completion_log_probs
@@ -63,9 +64,11 @@ class Updates:
             )
             return loss, {}
 
-        sums.extend(self.actor.step(parts, actor_loss), loss="policy_loss", clip_fraction="clip_fraction")
+        both = ((self.actor, actor_loss), (self.critic, critic_loss))
+        found = step_together([(engine, loss) for engine, loss in both if engine], parts)
+        sums.extend(found[0], loss="policy_loss", clip_fraction="clip_fraction")
         if self.critic:
-            sums.extend(self.critic.step(parts, critic_loss), loss="value_loss")
+            sums.extend(found[1], loss="value_loss")
 
     def order(self, index: int, epoch: int) -> torch.Generator | None:
         """Order of the rows in one pass; None where one minibatch holds them all."""

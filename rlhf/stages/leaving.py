@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.models.adapters import save_adapter
 from rlhf.models.export import save_model
 from rlhf.settings import STARTS
-from rlhf.sharing import adapter_of
+from rlhf.sharing import ADAPTER, adapter_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,15 +23,32 @@ def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTo
     A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
     models can stand on one base.
     """
-    save, stage, model = context.config.lora.save, context.directory.name, context.directory.model
+    save, stage = context.config.lora.save, context.directory.name
+    _leave(context, engine, tokenizer, context.directory.model, adapter_of(str(context.directory.model)))
+    if engine.holding.lora.rank and save == "adapter" and stage != "ppo":
+        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
+
+
+def leave_average(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the same of a model whose moving average is in its place; every rank calls it."""
+    model = context.directory.average
+    adapter = model.with_name(f"{ADAPTER}-ema")
+    left = _leave(context, engine, tokenizer, model, adapter)
+    context.say(f"{context.directory.name}: the average of its weights is left in {left}")
+
+
+def _leave(
+    context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
+) -> Path:
+    """Write the weights as they are now to `model`, `adapter` or both, and give one of these, `model` if it is."""
+    save, stage = context.config.lora.save, context.directory.name
     adapted = engine.holding.lora.rank > 0
     merged = None if adapted and save == "adapter" and stage == "ppo" else str(model)
     if merged:
         save_model(engine, tokenizer, model)
     if adapted and (save != "merged" or stage == "reward"):
-        save_adapter(engine, adapter_of(str(model)), _start(context), merged)
-    if adapted and save == "adapter" and stage != "ppo":
-        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
+        save_adapter(engine, adapter, _start(context), merged)
+    return model if merged else adapter
 
 
 def _start(context: StageContext) -> str | None:

@@ -65,7 +65,7 @@ def run_steps(
     training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
     with _signals() as arrived, training as bar:
         for index in range(first, total_steps):
-            begun = time.perf_counter()
+            begun, skipped = time.perf_counter(), _skipped(engines)
             numbers = step(index)
             context.accelerator.synchronize()  # so that the time is that of the work
             numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
@@ -74,6 +74,7 @@ def run_steps(
                 numbers["compilations"] = float(compilations)
             if context.precision.loss_scaling:
                 numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
+                numbers["skipped_steps"] = float(_skipped(engines) - skipped)
             done = index + 1
             _check_finite(numbers, context, done)
             if done % settings.log_every == 0 or done == total_steps:
@@ -145,6 +146,11 @@ def _signals() -> Iterator[list[int]]:
 
     with signals.heard(receive):
         yield arrived
+
+
+def _skipped(engines: dict[str, TrainingEngine]) -> int:
+    """Optimizer steps that were skipped so far; engines that step together skip together."""
+    return max((engine.skipped for engine in engines.values()), default=0)
 
 
 def _anywhere(arrived: list[int], context: StageContext) -> bool:

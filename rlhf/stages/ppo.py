@@ -13,7 +13,7 @@ from rlhf.engine.statistics import Numbers
 from rlhf.rl.trainer import PPO, Models
 from rlhf.stages.context import StageContext
 from rlhf.stages.evaluation import Judge, evaluate, record
-from rlhf.stages.leaving import leave
+from rlhf.stages.leaving import leave, leave_average
 from rlhf.stages.loop import measure_once, run_steps
 
 
@@ -56,6 +56,13 @@ def run(
     )
     after = measure("after")
     leave(context, ppo.actor, tokenizer)
+    if ppo.actor.ema:
+        with ppo.actor.ema.in_place():
+            found = evaluate(context, ppo, examples, "of the average", judge)
+            average = {f"ema_{key}": value for key, value in found["numbers"].items()}
+            context.recorder.log(settings.steps, {f"heldout_{key}": value for key, value in average.items()})
+            after["numbers"] |= average
+            leave_average(context, ppo.actor, tokenizer)
     samples = [
         {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
         for old, new in zip(before["samples"], after["samples"])

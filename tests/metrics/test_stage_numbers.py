@@ -64,7 +64,8 @@ def run_stage(accelerator, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, Recorder(RunDirectory(folder).stage(stage)) as recorder:
             patch.setattr(accelerator, "compilations", lambda: 7)
             patch.setattr(TrainingEngine, "loss_scale", lambda engine: 1.0)
-            values = {"precision": "fp32", "data": data, stage: values}
+            # ZeRO 1: an optimizer that can overflow
+            values = {"precision": "fp32", "engine": {"zero_stage": 1}, "data": data, stage: values}
             context = stage_context(accelerator, folder, stage, values, precision=precision, recorder=recorder)
             summary = call(context)
         return Ran(folder, stage, summary)
@@ -233,7 +234,7 @@ class Echo:
 @pytest.fixture(scope="module")
 def ppo_ran(run_stage):
     """On the embedded data's terms: with a judge."""
-    values = {"batch_size": 2, "steps": 1, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER}
+    values = {"batch_size": 2, "steps": 1, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, "ema": 0.5}
     heldout = [
         language.prompt(2, 1),
         language.prompt(3),
@@ -273,10 +274,10 @@ def test_the_judge_sees_every_prompt_with_its_own_completion(ppo_ran):
 
 
 def test_heldout_numbers_are_recorded_before_the_first_step_and_after_the_last(ppo_ran):
-    before, after = ppo_ran.heldout
-    assert before["step"] == 0 and after["step"] == 1
+    before, after, average = ppo_ran.heldout
+    assert before["step"] == 0 and after["step"] == average["step"] == 1
     assert before["heldout_kl"] == pytest.approx(0, abs=1e-6) and after["heldout_kl"] != 0
-    for side, record in (("before", before), ("after", after)):
+    for side, record in (("before", before), ("after", after | average)):
         assert {f"heldout_{key}": value for key, value in ppo_ran.summary[side].items()}.items() <= record.items()
 
 
