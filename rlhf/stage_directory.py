@@ -17,6 +17,10 @@ STATE = "state-rank{rank}.pt"
 """In a checkpoint, what a rank has saved beside its engines."""
 
 
+AVERAGE = "-ema"
+"""What follows the name of a model's folder, or its adapter's, in that of its moving average."""
+
+
 @dataclass(frozen=True)
 class StageDirectory:
     """One stage's folder in a run."""
@@ -32,7 +36,17 @@ class StageDirectory:
     @property
     def average(self) -> Path:
         """The moving average of the trained model, in the same format, where one was asked for."""
-        return self.path / "model-ema"
+        return self.path / f"model{AVERAGE}"
+
+    @property
+    def averages(self) -> list[str]:
+        """Names of the folders of moving averages that are here: of the model, of its adapter."""
+        return sorted(path.name for path in self.path.glob(f"*{AVERAGE}"))
+
+    @property
+    def best(self) -> Path:
+        """Models that may be kept, while the stage trains; each in a folder named by its step."""
+        return self.path / "best"
 
     @property
     def checkpoints(self) -> Path:
@@ -97,12 +111,13 @@ class StageDirectory:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
 
-        The checkpoints go: a complete stage is not trained further, not by `--resume` with more steps either,
-        and its model is in `model`.
+        The checkpoints go, and models that are not kept: a complete stage is not trained further, not by `--resume`
+        with more steps either, and its model is in `model`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._summary, summary)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.best, ignore_errors=True)
 
     def summary(self) -> dict[str, Any]:
         """What `finish` was given.

@@ -34,7 +34,7 @@ def chat(
     options: Options,
     run_or_model: Annotated[Path, typer.Argument(help="Folder of a run, or of a model.", metavar="RUN_OR_MODEL_DIR")],
     stage: Annotated[
-        Literal["sft", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
+        Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
     ] = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="The moving average of the policy's weights (ppo.ema), not the last ones.")
@@ -71,7 +71,7 @@ def chat(
                 _answer(model, [("user", line.strip())])
 
 
-def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None, *, ema: bool = False) -> Path:
+def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None, *, ema: bool = False) -> Path:
     """The model to talk to: of a run the one of `stage`, or of its last finished stage; else `path` itself.
 
     Args:
@@ -91,7 +91,7 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None, *, ema:
     if ema:
         return _average(path, stage)
     if run.description.is_file():
-        wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
+        wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("dpo"), run.stage("sft")]
         for candidate in wanted:
             if candidate.done and not candidate.model.exists() and (candidate.path / ADAPTER).is_dir():
                 raise RunError(
@@ -113,15 +113,15 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None, *, ema:
     return path
 
 
-def _average(path: Path, stage: Literal["sft", "ppo"] | None) -> Path:
+def _average(path: Path, stage: Literal["sft", "dpo", "ppo"] | None) -> Path:
     """The moving average that PPO has left in the run at `path`, or in the folder of its stage."""
     from rlhf.sharing import ADAPTER
-    from rlhf.stage_directory import StageDirectory
+    from rlhf.stage_directory import AVERAGE, StageDirectory
 
-    if stage == "sft":
+    if stage not in (None, "ppo"):
         raise RunError("--ema: of PPO's policy alone a run has an average; leave --stage out")
     ppo = StageDirectory(path / "ppo" if (path / "run.json").is_file() else path, "ppo")
-    if (ppo.path / f"{ADAPTER}-ema").is_dir() and not ppo.average.exists():
+    if (ppo.path / f"{ADAPTER}{AVERAGE}").is_dir() and not ppo.average.exists():
         raise RunError(
             f"{path}: the ppo stage has left the average as an adapter alone (lora.save); "
             "merge it with peft and name that folder without --ema"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rlhf.models.adapters import save_adapter
 from rlhf.models.export import save_model
-from rlhf.settings import STARTS
-from rlhf.sharing import ADAPTER, adapter_of
+from rlhf.sharing import ADAPTER
+from rlhf.stage_directory import AVERAGE
+from rlhf.starts import starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,45 +17,48 @@ if TYPE_CHECKING:
     from rlhf.engine.training import TrainingEngine
     from rlhf.stages.context import StageContext
 
+_LAST = ("dpo", "ppo")  # stages from which no other starts by itself
 
-def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write what `lora.save` asks for; every rank calls it.
+
+def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
 
     A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
-    models can stand on one base.
+    models can stand on one base. Beside all that, the same of the weights' moving average where there is one.
     """
-    save, stage = context.config.lora.save, context.directory.name
-    _leave(context, engine, tokenizer, context.directory.model, adapter_of(str(context.directory.model)))
-    if engine.holding.lora.rank and save == "adapter" and stage != "ppo":
-        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
+    _write(context, engine, tokenizer, folder, "")
+    if engine.ema:
+        with engine.ema.in_place():
+            _write(context, engine, tokenizer, folder, AVERAGE)
 
 
-def leave_average(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the same of a model whose moving average is in its place; every rank calls it."""
-    model = context.directory.average
-    adapter = model.with_name(f"{ADAPTER}-ema")
-    left = _leave(context, engine, tokenizer, model, adapter)
-    context.say(f"{context.directory.name}: the average of its weights is left in {left}")
-
-
-def _leave(
-    context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
-) -> Path:
-    """Write the weights as they are now to `model`, `adapter` or both, and give one of these, `model` if it is."""
-    save, stage = context.config.lora.save, context.directory.name
+def _write(
+    context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path, suffix: str
+) -> None:
+    save, stage, model = context.config.lora.save, context.directory.name, folder / f"model{suffix}"
     adapted = engine.holding.lora.rank > 0
-    merged = None if adapted and save == "adapter" and stage == "ppo" else str(model)
+    merged = None if adapted and save == "adapter" and stage in _LAST else str(model)
     if merged:
         save_model(engine, tokenizer, model)
     if adapted and (save != "merged" or stage == "reward"):
-        save_adapter(engine, adapter, _start(context), merged)
-    return model if merged else adapter
+        save_adapter(engine, folder / f"{ADAPTER}{suffix}", _start(context), merged)
+
+
+def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
+    """Say where `leave` writes more than `lora.save` asks for."""
+    stage = context.directory.name
+    if engine.ema:
+        folders = " and ".join(f"{context.directory.path / name}" for name in context.directory.averages)
+        context.say(f"{stage}: the moving average of its weights is left in {folders}")
+    if engine.holding.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
+        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
 
 
 def _start(context: StageContext) -> str | None:
     """The folder or hub name of the model that the stage trained; None: it was made for this run."""
-    first = STARTS[context.directory.name][0]
-    if named := first.named(context.config.model_dump()):
+    values = context.config.model_dump()
+    first = starts(values, context.directory.name)[0]
+    if named := first.named(values):
         return named
     earlier = context.run.stage(first.earlier) if first.earlier else None
     return str(earlier.model) if earlier and earlier.done else None

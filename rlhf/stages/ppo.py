@@ -12,9 +12,10 @@ from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine.statistics import Numbers
 from rlhf.rl.trainer import PPO, Models
 from rlhf.stages.context import StageContext
-from rlhf.stages.evaluation import Judge, evaluate, record
-from rlhf.stages.leaving import leave, leave_average
-from rlhf.stages.loop import measure_once, run_steps
+from rlhf.stages.evaluation import Judge, evaluate
+from rlhf.stages.keeping import Found
+from rlhf.stages.leaving import leave, say_what_is_left
+from rlhf.stages.loop import run_steps
 
 
 def run(
@@ -29,12 +30,6 @@ def run(
     settings = context.config.ppo
     examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
 
-    def measure(when: str) -> dict[str, Any]:
-        found = evaluate(context, ppo, examples, when, judge)
-        record(context, 0 if when == "before" else settings.steps, found)
-        return found
-
-    before = measure_once(context, lambda: measure("before"))
     every = max(1, settings.steps // 10)
 
     def step(index: int) -> Numbers:
@@ -43,10 +38,20 @@ def run(
             _record_sample(context, ppo, index + 1)
         return numbers
 
-    run_steps(
+    def measure(when: str) -> Found:
+        found = evaluate(context, ppo, examples, when, judge)
+        if not ppo.actor.ema or when == "before":  # which it begins at
+            return found
+        with ppo.actor.ema.in_place():
+            average = evaluate(context, ppo, examples, f"{when}, by the average", judge)
+        return found._replace(numbers=found.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
+
+    summary = run_steps(
         context,
         total_steps=settings.steps,
         step=step,
+        measure=measure,
+        leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
         engines=ppo.engines,
         settings=settings,
         unit="tokens",
@@ -54,26 +59,10 @@ def run(
         save_state=ppo.save_state,
         load_state=ppo.load_state,
     )
-    after = measure("after")
-    leave(context, ppo.actor, tokenizer)
+    say_what_is_left(context, ppo.actor)
     if ppo.actor.ema:
-        with ppo.actor.ema.in_place():
-            found = evaluate(context, ppo, examples, "of the average", judge)
-            average = {f"ema_{key}": value for key, value in found["numbers"].items()}
-            context.recorder.log(settings.steps, {f"heldout_{key}": value for key, value in average.items()})
-            after["numbers"] |= average
-            leave_average(context, ppo.actor, tokenizer)
-    samples = [
-        {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
-        for old, new in zip(before["samples"], after["samples"])
-    ]
-    return {
-        "before": before["numbers"],
-        "after": after["numbers"],
-        "steps": settings.steps,
-        "parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()},
-        "samples": samples,
-    }
+        summary["average"] = context.directory.averages
+    return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
 
 
 def _record_sample(context: StageContext, ppo: PPO, step: int) -> None:

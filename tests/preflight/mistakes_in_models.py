@@ -133,7 +133,7 @@ def another_vocabulary(bench: Bench) -> tuple[list[str], list[str]]:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(folder)
-    return settings(ppo__reward_model=folder), ["the reward model's vocabulary", "differ in '<extra>'"]
+    return settings(ppo__reward_model=folder), ["this model's vocabulary", "differ in '<extra>'"]
 
 
 @mistake

@@ -52,7 +52,8 @@ def test_it_is_a_model_with_its_tokenizer(one_update):
     folder, printed = one_update
     AutoModelForCausalLM.from_pretrained(folder / "model-ema")
     assert len(AutoTokenizer.from_pretrained(folder / "model-ema")) > 0
-    assert f"ppo: the average of its weights is left in {folder / 'model-ema'}" in " ".join(printed.split())
+    assert f"ppo: the moving average of its weights is left in {folder / 'model-ema'}" in printed
+    assert json.loads((folder / "stage.json").read_text())["average"] == ["model-ema"]
 
 
 def test_its_held_out_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf, finished_run, tmp_path):
@@ -103,6 +104,8 @@ def test_an_adapter_has_its_average_beside_it(rlhf, finished_run, tmp_path, save
     last, average = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-ema"))
     assert last.keys() == average.keys()
     assert any(not torch.equal(last[name], tensor) for name, tensor in average.items())
+    there = ["adapter-ema"] + ["model-ema"] * (save == "both")
+    assert json.loads((folder / "stage.json").read_text())["average"] == there
     assert (folder / "model-ema").exists() == (folder / "model").exists() == (save == "both")
     if save == "adapter":
         with pytest.raises(RunError, match="has left the average as an adapter alone"):
