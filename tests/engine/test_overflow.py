@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf.data.tokenization import StageData
 from rlhf.engine.overflow import step_together
+from rlhf.rl.trainer import PPO, Models
 from tests.engine import halves
 from tests.engine.averages import IDS, build, loss, masters
+from tests.helpers import llama
+from tests.in_process import OPTIMIZER, given, scalar_llama, stage_context
+from tests.optimum import language
 
 SCALE = 2.0**10
 
@@ -93,3 +98,27 @@ def test_without_loss_scaling_one_models_gradients_are_gone_before_the_next_ones
 
     step_together([(first, loss), (second, looking)], [IDS])
     assert all(seen[0])
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_ppos_policy_waits_where_its_critic_overflows(accelerator, tmp_path, zero_stage):
+    """Rewards of thousands are whitened for the policy, and not for the critic."""
+    values = {
+        "engine": {"zero_stage": zero_stage},
+        "data": {"max_prompt_length": language.PROMPT_COLUMNS, "max_completion_length": language.LENGTH},
+        "ppo": {"batch_size": 4, "score_clip": 1e6, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, "ema": 0.5},
+    }
+    data = StageData([language.prompt(1), language.prompt(2)], [], [])
+    with halves.accepted() as precision:
+        context = stage_context(accelerator, tmp_path, "ppo", values, precision=precision)
+        actor, reference = (llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
+        critic, rewards = (scalar_llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
+        rewards.score.weight.data *= 5e4
+        ppo = PPO(context, Models(*map(given, (actor, reference, critic, rewards))), language.tokenizer(), data)
+        before = state(ppo.actor), state(ppo.critic)
+        average = [tensor.clone() for tensor in ppo.actor.ema.save_state()]
+        ppo.step(0)
+    for engine, earlier in zip((ppo.actor, ppo.critic), before):
+        assert engine.skipped == 1 and changed(earlier, engine) == set()
+    assert (ppo.actor.loss_scale(), ppo.critic.loss_scale()) == (SCALE, SCALE / 2)
+    assert all(torch.equal(*pair) for pair in zip(ppo.actor.ema.save_state(), average))
