@@ -64,6 +64,7 @@ class TrainingEngine:
         self.optimizer_config = optimizer
         self._adapter_factor = adapter_factor(optimizer, holding.lora)
         self.total_steps = total_steps
+        self.left_out = 0  # steps of the schedule that were not taken
         self.zero_stage = holding.zero_stage
         self.precision = precision
         self.ema: EMA | None = None
@@ -126,7 +127,8 @@ class TrainingEngine:
     @property
     def scheduled_rate(self) -> float:
         """Learning rate of the next step; like Adam's moments it knows nothing of steps that were skipped."""
-        return learning_rate(self.optimizer_config, self.steps - self.skipped, self.total_steps)
+        steps = self.steps + self.left_out - self.skipped
+        return learning_rate(self.optimizer_config, steps, self.total_steps)
 
     @property
     def rates(self) -> dict[str, float]:
