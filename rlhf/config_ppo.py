@@ -140,6 +140,14 @@ class PPOConfig(TrainingConfig):
     whiten_advantages: bool | None = Field(
         None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
+        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
+    )
+    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -161,6 +169,12 @@ class PPOConfig(TrainingConfig):
     def _samples(self) -> PPOConfig:
         if self.sampling.temperature == 0:
             raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+        return self
+
+    @model_validator(mode="after")
+    def _average(self) -> PPOConfig:
+        if self.ema_on_host and self.ema is None:
+            raise at("ema_on_host", "true, but there is no average to wait there; set ppo.ema, or leave it out")
         return self
 
     @model_validator(mode="after")

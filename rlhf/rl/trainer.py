@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
+from rlhf.engine.ema import EMA
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
@@ -70,6 +71,8 @@ class PPO:
         self.critic = (
             context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
         )
+        if settings.ema:
+            self.actor.ema = EMA(self.actor, settings.ema, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.reference) if "reference" in held else None
         self.reward = context.frozen("reward", models.reward) if "reward" in held else None
         self.scorer = Scorer(
@@ -199,10 +202,12 @@ class PPO:
         )
 
     def save_state(self) -> dict[str, Any]:
-        return self.shaping.save_state()
+        return self.shaping.save_state() | ({"ema": self.actor.ema.save_state()} if self.actor.ema else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.shaping.load_state(state)
+        if self.actor.ema:
+            self.actor.ema.load_state(state["ema"])
 
 
 def _norm_of(role: str) -> str:

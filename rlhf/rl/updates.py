@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
+from rlhf.engine.overflow import step_together
 from rlhf.engine.statistics import Numbers, Sums
-from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.engine.training import Batch, Loss, TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
 from rlhf.objectives.tokens import masked, masked_mean, token_weights
@@ -61,9 +62,11 @@ class Updates:
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
         policy = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
-        found.extend(self.actor.step(parts, policy), *MEANS)
+        losses: list[tuple[TrainingEngine, Loss]] = [(self.actor, policy)]
         if self.critic:
-            found.extend(self.critic.step(parts, partial(self._critic_loss, total=total)), *MEANS)
+            losses.append((self.critic, partial(self._critic_loss, total=total)))
+        for sums in step_together(losses, parts):
+            found.extend(sums, *MEANS)
         return found
 
     def _actor_loss(
