@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from rlhf.config_data import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
 from rlhf.config_engine import EngineConfig, LoraConfig, RoleConfig, RolesConfig
 from rlhf.config_ppo import PPOConfig, SamplingConfig
+from rlhf.config_rewards import RewardFunctionConfig
 from rlhf.config_training import EpochConfig, OptimizerConfig, TrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.kinds import Folder, OptionalName, Section
@@ -32,6 +33,7 @@ __all__ = [  # what mypy counts as ours
     "LoraConfig",
     "OptimizerConfig",
     "PPOConfig",
+    "RewardFunctionConfig",
     "RoleConfig",
     "RolesConfig",
     "SamplingConfig",

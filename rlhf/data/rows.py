@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.data.formats import CONVERSATIONS, PROMPTS, Columns
@@ -42,6 +42,7 @@ class Row:
         chosen, rejected: the preferred and the dispreferred reply; None: the record is not a preference.
         source: where the record came from, for messages ("file.jsonl:17").
         undecided: why a record with two replies prefers neither of them; empty: it does, or has no two.
+        record: the columns as the source has them, where they were asked for.
     """
 
     prompt: tuple[Message, ...]
@@ -51,6 +52,13 @@ class Row:
     rejected: str | None
     source: str
     undecided: str = ""
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record's columns and, where it has none of that name, what was read in them."""
+        found = {name: getattr(self, name) for name in ("response", "chosen", "rejected", "source")}
+        messages = [{"role": message.role, "content": message.content} for message in self.prompt]
+        return {"messages": messages, **found, **self.record}
 
 
 class Rejected(Exception):

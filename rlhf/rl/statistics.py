@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch
 from rlhf.objectives.tokens import masked
+from rlhf.rl.rewards import is_part
 
 
 def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
@@ -23,6 +24,7 @@ def rollout_statistics(scored: Batch, mask: Tensor, row_mask: Tensor) -> Batch:
         "reward_squared": (scored["scores"] ** 2 * rows).sum(),
         "kl": log_ratio.sum(),
         "entropy": masked(scored["entropy"], mask).sum(),
+        **{name: (part * rows).sum() for name, part in scored.items() if is_part(name)},
     }
 
 
@@ -37,6 +39,7 @@ def means(sums: Numbers) -> Numbers:
         "kl": sums["kl"] / rows,
         "entropy": sums["entropy"] / max(sums["tokens"], 1),
         "response_length": sums["tokens"] / rows,
+        **{name: number / rows for name, number in sums.items() if is_part(name)},
     }
 
 

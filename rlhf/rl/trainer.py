@@ -6,6 +6,7 @@ is that of arXiv:2203.02155).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from rlhf.data.batches import collate_ppo
+from rlhf.data.examples import Prompt
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Numbers, Sums
@@ -22,6 +24,7 @@ from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import masked
+from rlhf.rl.rewards import Rewards
 from rlhf.rl.scoring import Scorer
 from rlhf.rl.shaping import Shaping
 from rlhf.rl.statistics import means, rollout_statistics
@@ -52,6 +55,7 @@ class PPO:
     def __init__(self, context: StageContext, models: Models, tokenizer: Any, data: StageData) -> None:
         self.context = context
         self.settings = settings = context.config.ppo
+        self.rewards = Rewards(settings, tokenizer)  # before the models, which take longer
         self.accelerator = context.accelerator
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
@@ -109,7 +113,8 @@ class PPO:
     def step(self, index: int) -> Numbers:
         """One rollout and the updates that follow from it."""
         sums = Sums()
-        self.experience = experience = self.collect(self.accelerator.to_device(self.prompts(index)), sums)
+        prompts = self.accelerator.to_device(self.prompts(index))
+        self.experience = experience = self.collect(prompts, sums, self.examples(index))
         rates = self.actor.rates
         updates = self.updates(experience, index, sums)
         found = sums.read()
@@ -128,6 +133,10 @@ class PPO:
         """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
         (prompts,) = self.batches.step(index)
         return {key: rows.repeat_interleave(self.settings.method.completions, 0) for key, rows in prompts.items()}
+
+    def examples(self, index: int) -> list[Prompt]:
+        """What the rows of `prompts(index)` are made of."""
+        return [example for example in self.batches.share(index) for _ in range(self.settings.method.completions)]
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Batch:
@@ -153,20 +162,26 @@ class PPO:
             "action_mask": (completions.mask * prompts["row_mask"].unsqueeze(1)).float(),
         }
 
-    def score(self, sequences: Batch) -> Batch:
-        """What the models make of `generate`'s sequences.
+    def score(self, sequences: Batch, examples: Sequence[Prompt] = ()) -> Batch:
+        """What the models, and the reward functions, make of `generate`'s sequences.
+
+        Args:
+            examples: of the sequences that do not only fill up the batch, for reward functions; see `examples`.
 
         Returns:
-            `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A], and with a reward
-            model its `scores` [B]. All float32.
-        """
-        return self.scorer(sequences)
+            `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A]; the `scores` [B],
+            and with reward functions the parts that they are the weighted sum of (`Rewards`). All float32.
 
-    def collect(self, prompts: Batch, sums: Sums) -> Experience:
+        Raises:
+            RewardError: a reward function failed.
+        """
+        return self.rewards(self.scorer(sequences), sequences, examples)
+
+    def collect(self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = ()) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
         sequences = self.generate(prompts)
         self.decoder.make_room()
-        scored = self.score(sequences)
+        scored = self.score(sequences, examples)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         advantages, returns = self._estimate(self.shaping.rewards(scored, mask), values, mask, self.settings)
