@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -27,6 +27,8 @@ class SamplingConfig(Section):
 
 class PPOConfig(TrainingConfig):
     """Stage 3: reinforcement learning from the reward model with PPO (arXiv:1707.06347, arXiv:2203.02155)."""
+
+    better: ClassVar = {"reward": max, "approved_share": max}
 
     actor: OptionalName = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
     reward_model: OptionalName = Field(
@@ -55,6 +57,9 @@ class PPOConfig(TrainingConfig):
         None,
         ge=1,
         description="rows in one forward pass of one rank that scores or updates; empty: minibatch_size / ranks",
+    )
+    eval_every: int = Field(
+        0, ge=0, description="steps between evaluations on held-out prompts; 0: before training and after it only"
     )
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     generation_batch_size: int | None = Field(
@@ -145,12 +150,6 @@ class PPOConfig(TrainingConfig):
         for label, count in Counter(function.label for function in self.reward_functions).items():
             if count > 1:
                 raise at("reward_functions", f"{count} functions are called {label}; give each a `name` of its own")
-        return self
-
-    @model_validator(mode="after")
-    def _criticized(self) -> PPOConfig:
-        if self.critic and not self.method.critic:
-            raise at("critic", f"the estimator {self.estimator} has no critic; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -218,6 +218,23 @@ def reference_pairwise(rewards, ids, mask):
     return torch.stack(losses).mean(), torch.stack(chosen_scores), torch.stack(rejected_scores)
 
 
+def plain_loss(rewards, ids, mask, *, last=False, margins=(0.0, 0.0, 0.0), center=0.0):
+    """The definitions of the papers, one pair and one token at a time."""
+    total = 0.0
+    for row, margin in enumerate(margins):
+        other, losses = row + 3, []
+        ends = [int(mask[row].sum()) - 1, int(mask[other].sum()) - 1]
+        better, worse = rewards[row, ends[0]], rewards[other, ends[1]]
+        if last:
+            losses = [-F.logsigmoid(better - worse - margin)]
+        else:
+            parting = next(column for column in range(8) if ids[row, column] != ids[other, column])
+            for column in range(parting, max(ends) + 1):
+                losses.append(-F.logsigmoid(rewards[row, column] - rewards[other, column] - margin))
+        total = total + sum(losses) / len(losses) + center * (better + worse) ** 2
+    return total / len(margins)
+
+
 def pairs_batch():
     lengths = [7, 4, 5, 5, 8, 5]
     mask = lengths_mask(lengths, 8).long()
@@ -234,6 +251,28 @@ def test_pairwise_loss_compares_from_the_first_difference_to_the_end_of_the_long
     torch.testing.assert_close(found.loss, loss)
     torch.testing.assert_close(found.chosen_scores, chosen)
     torch.testing.assert_close(found.rejected_scores, rejected)
+
+
+@pytest.mark.parametrize("compared", ["token", "last"])
+@pytest.mark.parametrize(("margins", "center"), [((0.5, 2.0, 0.0), 0.0), ((0.3, 0.3, 0.3), 0.1), ((0, 0, 0), 0.5)])
+def test_pairwise_losses_and_their_gradients_are_those_of_a_plain_loop(compared, margins, center):
+    rewards, ids, mask = pairs_batch()
+    given = margins[0] if len(set(margins)) == 1 else torch.tensor(margins)
+    found = pairwise_reward_loss(rewards, ids, mask, compared=compared, margins=given, center=center)
+    found.loss.backward()
+    gradient, rewards.grad = rewards.grad, None
+    expected = plain_loss(rewards, ids, mask, last=compared == "last", margins=margins, center=center)
+    expected.backward()
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(found.losses.mean(), expected)
+    torch.testing.assert_close(gradient, rewards.grad)
+
+
+def test_the_loss_of_the_last_tokens_moves_no_other_score():
+    rewards, ids, mask = pairs_batch()
+    pairwise_reward_loss(rewards, ids, mask, compared="last").loss.backward()
+    lengths = mask.sum(1)
+    assert [row.nonzero().flatten().tolist() for row in rewards.grad] == [[int(length) - 1] for length in lengths]
 
 
 def test_pairwise_scores_come_from_an_end_token_that_is_also_the_pad_token():

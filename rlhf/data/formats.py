@@ -37,6 +37,7 @@ class Columns:
     rejected: str | None = None
     first: str | None = None
     second: str | None = None
+    margin: str | None = None
     messages: str | None = None
     text: str | None = None
     decision: Decision | None = None
@@ -51,7 +52,7 @@ class Columns:
 
     def __str__(self) -> str:
         """`prompt: question, chosen: better, ...`: what is read as what."""
-        fields = ("prompt", "input", "response", "chosen", "rejected", "first", "second", "messages", "text")
+        fields = ("prompt", "input", "response", "chosen", "rejected", "first", "second", "margin", "messages", "text")
         parts = [f"{field}: {name}" for field in fields if (name := getattr(self, field))]
         parts += [f"preferred: {self.decision}"] if self.decision else []
         taken = [*self.clean, *(["speaker"] if self.led and "speaker" not in self.clean else [])]
@@ -95,8 +96,14 @@ def recognize(found: Collection[str], names: ColumnsConfig, source: str, prefer:
         rejected=rejected,
         first=names.first,
         second=names.second,
+        margin=names.margin,
         messages=messages,
     )
+    if columns.margin and not (columns.chosen or columns.first):
+        raise DataError(
+            f"{source}: columns.margin is for pairs of replies, and there are none; name their columns too "
+            "(chosen and rejected, or first and second), or leave it out"
+        )
     if (columns.chosen is None) != (columns.rejected is None):
         missing = "rejected" if columns.rejected is None else "chosen"
         raise DataError(

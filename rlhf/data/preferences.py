@@ -127,11 +127,17 @@ def _is_label(record: Mapping[str, Any], column: str) -> bool:
     return label_text(value) not in ("", "nan", "NaN") and isinstance(value, bool | int | float | str)
 
 
-def _number(value: Any) -> float:
+def finite(value: Any) -> float | None:
+    """The number that a value is, or that its text says; None where it is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _number(value: Any) -> float:
+    number = finite(value)
+    if number is None:
         raise Undecided(UNUSABLE_SCORE)
     return number

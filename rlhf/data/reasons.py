@@ -19,6 +19,7 @@ NO_PREFERENCE = "no preference"
 EQUAL_SCORES = "no preference: equal scores"
 UNUSABLE_SCORE = "no preference: a score is no number"
 UNUSABLE_LABEL = "no preference: its label is neither of the two"
+UNUSABLE_MARGIN = "margin is no number of 0 or more"
 PROMPTLESS = "text without a prompt"
 EMPTY_TEXT = "empty text"
 EMPTY_RESPONSE = "empty response"
@@ -51,6 +52,7 @@ REMEDIES = {
     EQUAL_SCORES: "leave reward out of this source (data.datasets.*.stages), or give scores that differ",
     UNUSABLE_SCORE: "write both scores as numbers, or name other columns in data.datasets.*.prefer.scores",
     UNUSABLE_LABEL: "name the label's two values in data.datasets.*.prefer.first and prefer.second",
+    UNUSABLE_MARGIN: "write the margins as numbers, or leave data.datasets.*.columns.margin out",
     PROMPTLESS: "data.datasets.*.stages: leave all but sft out of this source, or give prompt and response",
     EMPTY_TEXT: "fill in the texts, or name their column in data.datasets.*.columns.text",
     EMPTY_RESPONSE: "fill in the replies, or name their columns in data.datasets.*.columns",

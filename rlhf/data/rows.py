@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.data.formats import CONVERSATIONS, PROMPTS, Columns
-from rlhf.data.preferences import Undecided
+from rlhf.data.preferences import Undecided, finite
 from rlhf.data.reasons import EMPTY_PROMPT, EMPTY_TEXT, PROMPTS_DIFFER, SURROGATE, kind_of
 from rlhf.data.transcripts import (
     Message,
@@ -42,6 +42,7 @@ class Row:
         chosen, rejected: the preferred and the dispreferred reply; None: the record is not a preference.
         source: where the record came from, for messages ("file.jsonl:17").
         undecided: why a record with two replies prefers neither of them; empty: it does, or has no two.
+        margin: by how much more the preferred reply should score; None: the record's is no such number.
         record: the columns as the source has them, where they were asked for.
     """
 
@@ -52,6 +53,7 @@ class Row:
     rejected: str | None
     source: str
     undecided: str = ""
+    margin: float | None = 0.0
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +106,13 @@ def parse(record: Mapping[str, Any], columns: Columns, source: str) -> Row:
         raise Rejected(_no_prompt(record, columns))
     text = transcript(prompt) if is_conversation else plain_prompt(prompt)
     clean = _cleaner(columns, led=led)
-    return Row(prompt, text, clean(response), clean(chosen), clean(rejected), source, undecided)
+    margin = _margin(record.get(columns.margin)) if columns.margin else 0.0
+    return Row(prompt, text, clean(response), clean(chosen), clean(rejected), source, undecided, margin)
+
+
+def _margin(value: Any) -> float | None:
+    number = finite(value)
+    return None if number is None or number < 0 else number
 
 
 def _raw(text: str, source: str) -> Row:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from accelerators import ShapePolicy
 from rlhf.config import ConfigError, DataConfig, Stage, build_config
+from rlhf.data.batches import collate_reward
 from rlhf.data.reading import read_sources
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.errors import DataError
@@ -218,3 +220,54 @@ def test_settings_that_do_not_fit_together_are_one_line(dataset: dict[str, Any],
         build_config({"data": {"datasets": [{"path": "rows.jsonl", **dataset}]}})
     assert message in str(error.value) and "\n" not in str(error.value)
     assert "data.datasets.0." in str(error.value)
+
+
+def margins(path: Path, values: list[Any], **dataset: Any) -> list[float | None]:
+    """What is read of a column `by` with these values."""
+    rows = [{"prompt": f"p {n}", "chosen": "A", "rejected": "B", "by": {"much": by}} for n, by in enumerate(values)]
+    config = DataConfig(datasets=[{"path": write(path, rows), "columns": {"margin": "by.much"}, **dataset}])
+    (found,) = read_sources(config, ["reward"], seed=0)._read.values()
+    return [row.margin for row in found.rows]
+
+
+def test_a_margin_is_the_number_of_its_column(tmp_path: Path) -> None:
+    assert margins(tmp_path / "rows.jsonl", [1, 0.25, "2.5", 0, "0"]) == [1, 0.25, 2.5, 0, 0]
+
+
+def test_a_margin_that_is_no_number_costs_the_reward_model_its_row_and_no_other_stage(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    bad = [None, "much", True, -0.5, float("nan"), float("inf"), [1]]
+    assert margins(tmp_path / "rows.jsonl", bad) == [None] * len(bad)
+    rows = [{"prompt": f"cow {n}", "chosen": "moo", "rejected": "baa", "by": n if n % 3 else "?"} for n in range(90)]
+    dataset = {"path": write(tmp_path / "some.jsonl", rows), "columns": {"margin": "by"}}
+    used = {}
+    for stage in ("sft", "reward", "ppo"):
+        found = load_stage(DataConfig(datasets=[dataset | {"stages": [stage]}]), stage, tokenizer, seed=0)
+        used[stage] = found.reports[0].used
+    assert used == {"sft": 90, "reward": 60, "ppo": 90}
+    for row in rows:
+        row["by"] = "?"
+    none = dataset | {"path": write(tmp_path / "none.jsonl", rows), "stages": ["reward"]}
+    config = DataConfig(datasets=[none])
+    with pytest.raises(DataError, match=r"90 margin is no number of 0 or more .*; write the margins as numbers, or"):
+        load_stage(config, "reward", tokenizer, seed=0)
+
+
+def test_a_margin_reaches_the_batch_of_its_pair(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"cow {n}", "chosen": "moo", "rejected": "baa", "by": n / 4} for n in range(40)]
+    dataset = {"path": write(tmp_path / "rows.jsonl", rows), "columns": {"margin": "by"}, "stages": ["reward"]}
+    pairs: Any = load_stage(DataConfig(datasets=[dataset]), "reward", tokenizer, seed=0).train[:6]
+    batch = collate_reward(pairs, policy=ShapePolicy("dynamic"), maximum=64, pad_token_id=0)
+    assert batch["margins"].tolist() == [int(pair.row.text.split()[1]) / 4 for pair in pairs]
+
+
+def test_other_margins_are_another_fingerprint_and_margins_of_0_are_none(tmp_path: Path) -> None:
+    def fingerprint(by: float, **dataset: Any) -> Any:
+        path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "chosen": "A", "rejected": "B", "by": by}])
+        (found,) = read_sources(DataConfig(datasets=[{"path": path, **dataset}]), ["reward"], seed=0)._read.values()
+        return found.fingerprint()["digest"]
+
+    named = {"columns": {"margin": "by"}}
+    assert fingerprint(1, **named) != fingerprint(2, **named) != fingerprint(2)
+    assert fingerprint(0, **named) == fingerprint(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerators import ShapePolicy
+from rlhf.config import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import Pair, StageData
 from rlhf.engine.statistics import Sums
@@ -62,32 +64,44 @@ def collate(pairs, real=None):
 
 def test_accuracy_counts_pairs_with_the_higher_chosen_score_and_a_tie_is_not_one():
     batch = collate(COUNTED)
-    result = reward.pair_loss(LastToken(), batch)
+    result = reward.pair_loss(LastToken(), batch, RewardConfig())
     numbers = reward.averages({key: value.item() for key, value in reward.pair_statistics(result, batch).items()})
     # accuracy 2 of 4; chosen (9 + 3 + 4 + 7) / 4; rejected (5 + 6 + 4 + 5) / 4
-    assert numbers == {"pairs": 4, "accuracy": 0.5, "chosen_score": 5.75, "rejected_score": 5.0}
+    assert numbers == {"pairs": 4, "accuracy": 0.5, "chosen_score": 5.75, "rejected_score": 5.0, "margin": 0.75}
 
 
 def test_the_pairwise_loss_is_a_mean_over_tokens_then_pairs():
     batch = collate([COUNTED[0], COUNTED[3], COUNTED[1]], 2)
-    loss = reward.pair_loss(LastToken(), batch).loss.item()
+    loss = reward.pair_loss(LastToken(), batch, RewardConfig()).loss.item()
     first = math.log(1 + math.exp(-(9 - 5)))
     # the reply of two tokens: 7 against 2, then the padding, 19, against 5
     second = (math.log(1 + math.exp(-(7 - 2))) + math.log(1 + math.exp(-(19 - 5)))) / 2
     assert loss == pytest.approx((first + second) / 2, rel=1e-5)
 
 
+def test_the_loss_of_the_last_tokens_asks_for_the_margin_of_all_and_that_of_the_pair():
+    batch = collate([COUNTED[0], Pair([1], [7], [2, 5], replace(ROW, margin=1.5)), COUNTED[1]], 2)
+    settings = RewardConfig(loss="last", margin=0.5, center=0.01)
+    loss = reward.pair_loss(LastToken(), batch, settings).loss.item()
+    first = math.log(1 + math.exp(-(9 - 5 - 0.5))) + 0.01 * (9 + 5) ** 2
+    second = math.log(1 + math.exp(-(7 - 5 - 0.5 - 1.5))) + 0.01 * (7 + 5) ** 2
+    assert loss == pytest.approx((first + second) / 2, rel=1e-5)
+
+
 def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path):
-    context = stage_context(accelerator, tmp_path, "reward", {})
+    context = stage_context(accelerator, tmp_path, "reward", {"reward": {"loss": "last"}})
     # five in batches of four: the last one fills its batch up with three copies of itself
     pairs = [*COUNTED, Pair([1], [8], [2], ROW)]
     held_out = Batches(pairs, collate, batch_size=4, micro_batch_size=2, rank=0, world_size=1, seed=0, shuffle=False)
     found = reward.evaluate(context, SimpleNamespace(engine=LastToken()), held_out, "now")
+    margins = [9 - 5, 3 - 6, 4 - 4, 7 - 5, 8 - 2]
     # accuracy 3 of 5; chosen (9 + 3 + 4 + 7 + 8) / 5; rejected (5 + 6 + 4 + 5 + 2) / 5
     assert found == {
         "accuracy": pytest.approx(0.6),
         "chosen_score": pytest.approx(6.2),
         "rejected_score": pytest.approx(4.4),
+        "margin": pytest.approx(6.2 - 4.4),
+        "loss": pytest.approx(sum(math.log(1 + math.exp(-margin)) for margin in margins) / 5, rel=1e-5),
     }
 
 
@@ -148,7 +162,7 @@ def build_ppo(accelerator, tmp_path, monkeypatch):
         built = ppo.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
         built.batches._endless = False  # here a row fills the batch up, and must count nowhere
         monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))
-        built.score = lambda sequences: SCORED
+        built.score = lambda sequences, examples: SCORED
         return built
 
     return build
@@ -206,7 +220,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     built = build_ppo()
     found = evaluate(built.context, built, PROMPTS, "now", lambda prompt, completion: completion.endswith("c"))
-    assert found["numbers"] == {
+    assert found.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "distinct_2": pytest.approx(2 / 3),  # (1, 2), (2, 3) and (1, 2) again
         "approved_share": pytest.approx(2 / 3),  # "a b c", "a b", "c"
@@ -215,7 +229,7 @@ def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
 
 def test_without_a_judge_no_share_is_approved_or_not(build_ppo):
     built = build_ppo()
-    assert "approved_share" not in evaluate(built.context, built, PROMPTS, "now", None)["numbers"]
+    assert "approved_share" not in evaluate(built.context, built, PROMPTS, "now", None).numbers
 
 
 @pytest.mark.parametrize(

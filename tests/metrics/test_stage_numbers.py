@@ -177,6 +177,7 @@ def agrees(numbers: dict[str, float], scores: tuple[Tensor, Tensor], prefix: str
     assert numbers[f"{prefix}accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
     assert numbers[f"{prefix}chosen_score"] == pytest.approx(chosen.mean().item(), abs=1e-5)
     assert numbers[f"{prefix}rejected_score"] == pytest.approx(rejected.mean().item(), abs=1e-5)
+    assert numbers[f"{prefix}margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
 
 
 def plain_pair_loss(model: Any, pair: Pair) -> Tensor:
@@ -210,6 +211,8 @@ def test_the_heldout_scores_are_those_of_plain_transformers(reward_ran):
         (after, AutoModelForSequenceClassification.from_pretrained(reward_ran.model)),
     ):
         agrees(numbers, plain_scores(model, HELDOUT_PAIRS), "heldout_")
+        loss = torch.stack([plain_pair_loss(model, pair) for pair in HELDOUT_PAIRS]).mean()
+        assert numbers["heldout_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert reward_ran.summary["after"] == {
         key.removeprefix("heldout_"): value for key, value in after.items() if key.startswith("heldout_")
     }

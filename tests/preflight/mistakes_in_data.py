@@ -133,6 +133,13 @@ def a_text_alone(bench: Bench) -> tuple[list[str], list[str]]:
     return for_ppo(path), ["a text alone does not say where its prompt ends", "columns.text"]
 
 
+@mistake
+def a_margin_between_nothing(bench: Bench) -> tuple[list[str], list[str]]:
+    path = bench.jsonl(*({"prompt": f"cow {n}", "response": "moo", "by": 1} for n in range(40)))
+    found = [*for_ppo(path), "--set", "data.datasets.1.columns={margin: by}"]
+    return found, ["columns.margin is for pairs of replies, and there are none"]
+
+
 def _pairs(bench: Bench, **columns: Any) -> Path:
     """Forty pairs, with columns of their own; a list gives one value after the other."""
     given = {name: value if isinstance(value, list) else [value] for name, value in columns.items()}

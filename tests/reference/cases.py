@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -179,7 +179,7 @@ def replies(rng: random.Random, length: int) -> list[int]:
 
 
 def examples(stage: str, count: int) -> list[Any]:
-    """Rows of very different lengths."""
+    """Rows of very different lengths; pairs of different margins."""
     rng = random.Random(stage)
     found: list[Any] = []
     for number in range(count):
@@ -191,7 +191,7 @@ def examples(stage: str, count: int) -> list[Any]:
             shared = [rng.randrange(2, VOCABULARY) for _ in range(number % 3)]
             lengths = rng.sample(range(2, COMPLETION - len(shared) + 1), 2)
             first, second = (shared + replies(rng, length) for length in lengths)
-            found.append(Pair(prompt, first, second, row))
+            found.append(Pair(prompt, first, second, replace(row, margin=number % 3 * 0.4)))
         else:
             found.append(Prompt(prompt, row))
     return found

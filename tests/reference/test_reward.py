@@ -9,6 +9,9 @@ from tests.reference import cases, expected, real
 CASES = {
     "ZeRO 1, the last batch filled up": ("llama", {}),
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
+    "the last tokens alone": ("llama", {"loss": "last"}),
+    "a margin for all, and scores around 0": ("llama", {"margin": 0.7, "center": 0.3}),
+    "the last tokens with a margin, around 0": ("llama", {"loss": "last", "margin": 1.5, "center": 0.1}),
     "ZeRO 0, GPT-2, one micro-batch": ("gpt2", {"engine": {"zero_stage": 0}, "micro_batch_size": None}),
 }
 ROWS = 6  # the second batch of 4 lacks two
