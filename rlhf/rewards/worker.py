@@ -50,6 +50,7 @@ def main(requests: int, replies: int, lifeline: int) -> None:
     _outlast_signals()
     os.dup2(2, 1)  # whatever a function prints
     sys.stdout = sys.stderr
+    sys.dont_write_bytecode = True  # a check before a run writes nothing
     worker = Worker(os.fdopen(requests, "rb"), os.fdopen(replies, "wb"))
     try:
         worker.run()
