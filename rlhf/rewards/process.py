@@ -58,6 +58,8 @@ def check(config: Config, ranks: int) -> None:
 class RewardProcess:
     """The process of a rank in which reward functions are kept; it ends with this object.
 
+    Where a function has failed, it ends too, and the next batch is another one's: a notebook goes on with mended code.
+
     Args:
         timeout: seconds for a batch, and for the imports.
 
@@ -67,7 +69,10 @@ class RewardProcess:
 
     def __init__(self, functions: Sequence[RewardFunctionConfig], timeout: float) -> None:
         self._functions, self._timeout = functions, timeout
-        for function in functions:
+        self._begin()
+
+    def _begin(self) -> None:
+        for function in self._functions:
             file = function.function.rpartition(":")[0]
             if file.endswith(".py") and not Path(file).is_file():
                 raise RewardError(f"ppo.reward_functions: {file}: no such file; check its path{names.hint(file)}")
@@ -85,7 +90,7 @@ class RewardProcess:
             os.close(descriptor)
         self.close = weakref.finalize(self, _end, self._process, (self._requests, self._replies, held))
         os.set_blocking(self._requests, False)
-        self._exchange(([os.getcwd(), *sys.path], [function.function for function in functions]), ())
+        self._exchange(([os.getcwd(), *sys.path], [function.function for function in self._functions]), ())
 
     def __call__(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Of each function, its value for each sample.
@@ -93,6 +98,8 @@ class RewardProcess:
         Raises:
             RewardError: a function raised, was too slow, gave no finite number, or ended its process.
         """
+        if not self.close.alive:
+            self._begin()
         found: list[list[float]] = self._exchange([tuple(sample) for sample in samples], samples)
         return found
 
