@@ -45,9 +45,9 @@ Reward = Callable[[str, str, Row], float]
 class Score:
     """What the models make of one completion.
 
-    `reward` is its score, by the reward model and `ppo.reward_functions`. `log_prob` is the policy's, in nats, summed over the
-    completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely the
-    completion is to the policy than to its reference, log p - log p_ref.
+    `reward` is its score, by the reward model and `ppo.reward_functions`. `log_prob` is the policy's, in nats, summed
+    over the completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely
+    the completion is to the policy than to its reference, log p - log p_ref.
     """
 
     reward: float
