@@ -43,8 +43,8 @@ class Rewards:
         Raises:
             RewardError: a function failed with one of them.
         """
-        weight = self._settings.reward_weight
-        total = weight * scored["scores"] if weight else torch.zeros_like(sequences["action_mask"][:, 0])
+        weight, mask = self._settings.reward_weight, sequences["action_mask"]
+        total = weight * scored["scores"] if weight else torch.zeros(len(mask), device=mask.device)
         if self._process is None:
             return {**scored, "scores": total}
         parts: Batch = {MODEL: scored["scores"]} if weight else {}
@@ -54,18 +54,16 @@ class Rewards:
         ]
         assert len(samples) == len(examples), "more examples than sequences"
         for function, values in zip(self._settings.reward_functions, self._process(samples), strict=True):
-            part = torch.zeros_like(total)
-            part[: len(values)] = torch.tensor(values, dtype=total.dtype, device=total.device)
-            parts[_OF_FUNCTION + function.label] = part
+            filled = values + [0.0] * (len(mask) - len(values))
+            part = parts[_OF_FUNCTION + function.label] = torch.tensor(filled, device=mask.device)
             total = total + function.weight * part
         return {**scored, **parts, "scores": total}
 
     def _texts(self, sequences: Batch) -> list[str]:
-        """The completions as text."""
-        lengths = sequences["action_mask"].sum(-1).long().tolist()
-        completions = sequences["input_ids"][:, -sequences["action_mask"].shape[1] :].tolist()
-        ids = [row[:length] for row, length in zip(completions, lengths, strict=True)]
-        return [text.strip() for text in self._tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        """The completions as text; whole tensors are read, which adds no shapes."""
+        rows = zip(sequences["input_ids"].tolist(), sequences["action_mask"].tolist(), strict=True)
+        completions = [ids[-len(mask) :][: int(sum(mask))] for ids, mask in rows]
+        return [text.strip() for text in self._tokenizer.batch_decode(completions, skip_special_tokens=True)]
 
 
 def is_part(key: str) -> bool:
