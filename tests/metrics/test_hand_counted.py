@@ -164,7 +164,7 @@ def build_ppo(accelerator, tmp_path, monkeypatch):
         built = ppo.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
         built.batches._endless = False  # here a row fills the batch up, and must count nowhere
         monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))
-        built.score = lambda sequences: SCORED
+        built.score = lambda sequences, examples: SCORED
         return built
 
     return build
@@ -230,7 +230,7 @@ def quiet(built: ppo.PPO) -> ppo.PPO:
 
 def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
-    built.score = lambda sequences: (
+    built.score = lambda sequences, examples: (
         SCORED | {"values": torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])}
     )
     # Returns [0, .5, .5], [3.5, 4], [5], their mean 2.25: squares 5.0625 + 2 * 3.0625 + 1.5625 + 3.0625 + 7.5625

@@ -19,7 +19,7 @@ def table(*headings: str) -> Iterator[tuple[str, str, str]]:
     """(stage, key, definition) of the rows under these headings."""
     for section in KEYS.read_text(encoding="utf-8").split("\n## ")[1:]:
         if section.startswith(headings):
-            for key, stage, definition in re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \| [^|]+ \|$", section, re.M):
+            for key, stage, definition in re.findall(r"^\| `([\w/<>]+)` \| (\w+) \| (.+) \| [^|]+ \|$", section, re.M):
                 yield from ((name, key, definition) for name in (STAGES if stage == "all" else (stage,)))
 
 
