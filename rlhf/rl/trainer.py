@@ -6,11 +6,13 @@ is that of arXiv:2203.02155).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import StageData
@@ -21,10 +23,10 @@ from rlhf.models.loading import Loader
 from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
-from rlhf.objectives.tokens import masked
+from rlhf.objectives.tokens import ends_with, masked
 from rlhf.rl.scoring import Scorer
 from rlhf.rl.shaping import Shaping
-from rlhf.rl.statistics import means, rollout_statistics
+from rlhf.rl.statistics import critic_statistics, explained_variance, means, rollout_statistics
 from rlhf.rl.updates import MEANS, Updates
 from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
@@ -55,6 +57,8 @@ class PPO:
         self.accelerator = context.accelerator
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
+        self.own_scores: Callable[[Batch], Tensor] | None = None
+        """(what `generate` gives) -> float32 scores [B], in place of the reward model's; for loops of one's own."""
         minibatch, micro_rows = settings.minibatch(context.world.size)
         updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
         sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
@@ -77,7 +81,7 @@ class PPO:
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
         self.updates = Updates(context, self.actor, self.critic)
 
-        collate = partial(
+        self.collate = collate = partial(
             collate_ppo,
             pad_token_id=tokenizer.pad_token_id,
             policy=context.shapes,
@@ -110,19 +114,17 @@ class PPO:
         """One rollout and the updates that follow from it."""
         sums = Sums()
         self.experience = experience = self.collect(self.accelerator.to_device(self.prompts(index)), sums)
-        rates = self.actor.rates
-        updates = self.updates(experience, index, sums)
+        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef)
         found = sums.read()
-        numbers = means(found) | {key: found[key] / updates for key in MEANS if key in found}
+        numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
-            "updates": float(updates),
-            "kl_coef": self.shaping.kl_coef,
-            **rates,
+            **made,
             **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
         }
-        self.shaping.learn(numbers)
-        return numbers
+        if self.critic:
+            numbers["explained_variance"] = explained_variance(found)
+        return numbers | self.shaping.learn(numbers)
 
     def prompts(self, index: int) -> Batch:
         """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
@@ -138,7 +140,7 @@ class PPO:
 
         Returns:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
-            batch have no actions.
+            batch have no actions. `ended` [B]: 1 where the last action is an end token.
         """
         with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
@@ -147,10 +149,12 @@ class PPO:
             if self.actor.zero_stage == 3:  # weights will be gathered to other places, which a recording cannot follow
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
+        action_mask = (completions.mask * prompts["row_mask"].unsqueeze(1)).float()
         return {
             "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
             "attention_mask": torch.cat([prompts["prompt_mask"], completions.mask], dim=1),
-            "action_mask": (completions.mask * prompts["row_mask"].unsqueeze(1)).float(),
+            "action_mask": action_mask,
+            "ended": ends_with(completions.ids, action_mask, self.decoder.eos_ids),
         }
 
     def score(self, sequences: Batch) -> Batch:
@@ -167,10 +171,15 @@ class PPO:
         sequences = self.generate(prompts)
         self.decoder.make_room()
         scored = self.score(sequences)
+        if self.own_scores:
+            scored["scores"] = self.own_scores(sequences)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
-        advantages, returns = self._estimate(self.shaping.rewards(scored, mask), values, mask, self.settings)
-        sums.add(**rollout_statistics(scored, mask, prompts["row_mask"]), returns=(returns * mask).sum())
+        rewards = self.shaping.rewards(scored, mask, sequences["ended"])
+        advantages, returns = self._estimate(rewards, values, mask, self.settings)
+        sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]), returns=(returns * mask).sum())
+        if self.critic:
+            sums.add(**critic_statistics(values, returns, mask))
         if self.settings.method.whiten_advantages:
             advantages = whiten(advantages, mask, distributed.all_sum)
         self.accelerator.step_boundary("rollout/advantages")
@@ -181,6 +190,7 @@ class PPO:
             log_probs=masked(scored["log_probs"], mask),
             ref_log_probs=masked(scored["ref_log_probs"], mask),
             values=values,
+            scores=scored["scores"],
             advantages=advantages * mask,
             returns=returns * mask,
         )
