@@ -43,9 +43,8 @@ class Updates:
             How many `updates` that were, and the policy's learning rates in the first.
         """
         settings, weight = self.settings, torch.tensor(kl_coef, device=experience.action_mask.device)
-        planned = settings.ppo_epochs * (settings.batch_size // self.minibatch)
         for engine in filter(None, (self.actor, self.critic)):
-            engine.left_out = index * planned - engine.steps
+            engine.left_out = index * settings.updates - engine.steps
         rates, made = self.actor.rates, 0
         for epoch in range(settings.ppo_epochs):
             for minibatch in experience.split(self._rows, self.order(index, epoch)):
