@@ -205,6 +205,14 @@ def test_the_sample_is_the_one_that_failed(begin) -> None:
     assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; mend it" in message
 
 
+def test_after_a_failure_the_next_batch_has_a_new_process(begin, functions: Path) -> None:
+    """As in a notebook, where the file has been mended."""
+    process = begin("raises")
+    with pytest.raises(RewardError, match="KeyError: 'answer'"):
+        process(SAMPLES)
+    assert process([Sample("p", "c", {"answer": 2})]) == [[2.0]]
+
+
 def test_a_long_sample_is_shortened(begin) -> None:
     with pytest.raises(RewardError) as found:
         begin("nothing")([Sample("p" * 1000, "c\n" * 1000, {})])
