@@ -156,6 +156,14 @@ class PPOConfig(TrainingConfig):
     whiten_advantages: bool | None = Field(
         None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
+        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
+    )
+    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -185,6 +193,12 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
+    def _average(self) -> PPOConfig:
+        if self.ema_on_host and self.ema is None:
+            raise at("ema_on_host", "true, but there is no average to wait there; set ppo.ema, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _suits_estimator(self) -> PPOConfig:
         entry = ESTIMATORS[self.estimator]
         if self.method.completions < entry.least_completions:
@@ -200,9 +214,13 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _kl_has_a_gradient(self) -> PPOConfig:
+    def _kl_acts(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
             raise at("kl_estimator", "k1 in the loss has a gradient of mean 0 and holds nothing back; use k2 or k3")
+        if self.kl_stop is not None and self.updates == 1:
+            raise at(
+                "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"
+            )
         return self
 
     @property
@@ -217,6 +235,11 @@ class PPOConfig(TrainingConfig):
             "whiten_advantages": self.whiten_advantages,
         }
         return replace(entry, **{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def updates(self) -> int:
+        """Updates that follow one rollout, where they do not end early."""
+        return self.ppo_epochs * (self.batch_size // (self.minibatch_size or self.batch_size))
 
     def shows_samples(self, step: int) -> bool:
         """Whether samples of the rollout of `step`, counted from 1, are shown."""

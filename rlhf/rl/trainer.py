@@ -18,6 +18,7 @@ from rlhf.data.batches import collate_ppo
 from rlhf.data.examples import Prompt
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
+from rlhf.engine.ema import EMA
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
@@ -63,13 +64,18 @@ class PPO:
         self.own_scores: Callable[[Batch], Tensor] | None = None
         """(what `generate` gives) -> float32 scores [B], in place of `rewards`; for loops of one's own."""
         minibatch, micro_rows = settings.minibatch(context.world.size)
-        updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
-        sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
+        sizes = {
+            "total_steps": settings.steps * settings.updates,
+            "batch_size": minibatch,
+            "micro_batch_size": micro_rows,
+        }
         held = context.holdings
         self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
         self.critic = (
             context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
         )
+        if settings.ema:
+            self.actor.ema = EMA(self.actor, settings.ema, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.reference) if "reference" in held else None
         self.reward = context.frozen("reward", models.reward) if "reward" in held else None
         self.scorer = Scorer(
@@ -211,10 +217,12 @@ class PPO:
         )
 
     def save_state(self) -> dict[str, Any]:
-        return self.shaping.save_state()
+        return self.shaping.save_state() | ({"ema": self.actor.ema.save_state()} if self.actor.ema else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.shaping.load_state(state)
+        if self.actor.ema:
+            self.actor.ema.load_state(state["ema"])
 
 
 def _norm_of(role: str) -> str:
