@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
+from rlhf.engine.overflow import step_together
 from rlhf.engine.statistics import Numbers, Sums
-from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.engine.training import Batch, Loss, TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
 from rlhf.objectives.tokens import masked, masked_mean, token_weights
@@ -42,9 +43,8 @@ class Updates:
             How many `updates` that were, and the policy's learning rates in the first.
         """
         settings, weight = self.settings, torch.tensor(kl_coef, device=experience.action_mask.device)
-        planned = settings.ppo_epochs * (settings.batch_size // self.minibatch)
         for engine in filter(None, (self.actor, self.critic)):
-            engine.left_out = index * planned - engine.steps
+            engine.left_out = index * settings.updates - engine.steps
         rates, made = self.actor.rates, 0
         for epoch in range(settings.ppo_epochs):
             for minibatch in experience.split(self._rows, self.order(index, epoch)):
@@ -62,9 +62,11 @@ class Updates:
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
         policy = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
-        found.extend(self.actor.step(parts, policy), *MEANS)
+        losses: list[tuple[TrainingEngine, Loss]] = [(self.actor, policy)]
         if self.critic:
-            found.extend(self.critic.step(parts, partial(self._critic_loss, total=total)), *MEANS)
+            losses.append((self.critic, partial(self._critic_loss, total=total)))
+        for sums in step_together(losses, parts):
+            found.extend(sums, *MEANS)
         return found
 
     def _actor_loss(

@@ -64,7 +64,8 @@ def run_stage(accelerator, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, Recorder(RunDirectory(folder).stage(stage)) as recorder:
             patch.setattr(accelerator, "compilations", lambda: 7)
             patch.setattr(TrainingEngine, "loss_scale", lambda engine: 1.0)
-            values = {"precision": "fp32", "data": data, stage: values}
+            # ZeRO 1: an optimizer that can overflow
+            values = {"precision": "fp32", "engine": {"zero_stage": 1}, "data": data, stage: values}
             context = stage_context(accelerator, folder, stage, values, precision=precision, recorder=recorder)
             summary = call(context)
         return Ran(folder, stage, summary)
@@ -292,7 +293,7 @@ class Echo:
 @pytest.fixture(scope="module")
 def ppo_ran(run_stage):
     """On the embedded data's terms: with a judge."""
-    values = {"batch_size": 2, "steps": 1, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER}
+    values = {"batch_size": 2, "steps": 1, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, "ema": 0.5}
     heldout = [
         language.prompt(2, 1),
         language.prompt(3),
