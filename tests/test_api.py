@@ -38,7 +38,7 @@ scores = [vars(score) for score in ppo.score(prompts, completions)]
 print(json.dumps([scores, ppo.evaluate() == ppo.evaluate(), str(session.save())]))
 """
 GREEDY = """
-with rlhf.session({**settings["recipe"], "ppo.sampling.temperature": 0, "ppo.actor": settings["actor"],
+with rlhf.session({**settings["recipe"], "ppo.sampling.top_k": 1, "ppo.actor": settings["actor"],
                    "ppo.reward_model": settings["reward"]}) as other:
     folder = other.output
     there = folder.is_dir()
@@ -247,10 +247,10 @@ def test_settings_in_every_form(settings: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_setting_holds_arrives_as_it_is(tmp_path: Path) -> None:
-    values = {"output": tmp_path, "model": {"path": None}, "lora": {"targets": ["a", "b"]}, "precision": "fp32"}
+    values = {"output": tmp_path, "model": {"path": None}, "lora": {"target_modules": ["a", "b"]}, "precision": "fp32"}
     with package.session({**values, "ppo.kl_coef": 1e-7, "seed": 3}) as session:
         config = session.config
-    assert (config.output, config.model.path, list(config.lora.targets)) == (tmp_path, None, ["a", "b"])
+    assert (config.output, config.model.path, list(config.lora.target_modules)) == (tmp_path, None, ["a", "b"])
     assert (config.ppo.kl_coef, config.seed, config.precision) == (1e-7, 3, "fp32")
 
 
