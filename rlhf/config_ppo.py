@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rlhf.config_rewards import RewardFunctionConfig
 from rlhf.config_training import OptimizerConfig, TrainingConfig, divide
 from rlhf.errors import ConfigError
 from rlhf.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
 from rlhf.kinds import Fraction, OptionalName, Section
 from rlhf.problems import at, shown
+from rlhf.values import as_sources
 
 
 class SamplingConfig(Section):
@@ -31,6 +34,19 @@ class PPOConfig(TrainingConfig):
     reward_model: OptionalName = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
     )
+    reward_weight: float = Field(
+        1.0, ge=0, description="weight of the reward model's score; 0: no reward model is loaded or needed"
+    )
+    reward_functions: Annotated[
+        tuple[RewardFunctionConfig, ...], BeforeValidator(lambda value: as_sources(value, "function"))
+    ] = Field(
+        (),
+        description="Python functions whose values, weighted, are added to the score: each module:function, "
+        "rewards.py:function, plugin:name, or a mapping; they run in a process of their own (rlhf/rewards)",
+    )
+    reward_timeout: float = Field(
+        60.0, gt=0, description="seconds that the functions may take for a rank's share of one batch, or to be imported"
+    )
     critic: OptionalName = Field(
         None,
         description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
@@ -45,6 +61,10 @@ class PPOConfig(TrainingConfig):
     eval_every: int = Field(
         0, ge=0, description="steps between evaluations on held-out prompts; 0: before training and after it only"
     )
+    samples_every: int | None = Field(
+        None, ge=0, description="rollouts between samples in the terminal and the records; 0: never; empty: steps / 10"
+    )
+    samples: int = Field(1, ge=1, description="completions shown each time, with prompt, score and KL")
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     generation_batch_size: int | None = Field(
         None, ge=1, description="rows that a rank generates at a time, at most; empty: its share of batch_size"
@@ -89,17 +109,39 @@ class PPOConfig(TrainingConfig):
         description="where the penalty acts: reward (each token's) or loss (the policy's); empty: the estimator's own",
     )
     kl_estimator: KLEstimator | None = Field(
-        None, description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html; empty: the estimator's own"
+        None,
+        description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html. k1 in the reward and k2 in the loss (token "
+        "by token) reduce KL(policy || reference), k3 in the loss KL(reference || policy); k2 and k3 in the reward are "
+        "biased, k1 in the loss does nothing; empty: the estimator's own",
     )
     loss_mean: LossMean | None = Field(
         None,
         description="the policy's loss is a mean over tokens, a mean over sequences of each one's mean, or a sum over "
         "tokens divided by a constant, max_completion_length a sequence; empty: the estimator's own",
     )
+    normalize_scores: Literal["none", "batch", "running"] = Field(
+        "none",
+        description="scale scores, before they are clipped, to mean 0 and deviation 1: of each rollout (batch), or of "
+        "all so far (running)",
+    )
     score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    missing_eos_penalty: float | None = Field(
+        None,
+        ge=0,
+        description="taken from the clipped score of a completion that is cut off, without an end token; empty: 0",
+    )
     gamma: Fraction = Field(1.0, description="discount of later rewards")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
     clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    entropy_coef: float = Field(
+        0.0, ge=0, description="weight of a bonus for the entropy of the policy's tokens, which keeps it from narrowing"
+    )
+    kl_stop: float | None = Field(
+        None,
+        gt=0,
+        description="a rollout's updates end with the one that finds the policy further than this (approx_kl, nats per "
+        "token) from the one that drew it; empty: all are made",
+    )
     dropout: float | None = Field(
         0.0,
         ge=0,
@@ -114,6 +156,14 @@ class PPOConfig(TrainingConfig):
     whiten_advantages: bool | None = Field(
         None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
+        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
+    )
+    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -126,15 +176,26 @@ class PPOConfig(TrainingConfig):
         return name
 
     @model_validator(mode="after")
-    def _criticized(self) -> PPOConfig:
-        if self.critic and not self.method.critic:
-            raise at("critic", f"the estimator {self.estimator} has no critic; leave it out")
+    def _rewarded(self) -> PPOConfig:
+        if not self.reward_weight and not any(function.weight for function in self.reward_functions):
+            raise at("reward_weight", "0 leaves nothing to learn from; name ppo.reward_functions with a weight")
+        if not self.reward_weight and self.reward_model:
+            raise at("reward_model", "is not used where ppo.reward_weight is 0; leave it out, or give it a weight")
+        for label, count in Counter(function.label for function in self.reward_functions).items():
+            if count > 1:
+                raise at("reward_functions", f"{count} functions are called {label}; give each a `name` of its own")
         return self
 
     @model_validator(mode="after")
     def _samples(self) -> PPOConfig:
         if self.sampling.temperature == 0:
             raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+        return self
+
+    @model_validator(mode="after")
+    def _average(self) -> PPOConfig:
+        if self.ema_on_host and self.ema is None:
+            raise at("ema_on_host", "true, but there is no average to wait there; set ppo.ema, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -152,6 +213,16 @@ class PPOConfig(TrainingConfig):
                 raise at(key, f"is for ppo.estimator={able}, which is {self.estimator}; change one of them")
         return self
 
+    @model_validator(mode="after")
+    def _kl_acts(self) -> PPOConfig:
+        if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
+            raise at("kl_estimator", "k1 in the loss has a gradient of mean 0 and holds nothing back; use k2 or k3")
+        if self.kl_stop is not None and self.updates == 1:
+            raise at(
+                "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"
+            )
+        return self
+
     @property
     def method(self) -> Estimator:
         """The estimator, with what the settings say in place of its paper."""
@@ -164,6 +235,16 @@ class PPOConfig(TrainingConfig):
             "whiten_advantages": self.whiten_advantages,
         }
         return replace(entry, **{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def updates(self) -> int:
+        """Updates that follow one rollout, where they do not end early."""
+        return self.ppo_epochs * (self.batch_size // (self.minibatch_size or self.batch_size))
+
+    def shows_samples(self, step: int) -> bool:
+        """Whether samples of the rollout of `step`, counted from 1, are shown."""
+        every = max(1, self.steps // 10) if self.samples_every is None else self.samples_every
+        return every > 0 and step % every == 0
 
     def minibatch(self, world_size: int) -> tuple[int, int]:
         """(rows of one PPO update over all ranks, rows of one forward pass of one rank).

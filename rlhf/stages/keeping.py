@@ -105,13 +105,14 @@ class Evaluations:
         if step is None:
             self._leave(directory.path)
         else:
-            kept |= {"metric": self._metric, "value": self._found[step].numbers[str(self._metric)]}
+            metric, value = str(self._metric), self._found[step].numbers[str(self._metric)]
+            kept |= {"metric": metric, "value": value}
             with distributed.on_main("keeping the best model") as main:
                 if main:
                     self._put(self._folder(step))
             self.context.say(
-                f"{directory.name}: keeps the model of step {step:,}, {self._metric} "
-                f"{shown_value(str(self._metric), kept['value'])}: the best of {len(self._found) - 1:,} evaluations"
+                f"{directory.name}: keeps the model of step {step:,}, {metric.replace('_', ' ')} "
+                f"{shown_value(metric, value)}: the best of {len(self._found) - 1:,} evaluations"
             )
         before, after = self._found[0], self._found[kept["step"]]
         summary = {"before": before.numbers, "after": after.numbers, "steps": self.total_steps, "kept": kept}

@@ -10,10 +10,12 @@ from typing import Any
 
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine.statistics import Numbers
+from rlhf.rl.samples import tell
 from rlhf.rl.trainer import PPO, Models
 from rlhf.stages.context import StageContext
 from rlhf.stages.evaluation import Judge, evaluate
-from rlhf.stages.leaving import leave
+from rlhf.stages.keeping import Found
+from rlhf.stages.leaving import leave, say_what_is_left
 from rlhf.stages.loop import run_steps
 
 
@@ -29,19 +31,25 @@ def run(
     settings = context.config.ppo
     examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
 
-    every = max(1, settings.steps // 10)
-
     def step(index: int) -> Numbers:
         numbers = ppo.step(index)
-        if (index + 1) % every == 0:
-            _record_sample(context, ppo, index + 1)
+        if settings.shows_samples(index + 1):
+            tell(context, ppo, index + 1)
         return numbers
+
+    def measure(when: str) -> Found:
+        found = evaluate(context, ppo, examples, when, judge)
+        if not ppo.actor.ema or when == "before":  # which it begins at
+            return found
+        with ppo.actor.ema.in_place():
+            average = evaluate(context, ppo, examples, f"{when}, by the average", judge)
+        return found._replace(numbers=found.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
 
     summary = run_steps(
         context,
         total_steps=settings.steps,
         step=step,
-        measure=lambda when: evaluate(context, ppo, examples, when, judge),
+        measure=measure,
         leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
         engines=ppo.engines,
         settings=settings,
@@ -50,11 +58,7 @@ def run(
         save_state=ppo.save_state,
         load_state=ppo.load_state,
     )
+    say_what_is_left(context, ppo.actor)
+    if ppo.actor.ema:
+        summary["average"] = context.directory.averages
     return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
-
-
-def _record_sample(context: StageContext, ppo: PPO, step: int) -> None:
-    """The first sequence of the latest rollout, as text."""
-    if context.world.is_main and ppo.experience is not None:
-        real = ppo.experience.attention_mask[0].bool()
-        context.recorder.text("completion", step, ppo.tokenizer.decode(ppo.experience.input_ids[0][real]))

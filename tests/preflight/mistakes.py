@@ -9,6 +9,7 @@ from tests.preflight import (  # noqa: F401 - they enter theirs
     mistakes_in_data,
     mistakes_in_holding,
     mistakes_in_models,
+    mistakes_in_rewards,
     mistakes_in_rollouts,
 )
 from tests.preflight.bench import MISTAKES, Bench, mistake, settings
@@ -29,6 +30,12 @@ def a_batch_that_ranks_cannot_share(bench: Bench) -> tuple[list[str], list[str]]
 @mistake
 def minibatches_that_do_not_fit(bench: Bench) -> tuple[list[str], list[str]]:
     return settings(ppo__minibatch_size=3), ["ppo.batch_size: 4 is not a multiple of ppo.minibatch_size 3"]
+
+
+@mistake
+def the_best_by_a_judge_that_is_not_there(bench: Bench) -> tuple[list[str], list[str]]:
+    found = settings(ppo__eval_every=1, ppo__keep="best(approved_share)")
+    return found, ["ppo.keep: best(approved_share) needs a judge", "use best(reward), or last"]
 
 
 @mistake
