@@ -48,7 +48,7 @@ print(json.dumps([drawn, there, folder.exists()]))
 REWARDS = """
 asked = []
 def reward(prompt, completion, row):
-    asked.append((prompt, completion, row.text, row.source))
+    asked.append((prompt, completion, row["chosen"], row["rejected"]))
     return len(asked)
 third = rlhf.session({**settings["recipe"], "ppo.completions_per_prompt": 2, "ppo.sampling.temperature": 1.0,
                       "ppo.actor": settings["actor"], "ppo.reward_model": settings["reward"]}, output="third")
@@ -200,13 +200,14 @@ def test_texts_are_what_transformers_generates(found: dict[str, Any], folder: Pa
         assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
-def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any]) -> None:
+def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any], data_file: Path) -> None:
     """It is asked once for each completion, with the row of its prompt; the step's reward is its mean."""
     asked, reward = found["rewards"]
     assert reward == pytest.approx(sum(range(1, len(asked) + 1)) / len(asked))
     prompts = [prompt for prompt, *_ in asked]
     assert len(asked) == 4 and prompts[0] == prompts[1] != prompts[2] == prompts[3], "two completions of each prompt"
-    assert all(prompt == row for prompt, _, row, _ in asked) and all("rows.jsonl" in source for *_, source in asked)
+    known = {(row["prompt"], row["chosen"], row["rejected"]) for row in map(json.loads, data_file.open())}
+    assert {(prompt, chosen, rejected) for prompt, _, chosen, rejected in asked} <= known
 
 
 def test_an_interrupted_step_is_finished_and_the_next_one_follows(found: dict[str, Any]) -> None:
