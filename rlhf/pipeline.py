@@ -174,7 +174,8 @@ def _ppo(context: StageContext) -> dict[str, Any]:
             base = context.bases[donor]
             return on_base(base, config.model, attention=of_reward, scalar_head=True, adapter=sharing.adapter)
         put = _put(context, holding)
-        return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path, put=put)
+        say: Any = {"say": context.say} if holding.role.name == "reward" else {}  # once, not of the critic too
+        return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path, put=put, **say)
 
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
