@@ -284,7 +284,7 @@ class Accelerator(ABC):
         Raises:
             AcceleratorError: DeepSpeed has settled on another device.
         """
-        return deepspeed_view.prepare(self)
+        return deepspeed_view.prepare(self.name, self.deepspeed_name, self.deepspeed_accelerator())
 
     def deepspeed_operator(self, builder: str) -> Support:
         """Whether an operator of DeepSpeed's own, by the name of its builder, can be made for this device."""

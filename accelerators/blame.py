@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from accelerators.discovery import ALLOWLIST_ENV
 from accelerators.guard import text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
+    ALLOWLIST_ENV,
     AUTHORS,
     OPERATIONS,
     DeepSpeedView,

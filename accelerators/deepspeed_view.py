@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import Any
 
 from accelerators.types import AcceleratorError, DeepSpeedView, Support
 
-if TYPE_CHECKING:
-    from accelerators.accelerator import Accelerator
 
+def prepare(name: str, device: str, own: Any = None) -> DeepSpeedView:
+    """What `Accelerator.prepare_deepspeed` does for the backend `name`, whose device DeepSpeed calls `device`.
 
-def prepare(accelerator: Accelerator) -> DeepSpeedView:
-    """What `Accelerator.prepare_deepspeed` does."""
-    own = accelerator.deepspeed_accelerator()
-    wanted = accelerator.deepspeed_name
-    if own is None:
-        wanted = os.environ.setdefault("DS_ACCELERATOR", wanted)
-    if wanted != accelerator.deepspeed_name:
+    Args:
+        own: the backend's `DeepSpeedAccelerator`, where DeepSpeed does not know the device.
+    """
+    wanted = os.environ.setdefault("DS_ACCELERATOR", device) if own is None else device
+    if wanted != device:
         raise AcceleratorError(
-            f"{accelerator.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
-            f"unset it, or set it to {accelerator.deepspeed_name}"
+            f"{name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
+            f"unset it, or set it to {device}"
         )
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -28,10 +26,10 @@ def prepare(accelerator: Accelerator) -> DeepSpeedView:
     if own is not None:
         set_accelerator(own)
     found = get_accelerator()
-    if found.device_name() != accelerator.deepspeed_name:
+    if found.device_name() != device:
         raise AcceleratorError(
-            f"{accelerator.name}: DeepSpeed was set to {found.device_name()!r} earlier in this process; "
-            f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={accelerator.deepspeed_name}"
+            f"{name}: DeepSpeed was set to {found.device_name()!r} earlier in this process; "
+            f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={device}"
         )
     return DeepSpeedView(
         implementation=f"{type(found).__module__}.{type(found).__qualname__}",

@@ -22,10 +22,9 @@ import pluggy
 
 from accelerators import hookspecs
 from accelerators.guard import TIME_LIMIT_ENV, PluginError, stdout_to_stderr, text, within
-from accelerators.types import API_VERSION, AcceleratorError, AcceleratorSpec, Probe, received
+from accelerators.types import ALLOWLIST_ENV, API_VERSION, AcceleratorError, AcceleratorSpec, Probe, received
 
 BUILTIN = "accelerators.builtin"
-ALLOWLIST_ENV = "RLHF_PLUGINS"
 MOST_ANSWERS = 100
 """What a plugin may answer to one hook: more would be a generator without an end."""
 

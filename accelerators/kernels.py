@@ -6,22 +6,19 @@ At the bottom for attention is `eager`, which every architecture has and some ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerators.types import KernelImpl, Support
 
-if TYPE_CHECKING:
-    from accelerators.accelerator import Accelerator
 
-
-def adamw(accelerator: Accelerator) -> Any:
+def adamw(accelerator: object) -> Any:
     """torch's AdamW over lists of tensors."""
     import torch
 
     return torch.optim.AdamW
 
 
-def fused_adamw(accelerator: Accelerator) -> Any:
+def fused_adamw(accelerator: object) -> Any:
     """torch's AdamW in one pass over memory; a constructor like `torch.optim.AdamW`."""
     from functools import partial
 
@@ -30,14 +27,14 @@ def fused_adamw(accelerator: Accelerator) -> Any:
     return partial(torch.optim.AdamW, fused=True)
 
 
-def clip_grad_norm(accelerator: Accelerator) -> Any:
+def clip_grad_norm(accelerator: object) -> Any:
     """torch's clipping by the global norm."""
     import torch
 
     return torch.nn.utils.clip_grad_norm_
 
 
-def quantized_weights(accelerator: Accelerator) -> Any:
+def quantized_weights(accelerator: object) -> Any:
     """Weights of 8 or 4 bits; see `accelerators.quantized`."""
     from accelerators.quantized import QuantizedWeights
 

@@ -8,15 +8,12 @@ Steps and offsets are numbers that bf16 can hold, so casting them changes nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from accelerators.types import KernelImpl, Support
-
-if TYPE_CHECKING:
-    from accelerators.accelerator import Accelerator
 
 KINDS = ("int8", "int4")
 """The ways of packing: 8 bits and a step for each output channel; 4 bits, a step and an offset for each group."""
@@ -140,12 +137,12 @@ class CPUKernels(QuantizedWeights):
         return found.view(*inputs.shape[:-1], -1)
 
 
-def cpu_kernels(accelerator: Accelerator) -> QuantizedWeights:
+def cpu_kernels(accelerator: object) -> QuantizedWeights:
     """torch's products on this processor."""
     return CPUKernels(_block())
 
 
-def cpu_kernels_supported(accelerator: Accelerator) -> Support:
+def cpu_kernels_supported(accelerator: object) -> Support:
     """Whether this processor's order of codes is the known one, and the products are right: both are tried."""
     if not _block():
         return Support(False, f"torch has them for AVX2 and AVX512, this is {torch.backends.cpu.get_cpu_capability()}")

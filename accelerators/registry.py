@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from accelerators.discovery import ALLOWLIST_ENV, Report, answers, discover, time_limit
+from accelerators.discovery import Report, answers, discover, time_limit
 from accelerators.guard import lack_of_memory, let_judge, noticed, text
 from accelerators.types import (
+    ALLOWLIST_ENV,
     AUTHORS,
     AcceleratorError,
     AcceleratorSpec,

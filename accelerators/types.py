@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from accelerators.accelerator import Accelerator
-
 API_VERSION = 1
 """Version of the interface; a plugin states the one that it was written for."""
 
@@ -34,6 +32,9 @@ OPERATIONS = (
 
 RESERVED: tuple[str, ...] = ()
 """Those of OPERATIONS that no trainer asks for yet."""
+
+ALLOWLIST_ENV = "RLHF_PLUGINS"
+"""The environment variable that names the plugins to load."""
 
 AUTHORS = "report it to the plugin's authors"
 """What the user can do about a plugin's defect."""
@@ -153,8 +154,9 @@ class KernelImpl:
 
     operation: str
     name: str
-    factory: Callable[[Accelerator], Any]
-    supported: Callable[[Accelerator], Support]
+    # Of an Accelerator, whose file imports this one.
+    factory: Callable[[Any], Any]
+    supported: Callable[[Any], Support]
     priority: int = 0
     refuses: Callable[[Any], str] = _nothing
     plugin: str = ""

@@ -29,6 +29,11 @@ class PPOConfig(TrainingConfig):
     reward_model: OptionalName = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
     )
+    critic: OptionalName = Field(
+        None,
+        description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
+        "one the policy with a new head",
+    )
     batch_size: int = Field(32, ge=1, description="completions of one rollout, over all ranks")
     micro_batch_size: int | None = Field(
         None,
@@ -49,9 +54,21 @@ class PPOConfig(TrainingConfig):
         ge=2,
         description="ranks among which tensor_parallel splits each layer; empty: as many of a machine as can",
     )
-    estimator: str = Field("gae", description=f"how advantages are estimated: {', '.join(ESTIMATORS)}")
+    estimator: str = Field(
+        "gae",
+        description="how advantages are estimated: gae (PPO, with a critic), or without one rloo and grpo (completions "
+        "of one prompt are compared) or reinforce++ (compared over the batch); rlhf/estimators.py says when which",
+    )
     completions_per_prompt: int | None = Field(
-        None, ge=1, description="completions drawn of each prompt of a rollout; empty: the estimator's own"
+        None,
+        ge=1,
+        description="completions drawn of each prompt of a rollout, which has batch_size / these prompts; empty: the "
+        "estimator's own (rloo 4, grpo 8, else 1)",
+    )
+    group_std: bool = Field(
+        True,
+        description="grpo: rewards of a prompt's completions are divided by their deviation; false: they are not "
+        "(Dr. GRPO, arXiv:2503.20783, with loss_mean=constant)",
     )
     ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
     minibatch_size: int | None = Field(
@@ -104,9 +121,30 @@ class PPOConfig(TrainingConfig):
         return name
 
     @model_validator(mode="after")
+    def _criticized(self) -> PPOConfig:
+        if self.critic and not self.method.critic:
+            raise at("critic", f"the estimator {self.estimator} has no critic; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _samples(self) -> PPOConfig:
         if self.sampling.temperature == 0:
             raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+        return self
+
+    @model_validator(mode="after")
+    def _suits_estimator(self) -> PPOConfig:
+        entry = ESTIMATORS[self.estimator]
+        if self.method.completions < entry.least_completions:
+            raise at(
+                "completions_per_prompt",
+                f"{self.estimator} compares the completions of a prompt, and {self.method.completions} is too few; "
+                f"use {entry.least_completions} or more",
+            )
+        for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(entry.keys)):
+            if getattr(self, key) != PPOConfig.model_fields[key].default:
+                able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)
+                raise at(key, f"is for ppo.estimator={able}, which is {self.estimator}; change one of them")
         return self
 
     @property
@@ -126,7 +164,7 @@ class PPOConfig(TrainingConfig):
         """(rows of one PPO update over all ranks, rows of one forward pass of one rank).
 
         Raises:
-            ConfigError: the batch does not divide into minibatches, or those over ranks.
+            ConfigError: the batch does not divide into minibatches, those over ranks, or a rank's share into prompts.
         """
         minibatch = self.minibatch_size or self.batch_size
         if self.batch_size % minibatch:
@@ -134,4 +172,20 @@ class PPOConfig(TrainingConfig):
                 f"ppo.batch_size: {self.batch_size} is not a multiple of ppo.minibatch_size {minibatch}; "
                 "change one of them"
             )
-        return minibatch, divide(minibatch, self.micro_batch_size, world_size, "ppo.minibatch_size", "ppo")
+        rows = divide(minibatch, self.micro_batch_size, world_size, "ppo.minibatch_size", "ppo")
+        self.prompts(world_size)
+        return minibatch, rows
+
+    def prompts(self, world_size: int) -> int:
+        """Prompts of one rollout that a rank has, each with `method.completions` rows.
+
+        Raises:
+            ConfigError: it has no whole number of them.
+        """
+        count = self.method.completions
+        if self.batch_size % (count * world_size):
+            raise ConfigError(
+                f"ppo.batch_size: {self.batch_size} completions are not {count} (ppo.completions_per_prompt) of each "
+                f"prompt on {world_size} ranks; make it a multiple of {count * world_size}"
+            )
+        return self.batch_size // (count * world_size)

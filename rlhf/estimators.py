@@ -1,8 +1,15 @@
 """The advantage estimators that a policy can be trained with, and what each brings along. Needs no torch.
 
 An estimator is a pure function in `rlhf.objectives.advantages` and an entry here; the rest of a rollout and its updates
-is the same for all.
-"""
+is the same for all. Which to take (`--set ppo.estimator=grpo`):
+
+| name | an advantage is | it costs | take it where |
+|---|---|---|---|
+| gae | what follows a token beyond the critic's guess, token by token | a critic: memory and updates of a second model | rewards come late in long completions, prompts are many and completions of each few; PPO as in the papers on RLHF |
+| rloo | a completion's reward, KL penalty included, less the mean of the prompt's other completions | 2 or more completions a prompt, no critic | a reward model scores whole completions: unbiased, the fewest settings |
+| grpo | the same less the mean of all, in deviations of the group; KL in the loss | several completions a prompt, no critic | rewards are checked rather than learned (right or wrong); `ppo.group_std=false` with `ppo.loss_mean=constant` is Dr. GRPO, which favours neither short completions nor prompts on which all do alike |
+| reinforce++ | rewards from a token on, in deviations of the whole batch | nothing: no critic, one completion a prompt | memory is short, prompts are many and alike in how hard they are |
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,13 +26,15 @@ LossMean = Literal["token", "sequence", "constant"]
 class Estimator:
     """`function` in `rlhf.objectives.advantages`, whether it needs a critic, and what its paper sets.
 
-    The fields from `completions` on are what the keys of `ppo` with these names come to where they are empty.
+    `keys` are those of `ppo` that this function reads and not every other. The fields from `completions` on are what
+    the keys of `ppo` with these names come to where they are empty; `completions` is `completions_per_prompt`.
     """
 
     function: str
     critic: bool = False
-    completions: int = 1
+    keys: tuple[str, ...] = ()
     least_completions: int = 1
+    completions: int = 1
     kl_in: KLPlace = "reward"
     kl_estimator: KLEstimator = "k1"
     loss_mean: LossMean = "token"
@@ -33,5 +42,17 @@ class Estimator:
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    "gae": Estimator("gae", critic=True, whiten_advantages=True),
+    "gae": Estimator("gae", critic=True, keys=("gamma", "lam"), whiten_advantages=True),
+    # The gradient of the paper is that of a sum over a completion's tokens, so a constant divides it.
+    "rloo": Estimator("rloo", least_completions=2, completions=4, loss_mean="constant"),
+    "grpo": Estimator(
+        "grpo",
+        keys=("group_std",),
+        least_completions=2,
+        completions=8,
+        kl_in="loss",
+        kl_estimator="k3",
+        loss_mean="sequence",
+    ),
+    "reinforce++": Estimator("reinforce_plus_plus", keys=("gamma",), whiten_advantages=True),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import accelerators
 from rlhf import quiet
@@ -40,11 +40,11 @@ from rlhf.models.weights import Put, into
 from rlhf.place import here
 from rlhf.planning import announced
 from rlhf.roles import Holding
-from rlhf.settings import STARTS
 from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
 from rlhf.stages import ppo, reward, sft
 from rlhf.stages.context import StageContext
+from rlhf.starts import ACTOR, CRITIC, REWARD, REWARD_MODEL, starts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -99,8 +99,7 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
 def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
     """Say what the stage will take; what is kept of that stands beside what it took."""
     config = context.config
-    starts = [config.model.path] if stage == "sft" else _starts(context, stage)
-    paths = {start.key: path for start, path in zip(STARTS[stage], starts)}
+    paths = _starts(context, stage)
     attention = {choose_attention(context.accelerator, path, config.model).name for path in paths.values()}
     plan, lines = announced.stage_plan(
         config,
@@ -133,7 +132,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
 
 def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
-    (path,) = _starts(context, "reward")
+    path = _starts(context, "reward")[REWARD.key]
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
 
@@ -155,27 +154,44 @@ def _reward(context: StageContext) -> dict[str, Any]:
 
 def _ppo(context: StageContext) -> dict[str, Any]:
     config = context.config
-    actor_path, reward_path = _starts(context, "ppo")
+    paths = _starts(context, "ppo")
+    actor_path = paths[ACTOR.key]
     tokenizer = _tokenizer(context, actor_path)
-    attention, of_reward = _attention(context, actor_path, reward_path)
+    attention = dict(zip(paths, _attention(context, *paths.values())))
 
-    sharing = decide(config, context.holdings, actor_path, reward_path)
+    sharing = decide(config, context.holdings, actor_path, paths.get(REWARD_MODEL.key))
     if line := sharing.line(context.holdings):
         context.say(f"ppo: {line}")
 
     def policy(holding: Holding) -> Any:
         if donor := sharing.donors.get(holding.role.name):
-            return on_base(context.bases[donor], config.model, attention=attention)
+            return on_base(context.bases[donor], config.model, attention=attention[ACTOR.key])
         put = _put(context, holding)
-        return load_causal_lm(config.model, tokenizer, attention=attention, path=actor_path, put=put)
+        return load_causal_lm(config.model, tokenizer, attention=attention[ACTOR.key], path=actor_path, put=put)
+
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        """The critic and the reward model may begin as one model; what there is to say of it is said once."""
+        if line not in said:
+            said.append(line)
+            context.say(line)
 
     def scalar(holding: Holding) -> Any:
+        start = holding.role.start
         if donor := sharing.donors.get(holding.role.name):
             base = context.bases[donor]
-            return on_base(base, config.model, attention=of_reward, scalar_head=True, adapter=sharing.adapter)
-        put = _put(context, holding)
-        say: Any = {"say": context.say} if holding.role.name == "reward" else {}  # once, not of the critic too
-        return load_scalar_head(config.model, tokenizer, attention=of_reward, path=reward_path, put=put, **say)
+            return on_base(base, config.model, attention=attention[start], scalar_head=True, adapter=sharing.adapter)
+        may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto"} if start == CRITIC.key else {}
+        return load_scalar_head(
+            config.model,
+            tokenizer,
+            attention=attention[start],
+            path=paths[start],
+            put=_put(context, holding),
+            say=say,
+            **may_be_new,
+        )
 
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
@@ -197,14 +213,13 @@ def _put(context: StageContext, holding: Holding) -> Put:
     return put
 
 
-def _starts(context: StageContext, stage: Literal["reward", "ppo"]) -> list[str]:
-    """The models that a stage starts from: those that are named, else what earlier stages of this run left."""
+def _starts(context: StageContext, stage: Stage) -> dict[str, Any]:
+    """By its key, each model that a stage starts from: named, else what an earlier stage left; None: the embedded."""
     values = context.config.model_dump()
-    return [
-        start.named(values) or context.run.model_of(start.earlier, start.key)
-        for start in STARTS[stage]
-        if start.earlier is not None
-    ]
+    return {
+        start.key: start.named(values) or (start.earlier and context.run.model_of(start.earlier, start.key))
+        for start in starts(values, stage)
+    }
 
 
 def _attention(context: StageContext, *paths: str | None) -> list[str]:

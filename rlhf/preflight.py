@@ -22,7 +22,8 @@ from rlhf.roles import check as check_roles
 from rlhf.roles import holdings
 from rlhf.rollout.choice import check as check_rollouts
 from rlhf.run import RunDirectory
-from rlhf.settings import STARTS, Fingerprints, Start
+from rlhf.settings import Fingerprints
+from rlhf.starts import Start, starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,7 +102,7 @@ def check(
     sharing.check(config, pending, directory)
     values = config.model_dump()
     for stage in pending:
-        for start in STARTS[stage]:
+        for start in starts(values, stage):
             if path := start.named(values):
                 check_model_folder(path)
             elif start.earlier and start.earlier not in stages:
@@ -151,7 +152,9 @@ def examine(
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)
     values = config.model_dump()
-    origins = {stage: tuple(origin(directory, start, values, pending) for start in STARTS[stage]) for stage in pending}
+    origins = {
+        stage: tuple(origin(directory, start, values, pending) for start in starts(values, stage)) for stage in pending
+    }
     for stage in pending:
         models.check(stage, origins[stage])
     read = read_sources(config.data, pending, seed=config.seed, show=True)
@@ -165,7 +168,7 @@ def examine(
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
-    needs = {plan.stage: Need(models.outlines(plan.origins), plan.steps(config)) for plan in plans}
+    needs = {plan.stage: Need(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
     return Findings(tuple(plans), read.fingerprints(), models.attention)
 
@@ -185,7 +188,7 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
     tokenizers, values, directory = _Tokenizers(config), config.model_dump(), RunDirectory(config.output)
     sources = read_sources(config.data, stages, seed=config.seed, show=show)
     for stage in stages:
-        first = origin(directory, STARTS[stage][0], values, STAGES)
+        first = origin(directory, starts(values, stage)[0], values, STAGES)
         tokenizer, ends = tokenizers.tokenizer(first), tokenizers.end_tokens(first)
         data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
         yield StagePlan(stage, (first,), None, tokenizer, data)
@@ -198,7 +201,7 @@ def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pendin
         return Origin(start, named)
     if start.earlier not in pending:
         return Origin(start, directory.model_of(start.earlier, start.key))
-    before = origin(directory, STARTS[start.earlier][0], values, pending)
+    before = origin(directory, starts(values, start.earlier)[0], values, pending)
     return Origin(start, before.path, (*before.through, start.earlier))
 
 
@@ -233,17 +236,6 @@ class _Tokenizers:
         return end_tokens(self.tokenizer(found), settings)
 
 
-def _dropout(config: Config, start: Start) -> tuple[float | None, str]:
-    """(rate, its key) of the model that is trained from `start`."""
-    if start.key == "model.path":
-        return config.sft.dropout, "sft.dropout"
-    if start.key == "reward.model":
-        return config.reward.dropout, "reward.dropout"
-    if start.key == "ppo.actor":
-        return config.ppo.dropout, "ppo.dropout"
-    return config.ppo.critic_dropout, "ppo.critic_dropout"
-
-
 class _Models(_Tokenizers):
     """The models and tokenizers that the stages start from, each looked at once and without its weights."""
 
@@ -269,16 +261,18 @@ class _Models(_Tokenizers):
                 continue
             check_positions(found.path, outline.config, self._config.data.max_length)
             check_fits(self.tokenizer(found), outline, found.path)
-            check_dropout(outline, *_dropout(self._config, found.start))
+            held = [one for one in holdings(self._config, stage).values() if one.role.start == found.start.key]
+            for one in held:
+                check_dropout(outline, one.dropout, f"{stage}.{'critic_' * (one.role.name == 'critic')}dropout")
             if stage == "reward":
                 check_final_norm(outline, self._config.reward.reset_final_norm)
-            held = holdings(self._config, stage).values()
-            if any(holding.lora.rank and holding.role.start == found.start.key for holding in held):
+            if any(one.lora.rank for one in held):
                 check_targets(outline, self._config.lora)
         if stage == "ppo":
-            actor, reward = origins
-            where = reward.path or "the embedded model"
-            check_same_vocabulary(self.tokenizer(actor), self.tokenizer(reward), where)
+            actor, *scorers = origins
+            for scorer in scorers:
+                where = scorer.path or "the embedded model"
+                check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
             check_model(self.outline(actor) or build_outline(self.tokenizer(actor)), self._config.ppo, here().size)
 
     def outline(self, found: Origin) -> PreTrainedModel | None:
@@ -291,8 +285,8 @@ class _Models(_Tokenizers):
             self.attention[name] = choose_attention(self._accelerator, found.path, self._config.model)
         if found.path is None:
             return None
-        # A head is drawn anew but for PPO's reward model, which some stage has left.
-        trained = not found.start.scalar_head or (found.start.key == "ppo.reward_model" and not found.through)
+        # A head may be drawn anew but for PPO's reward model, which some stage has left.
+        trained = not found.start.scalar_head or not (found.start.new_head or found.through)
         key = found.path, found.start.scalar_head, trained
         if key not in self._outlines:
             self._outlines[key] = outline(
@@ -304,9 +298,11 @@ class _Models(_Tokenizers):
             )
         return self._outlines[key]
 
-    def outlines(self, origins: Sequence[Origin]) -> list[PreTrainedModel]:
-        """Those of `origins` that are read from somewhere."""
-        return [outline for outline in map(self.outline, origins) if outline is not None]
+    def trained(self, stage: Stage, origins: Sequence[Origin]) -> list[PreTrainedModel]:
+        """Of the models that the stage trains, those that are read from somewhere."""
+        keys = {held.role.start for held in holdings(self._config, stage).values() if held.role.trained}
+        found = (self.outline(origin) for origin in origins if origin.start.key in keys)
+        return [outline for outline in found if outline is not None]
 
     def parameters(self, found: Origin) -> int | None:
         outline = self.outline(found)
@@ -325,7 +321,7 @@ def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
     values = config.model_dump()
     named = {"model.tokenizer": config.model.tokenizer}
-    named |= {start.key: start.named(values) for stage in stages for start in STARTS[stage]}
+    named |= {start.key: start.named(values) for stage in stages for start in starts(values, stage)}
     for key, path in named.items():
         for stage in stages:
             if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):

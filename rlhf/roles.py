@@ -7,11 +7,12 @@ read alike. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf.config import Config, EngineConfig, LoraConfig, RoleConfig, Stage
 from rlhf.errors import ConfigError
+from rlhf.starts import CRITIC, REWARD_MODEL, starts
 
 BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
 
@@ -20,7 +21,7 @@ Name = Literal["sft", "reward", "actor", "critic", "reference"]
 
 @dataclass(frozen=True)
 class Role:
-    """One model of a stage. `start` is the key of `rlhf.settings.STARTS` that names what it is loaded from."""
+    """One model of a stage. `start` is the key of the `rlhf.starts.Start` that names what it is loaded from."""
 
     name: Name
     start: str
@@ -89,13 +90,20 @@ def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
     """How each model of a stage is held.
 
     With LoRA on the actor, PPO has no reference: it is the actor without its adapters, unless more of it is trained.
-    Not every advantage estimator needs a critic.
+    Not every advantage estimator needs a critic, nor every reward a model.
     """
     found = {role.name: _holding(config, stage, role) for role in ROLES[stage]}
-    if stage == "ppo" and found["actor"].lora.rank and not config.lora.also_train:
+    if stage != "ppo":
+        return found
+    there = starts({"ppo": dict(config.ppo)}, stage)
+    if found["actor"].lora.rank and not config.lora.also_train:
         del found["reference"]
-    if stage == "ppo" and not config.ppo.method.critic:
+    if not config.ppo.method.critic:
         del found["critic"]
+    elif CRITIC in there:
+        found["critic"] = replace(found["critic"], role=replace(found["critic"].role, start=CRITIC.key))
+    if REWARD_MODEL not in there:
+        del found["reward"]
     return found
 
 

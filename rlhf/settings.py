@@ -6,11 +6,12 @@ import os
 import platform
 from collections.abc import Mapping, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf.config import Config, Stage, build_config
 from rlhf.errors import ConfigError
 from rlhf.roles import ROLES
+from rlhf.starts import starts
 
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
@@ -35,31 +36,10 @@ Fingerprints = Mapping[str, Mapping[str, Any]]
 """For each source: its `rows`, and a `digest` of them as training sees them."""
 
 
-class Start(NamedTuple):
-    """A model that a stage starts from: the one that `key` names, else what the `earlier` stage of the run left."""
-
-    key: str
-    earlier: Stage | None = None
-    scalar_head: bool = False
-
-    def named(self, config: Mapping[str, Any]) -> str | None:
-        """The folder or hub name in a dumped configuration; None where it names none."""
-        section, name = self.key.split(".")
-        named: str | None = config.get(section, {}).get(name)
-        return named
-
-
-STARTS: dict[Stage, tuple[Start, ...]] = {
-    "sft": (Start("model.path"),),
-    "reward": (Start("reward.model", "sft", scalar_head=True),),
-    "ppo": (Start("ppo.actor", "sft"), Start("ppo.reward_model", "reward", scalar_head=True)),
-}
-
-
 def started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
     """The stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
     config = recorded.get("config", {})
-    return [start.earlier for start in STARTS[stage] if start.earlier and not start.named(config)]
+    return [start.earlier for start in starts(config, stage) if start.earlier and not start.named(config)]
 
 
 def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[str, Any]:

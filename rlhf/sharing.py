@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config import Config, Stage
+from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.files import atomic_write_json, read_json
 from rlhf.roles import Holding, Name, holdings
-from rlhf.settings import STARTS
+from rlhf.starts import ACTOR, REWARD, REWARD_MODEL
 
 if TYPE_CHECKING:
     from rlhf.run import RunDirectory
@@ -57,18 +58,19 @@ class Sharing:
         return f"{said}; not more{because}" if because else said
 
 
-def decide(config: Config, held: Mapping[Name, Holding], actor: str, reward: str) -> Sharing:
-    """What PPO's models share that start from the folders or hub names `actor` and `reward`.
+def decide(config: Config, held: Mapping[Name, Holding], actor: str, reward: str | None) -> Sharing:
+    """What PPO's models share that start from the folders or hub names `actor` and `reward`; None: no reward model.
 
     Raises:
         ConfigError: as `check`.
     """
-    return _granted(config, _decide(config, held, lambda: _apart(actor, reward), adapter_of(reward)))
+    apart = partial(_apart, actor, reward) if reward else None
+    return _granted(config, _decide(config, held, apart, adapter_of(reward) if reward else None))
 
 
 def foreseen(config: Config, held: Mapping[Name, Holding]) -> Sharing:
     """What PPO's models will share, as far as settings, and folders that they name, tell it; for a plan."""
-    return _decide(config, held, lambda: _would_be_apart(config, tuple(STARTS), None), Path())
+    return _decide(config, held, lambda: _would_be_apart(config, STAGES, None), Path())
 
 
 def check(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> None:
@@ -118,9 +120,9 @@ def fingerprint(model: str) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: Path) -> Sharing:
+def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: Path | None) -> Sharing:
     """`apart`: gives (why the reward model is not on the actor's base, what to do about it), or empty texts."""
-    ranks = {name: held[name].lora.rank for name in ("actor", "critic")}
+    ranks = {name: holding.lora.rank for name, holding in held.items() if holding.role.trained}
     if config.lora.share_base is False:
         return Sharing()
     if not any(ranks.values()):
@@ -138,16 +140,27 @@ def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: P
             remedy="set engine.frozen alone",
         )
     own_reference: dict[Name, Name] = {"reference": "actor"} if "reference" in held and ranks["actor"] else {}
-    of_critic: dict[Name, Name] = {"reward": "critic"} if ranks["critic"] else {}
+    alike = "critic" in held and held["critic"].role.start == REWARD_MODEL.key  # it begins as the reward model
+    of_critic: dict[Name, Name] = {"reward": "critic"} if alike and ranks["critic"] else {}
+    why, remedy = _alone(config, held, ranks, alike=alike)
+    if why and ("reward" not in held or not ranks["actor"]):
+        return Sharing(own_reference | of_critic, None, why, remedy)
+    kept_apart = apart() if "reward" in held else ("", "")
+    if kept_apart[0]:
+        return Sharing(own_reference | of_critic, None, *((why, remedy) if why else kept_apart))
+    if alike and not why:
+        return Sharing({"critic": "actor", **own_reference, **of_critic}, adapter)
+    return Sharing(own_reference | ({"reward": "actor"} if "reward" in held else {}), adapter, why, remedy)
+
+
+def _alone(config: Config, held: Mapping[Name, Holding], ranks: Mapping[Name, int], *, alike: bool) -> tuple[str, str]:
+    """Why a model that is trained shares no base, whatever the reward model is, and what to do about it."""
     if whole := [name for name, rank in ranks.items() if not rank]:
-        why, remedy = f"the {whole[0]} is trained whole", f"leave roles.{whole[0]}.lora_rank out"
-        if whole == ["critic"] and not apart()[0]:
-            return Sharing({**own_reference, "reward": "actor"}, adapter, why, remedy)
-        return Sharing(own_reference | of_critic, None, why, remedy)
-    why, remedy = apart()
-    if why:
-        return Sharing(own_reference | of_critic, None, why, remedy)
-    return Sharing({"critic": "actor", **own_reference, **of_critic}, adapter)
+        return f"the {whole[0]} is trained whole", f"leave roles.{whole[0]}.lora_rank out"
+    if "critic" in held and not alike:
+        remedy = "leave ppo.critic out" if config.ppo.critic else "set ppo.reward_weight"
+        return "the critic does not begin as the reward model", remedy
+    return "", ""
 
 
 def _granted(config: Config, found: Sharing) -> Sharing:
@@ -175,8 +188,8 @@ def _apart(actor: str, reward: str) -> tuple[str, str]:
 def _would_be_apart(config: Config, pending: Sequence[Stage], directory: RunDirectory | None) -> tuple[str, str]:
     """As `_apart`, of stages that are still to be run; what others left is in `directory`."""
     values = config.model_dump()
-    actor, reward = STARTS["ppo"]
-    before = STARTS["reward"][0]
+    actor, reward = ACTOR, REWARD_MODEL
+    before = REWARD
     if reward.named(values) is None and "reward" in pending:
         if not holdings(config, "reward")["reward"].lora.rank:
             return "the reward model is trained whole", "leave roles.reward.lora_rank out"

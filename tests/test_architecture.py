@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,32 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or "", [alias.name for alias in node.names]
+
+
+def imported(path: Path, root: Path, files: dict[str, Path]) -> set[str]:
+    """Those of `files` (by module) that the file `path` below `root` imports: anywhere in it, for types alone too."""
+    package = [*path.relative_to(root).parent.parts]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            found |= {name if (name := f"{module}.{alias.name}") in files else module for alias in node.names}
+    return found & files.keys()
+
+
+def cycle(root: Path, *packages: str) -> list[str]:
+    """Modules of packages in the folder `root` that import one another in a ring; empty where none do."""
+    paths = [path for package in packages for path in (root / package).rglob("*.py")]
+    files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    graph = {module: imported(path, root, files) - {module} for module, path in files.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def attributes(tree: ast.AST) -> Iterator[str]:
@@ -126,6 +153,42 @@ def test_accelerators_knows_nothing_of_rlhf(path: Path) -> None:
 @pytest.mark.parametrize("path", [*modules("rlhf"), *modules("accelerators")], ids=name_of)
 def test_every_module_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/*/__init__.py"))
+
+
+def test_no_files_import_one_another_in_a_ring() -> None:
+    assert not cycle(ROOT, "rlhf", "accelerators")
+    assert len(PLUGINS) > 1
+    for package in PLUGINS:
+        assert not cycle(package.parent, package.name)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ring"),
+    [
+        ("import pack.second", "import os", False),
+        ("import pack.second", "from pack import first", True),
+        ("from pack.second import thing", "def f():\n    from pack.first import thing", True),
+        ("from pack import second", "if TYPE_CHECKING:\n    from .first import Thing", True),
+        ("from . import second", "import pack.first as one", True),
+        ("from pack.second import thing", "from pack import thing", False),
+    ],
+)
+def test_a_ring_is_seen_however_it_is_made(tmp_path: Path, first: str, second: str, ring: bool) -> None:
+    (tmp_path / "pack").mkdir()
+    for name, text in {"__init__": "", "first": first, "second": second}.items():
+        (tmp_path / f"pack/{name}.py").write_text(text)
+    assert bool(cycle(tmp_path, "pack")) == ring
+
+
+def test_no_file_is_longer_than_can_be_read_at_once() -> None:
+    """Neither of the product nor of what tests share; a list of tests may be longer."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.cpp", "*.h"], cwd=ROOT, capture_output=True, text=True)
+    paths = [ROOT / line for line in listed.stdout.splitlines()] or [*modules("rlhf"), *modules("accelerators")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths if path.is_file()}
+    assert not {name: length for name, length in lengths.items() if length > 350 and "/test_" not in name}
 
 
 @pytest.mark.parametrize(

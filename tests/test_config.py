@@ -111,6 +111,7 @@ def test_overrides_reach_into_lists() -> None:
     [
         ("sead=1", r"unknown key 'sead'; did you mean 'seed'\?"),
         ("ppo.kl_coeff=1", r"unknown key 'ppo.kl_coeff'; did you mean 'kl_coef'\?"),
+        ("ppo.estimator=graph", "ppo.estimator=graph: no estimator 'graph'; use one of gae, rloo, grpo, reinforce"),
         ("ppo.optimizer.lr_rate=1", "unknown key 'ppo.optimizer.lr_rate'"),
         ("data.datasets=[{path: a, wait: 2}]", r"did you mean 'weight'\?"),
         ("engine.zzz=1", "unknown key 'engine.zzz'; known here: zero_stage"),
@@ -126,6 +127,27 @@ def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(None, [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "override", "message"),
+    [
+        ("rloo", "lam=0.9", "ppo.lam: is for ppo.estimator=gae, which is rloo; change one of them"),
+        ("grpo", "gamma=0.9", r"ppo.gamma: is for ppo.estimator=gae, reinforce\+\+, which is grpo"),
+        ("gae", "group_std=false", "ppo.group_std: is for ppo.estimator=grpo, which is gae"),
+        ("rloo", "completions_per_prompt=1", "rloo compares the completions of a prompt, and 1 is too few; use 2"),
+        ("grpo", "completions_per_prompt=1", "grpo compares the completions of a prompt, and 1 is too few; use 2"),
+    ],
+)
+def test_what_an_estimator_has_no_use_for_is_one_line(estimator: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(None, [f"ppo.{override}", f"ppo.estimator={estimator}"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "rloo", "grpo", "reinforce++"])
+def test_an_estimator_alone_is_a_setting(estimator: str) -> None:
+    assert load_config(None, [f"ppo.estimator={estimator}"]).ppo.prompts(1) > 0
 
 
 @pytest.mark.parametrize(

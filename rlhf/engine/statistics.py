@@ -23,9 +23,9 @@ class Sums:
             number = number.detach().float()
             self._sums[name] = self._sums[name] + number if name in self._sums else number
 
-    def extend(self, other: Sums, **names: str) -> None:
-        """Add sums of another, each under a name of its own: extend(other, loss="policy_loss")."""
-        self.add(**{new: other._sums[old] for old, new in names.items()})
+    def extend(self, other: Sums, *names: str) -> None:
+        """Add the sums of another that have these names, where it has them."""
+        self.add(**{name: other._sums[name] for name in names if name in other._sums})
 
     def read(self) -> Numbers:
         """The sums over all ranks: one collective and one host read."""

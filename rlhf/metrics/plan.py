@@ -17,7 +17,7 @@ from rlhf.data.preview import example, learned, lengths
 from rlhf.data.report import lines
 from rlhf.data.truncation import longest_completion
 from rlhf.metrics.summary import STAGE_NAMES
-from rlhf.settings import STARTS
+from rlhf.starts import starts
 
 if TYPE_CHECKING:
     from rlhf.preflight import Origin, StagePlan
@@ -29,7 +29,7 @@ def models(config: Config, pending: Sequence[Stage]) -> str:
     """What the `pending` stages of a run start from, in one line; not what they hand on to each other."""
     values = config.model_dump()
     found = []
-    for start in (start for stage in pending for start in STARTS[stage]):
+    for start in (start for stage in pending for start in starts(values, stage)):
         if named := start.named(values):
             found.append(named if start.key == "model.path" else f"{named} ({start.key})")
         elif start.earlier is None:
@@ -73,6 +73,8 @@ def _origin(found: Origin) -> str:
 
 def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
-        return f"{config.ppo.steps:,} rollouts of {config.ppo.batch_size} prompts"
+        rows, each = config.ppo.batch_size, config.ppo.method.completions
+        said = f"{config.ppo.steps:,} rollouts of {rows // each} prompts"
+        return said if each == 1 else f"{said}, {each} completions of each"
     section = config.sft if plan.stage == "sft" else config.reward
     return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

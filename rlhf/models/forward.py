@@ -121,7 +121,7 @@ def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor)
     Where its configuration has an `unread_token` (see `rlhf.models.deepspeed_chat`), it is that of the last other one.
     """
     head = getattr(model, "module", model)  # under DeepSpeed
-    unread = getattr(head.model.config, "unread_token", None)
+    unread = getattr(getattr(head.model, "config", None), "unread_token", None)
     read = attention_mask if unread is None else attention_mask * (input_ids != unread)
     return last_token_scores(model(input_ids, attention_mask), read)
 

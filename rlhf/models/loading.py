@@ -146,9 +146,9 @@ def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedToke
         return
     example = next(token for token in (*mine, *theirs) if mine.get(token) != theirs.get(token))
     raise ModelError(
-        f"{reward_path}: the reward model's vocabulary ({len(theirs)} tokens) is not the actor's ({len(mine)}); "
+        f"{reward_path}: this model's vocabulary ({len(theirs)} tokens) is not the actor's ({len(mine)}); "
         f"they differ in {example!r} (id {theirs.get(example)} against {mine.get(example)}); "
-        "train a reward model with the actor's tokenizer"
+        "name one that was trained with the actor's tokenizer"
     )
 
 

@@ -16,9 +16,12 @@ Estimate = Callable[[Tensor, Tensor, Tensor, "PPOConfig"], tuple[Tensor, Tensor]
 """(rewards, values, mask, settings) -> (advantages, returns); all tensors [B, A], float32, 0 past a row's last action.
 
 Completions of one prompt are neighbours: rows k * n to (k + 1) * n are of prompt k, n being
-`settings.method.completions`. `values` are 0 where there is no critic. An entry of `rlhf.estimators.ESTIMATORS` names
-the function.
+`settings.method.completions`. `values` are 0 where there is no critic. Returns are what a critic learns, and else the
+rewards from each action on; those of the last action's successors may be anything. An entry of
+`rlhf.estimators.ESTIMATORS` names the function.
 """
+
+_LEAST_STD = 1e-4  # beside it, rewards that differ by rounding alone do not come to differ by deviations
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -40,12 +43,57 @@ def advantages_and_returns(
     """
     values, rewards = values[:, start:].detach().float(), rewards[:, start:].detach().float()
     deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    # The recursion A_t = delta_t + gamma * lam * A_(t+1), written out: one product instead of a loop over tokens.
-    columns = torch.arange(deltas.shape[1], device=deltas.device)
-    distance = columns.unsqueeze(1) - columns
-    decay = torch.full_like(distance, gamma * lam, dtype=torch.float32).pow(distance.clamp_min(0))
-    advantages = deltas @ torch.where(distance >= 0, decay, 0.0)
+    advantages = _to_go(deltas, gamma * lam)
     return advantages, advantages + values
+
+
+def rloo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """REINFORCE, leave one out (arXiv:2402.14740, section 3.1): each action earns its whole completion's reward.
+
+    That is the sum of its tokens' rewards, the KL penalty among them, less the mean of the other completions' of the
+    prompt. As R - (S - R) / (n - 1) = n / (n - 1) * (R - S / n), no sum is taken apart again.
+    """
+    groups = _groups(rewards, settings)
+    size = groups.shape[1]
+    advantages = (groups - groups.mean(1, keepdim=True)) * (size / (size - 1))
+    return advantages.view(-1, 1) * mask, _to_go(rewards, 1.0)
+
+
+def grpo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages under outcome supervision (arXiv:2402.03300, section 4.1.2).
+
+    A completion's reward less the mean of the prompt's, over their deviation (of a sample: n - 1) unless
+    `settings.group_std` is false (Dr. GRPO, arXiv:2503.20783, section 3.2). Completions that all earn the same teach
+    nothing.
+    """
+    groups = _groups(rewards, settings)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if settings.group_std:
+        advantages = advantages / (groups.std(1, keepdim=True) + _LEAST_STD)
+    return advantages.view(-1, 1) * mask, _to_go(rewards, 1.0)
+
+
+def reinforce_plus_plus(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (arXiv:2501.03262, section 3): the discounted rewards from each action on.
+
+    The batch's normalization of them is `whiten`'s, afterwards.
+    """
+    returns = _to_go(rewards, settings.gamma)
+    return returns * mask, returns
+
+
+def _groups(rewards: Tensor, settings: PPOConfig) -> Tensor:
+    """[B, A] -> [B / n, n] float32: the reward of each completion, a prompt's in a row."""
+    return rewards.detach().float().sum(1).view(-1, settings.method.completions)
+
+
+def _to_go(rewards: Tensor, decay: float) -> Tensor:
+    """[B, A] -> [B, A] float32: the recursion G_t = r_t + decay * G_(t+1), written out as one product."""
+    rewards = rewards.detach().float()
+    columns = torch.arange(rewards.shape[1], device=rewards.device)
+    distance = columns.unsqueeze(1) - columns
+    powers = torch.full_like(distance, decay, dtype=torch.float32).pow(distance.clamp_min(0))
+    return rewards @ torch.where(distance >= 0, powers, 0.0)
 
 
 def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:

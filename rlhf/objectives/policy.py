@@ -5,7 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlhf.estimators import KLEstimator
 from rlhf.objectives.tokens import masked, masked_mean
+
+
+def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimates of KL(p || q), each from one draw of p (J. Schulman, http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        log_ratio: log p - log q of what was drawn, of any shape and floating type.
+        estimator: k1: the log-ratio, unbiased, of either sign; k2: half its square, biased, of little variance where p
+            is near q; k3: q / p - 1 + log(p / q), unbiased and never negative.
+
+    Returns:
+        Float32 of `log_ratio`'s shape.
+    """
+    log_ratio = log_ratio.float()
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    return torch.expm1(-log_ratio) + log_ratio
 
 
 def shaped_rewards(
@@ -73,3 +93,10 @@ def value_loss(
     values, old_values = values.float(), old_values.float()
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
     return 0.5 * masked_mean(torch.max((values - returns) ** 2, (clipped - returns) ** 2), mask, total)
+
+
+def value_is_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Where `value_loss` takes the error of the clipped value, which has no gradient: [B, A] booleans."""
+    values, old_values = values.float(), old_values.float()
+    clipped = torch.clamp(values, old_values - clip, old_values + clip)
+    return (clipped - returns) ** 2 > (values - returns) ** 2

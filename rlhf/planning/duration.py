@@ -53,9 +53,8 @@ def operations(config: Config, stage: Stage, models: Mapping[Name, Model]) -> fl
     settings, tokens = config.ppo, config.ppo.batch_size * config.data.max_length
     scored = sum(2 * models[name].counts(held[name])[0] for name in held)
     scored += 0 if "reference" in held else 2 * models["actor"].counts(held["actor"])[0]  # the actor once more
-    updates = settings.ppo_epochs * (
-        _update(models["actor"], held["actor"]) + _update(models["critic"], held["critic"])
-    )
+    trained = (_update(models[name], holding) for name, holding in held.items() if holding.role.trained)
+    updates = settings.ppo_epochs * sum(trained)
     return tokens * (2 * models["actor"].counts(held["actor"])[0] + scored + updates)
 
 

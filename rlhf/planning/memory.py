@@ -157,7 +157,7 @@ def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surro
             items.append(in_blocks(name, "logits", *logits(models[name].shape, batch, answer, 1)))
         moments.append(("scoring", [*items, *models[name].gathered(held[name], around)]))
     updated: tuple[tuple[Name, int], ...] = (("actor", answer), ("critic", 0))
-    for trained, columns in updated:
+    for trained, columns in [(name, columns) for name, columns in updated if name in held]:
         updates = _update(trained, models, held, around, batch, columns)
         moments += [(trained, [*rollout, *items]) for items in updates]
     return moments

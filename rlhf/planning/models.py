@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from rlhf.config import Config, Stage
 from rlhf.planning.held import Model
 from rlhf.planning.shapes import Shape, shape_from, shape_of
-from rlhf.roles import ROLES, Name, holdings
-from rlhf.settings import STARTS
+from rlhf.roles import Name, holdings
 from rlhf.sharing import foreseen
+from rlhf.starts import ALL, starts
 
 EMBEDDED = {
     "model_type": "llama",
@@ -36,8 +36,9 @@ def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dic
         ConfigError: the shape of a model is not known.
     """
     found = {}
-    shared = foreseen(config, holdings(config, "ppo")).donors if stage == "ppo" else ()
-    for role in ROLES[stage]:
+    held = holdings(config, stage)
+    shared = foreseen(config, held).donors if stage == "ppo" else ()
+    for role in (holding.role for holding in held.values()):
         path, _ = source(config, role.start)
         shape = (shapes or {}).get(path)
         if shape is None:
@@ -48,10 +49,9 @@ def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dic
 
 def source(config: Config, key: str) -> tuple[str | None, tuple[str, ...]]:
     """The model that the start `key` comes down to, and the stages that train it before; None: the embedded one."""
-    start = next(start for starts in STARTS.values() for start in starts if start.key == key)
-    section, name = key.split(".")
-    named: str | None = getattr(getattr(config, section), name)
+    start, values = next(start for start in ALL if start.key == key), config.model_dump()
+    named = start.named(values)
     if named or start.earlier is None:
         return named, ()
-    path, through = source(config, STARTS[start.earlier][0].key)
+    path, through = source(config, starts(values, start.earlier)[0].key)
     return path, (*through, start.earlier)

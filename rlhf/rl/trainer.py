@@ -85,8 +85,9 @@ class PPO:
         )
         self.batch_rows = rows = settings.batch_size // context.world.size
         # Endless: a minibatch without a real row would move weights by momentum alone.
+        share = settings.prompts(context.world.size)
         self.batches = context.batches(
-            data.train, collate, batch_size=settings.batch_size, micro_batch_size=rows, endless=True
+            data.train, collate, batch_size=share * context.world.size, micro_batch_size=share, endless=True
         )
         # The same rows at a time as in training, so that evaluation adds no shapes.
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
@@ -107,21 +108,26 @@ class PPO:
 
     def step(self, index: int) -> Numbers:
         """One rollout and the updates that follow from it."""
-        (prompts,) = self.batches.step(index)
         sums = Sums()
-        self.experience = experience = self.collect(self.accelerator.to_device(prompts), sums)
+        self.experience = experience = self.collect(self.accelerator.to_device(self.prompts(index)), sums)
         rates = self.actor.rates
         updates = self.updates(experience, index, sums)
         found = sums.read()
         numbers = means(found) | {key: found[key] / updates for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
+            "updates": float(updates),
             "kl_coef": self.shaping.kl_coef,
             **rates,
             **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
         }
         self.shaping.learn(numbers)
         return numbers
+
+    def prompts(self, index: int) -> Batch:
+        """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
+        (prompts,) = self.batches.step(index)
+        return {key: rows.repeat_interleave(self.settings.method.completions, 0) for key, rows in prompts.items()}
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Batch:
@@ -157,7 +163,7 @@ class PPO:
         return self.scorer(sequences)
 
     def collect(self, prompts: Batch, sums: Sums) -> Experience:
-        """Rollout, scores, rewards and advantages of this rank's prompts; adds statistics to `sums`."""
+        """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
         sequences = self.generate(prompts)
         self.decoder.make_room()
         scored = self.score(sequences)

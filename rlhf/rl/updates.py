@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -9,13 +11,13 @@ from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import completion_log_probs
-from rlhf.objectives.policy import policy_loss, value_loss
-from rlhf.objectives.tokens import masked
+from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
+from rlhf.objectives.tokens import masked, masked_mean
 from rlhf.rl.scoring import action_values
 from rlhf.rollout.experience import Experience
 from rlhf.stages.context import StageContext
 
-MEANS = ("policy_loss", "value_loss", "clip_fraction")
+MEANS = ("policy_loss", "value_loss", "clip_fraction", "approx_kl", "value_clip_fraction")
 """What an update adds to a step's sums; the mean over the step's updates is recorded."""
 
 
@@ -33,39 +35,45 @@ class Updates:
         updates = 0
         for epoch in range(self.settings.ppo_epochs):
             for minibatch in experience.split(self._rows, self.order(index, epoch)):
-                self._update(minibatch, sums)
+                sums.extend(self._update(minibatch), *MEANS)
                 updates += 1
         return updates
 
-    def _update(self, minibatch: Experience, sums: Sums) -> None:
+    def _update(self, minibatch: Experience) -> Sums:
+        """One step of the policy and one of the critic; returns those of `MEANS` that there are."""
         # Actions of the whole global minibatch: losses are means over them, however rows are split.
         total = distributed.all_sum(minibatch.action_mask.sum()).clamp_min(1)
-        settings, parts = self.settings, minibatch.split(self.micro_rows)
-
-        def actor_loss(model: nn.Module, part: Experience) -> tuple[Tensor, Batch]:
-            log_probs = completion_log_probs(
-                model,
-                part.input_ids,
-                part.attention_mask,
-                part.completion_length,
-                temperature=settings.sampling.temperature,
-            ).log_probs
-            loss = policy_loss(
-                log_probs, part.log_probs, part.advantages, part.action_mask, clip=settings.clip, total=total
-            )
-            ratio = masked(log_probs.detach() - part.log_probs, part.action_mask).exp()
-            return loss, {"clip_fraction": ((ratio - 1).abs() > settings.clip).sum() / total}
-
-        def critic_loss(model: nn.Module, part: Experience) -> tuple[Tensor, Batch]:
-            values = action_values(model(part.input_ids, part.attention_mask), part.completion_length)
-            loss = value_loss(
-                values, part.values, part.returns, part.action_mask, clip=settings.value_clip, total=total
-            )
-            return loss, {}
-
-        sums.extend(self.actor.step(parts, actor_loss), loss="policy_loss", clip_fraction="clip_fraction")
+        parts, found = minibatch.split(self.micro_rows), Sums()
+        found.extend(self.actor.step(parts, partial(self._actor_loss, total=total)), *MEANS)
         if self.critic:
-            sums.extend(self.critic.step(parts, critic_loss), loss="value_loss")
+            found.extend(self.critic.step(parts, partial(self._critic_loss, total=total)), *MEANS)
+        return found
+
+    def _actor_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
+        """The policy's loss on a part of a minibatch that has `total` actions; a `rlhf.engine.training.Loss`."""
+        settings, mask = self.settings, part.action_mask
+        log_probs = completion_log_probs(
+            model,
+            part.input_ids,
+            part.attention_mask,
+            part.completion_length,
+            temperature=settings.sampling.temperature,
+        ).log_probs
+        loss = policy_loss(log_probs, part.log_probs, part.advantages, mask, clip=settings.clip, total=total)
+        log_ratio = masked(log_probs.detach() - part.log_probs, mask)
+        return loss, {
+            "policy_loss": loss,
+            "clip_fraction": ((log_ratio.exp() - 1).abs() > settings.clip).sum() / total,
+            "approx_kl": masked_mean(kl_estimate(-log_ratio, "k3"), mask, total),
+        }
+
+    def _critic_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
+        """The critic's loss, as `_actor_loss`."""
+        settings, mask = self.settings, part.action_mask
+        values = action_values(model(part.input_ids, part.attention_mask), part.completion_length)
+        loss = value_loss(values, part.values, part.returns, mask, clip=settings.value_clip, total=total)
+        clipped = masked(value_is_clipped(values.detach(), part.values, part.returns, settings.value_clip), mask)
+        return loss, {"value_loss": loss, "value_clip_fraction": clipped.sum() / total}
 
     def order(self, index: int, epoch: int) -> torch.Generator | None:
         """Order of the rows in one pass; None where one minibatch holds them all."""

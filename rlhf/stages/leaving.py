@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.models.adapters import save_adapter
 from rlhf.models.export import save_model
-from rlhf.settings import STARTS
 from rlhf.sharing import adapter_of
+from rlhf.starts import starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +35,9 @@ def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTo
 
 def _start(context: StageContext) -> str | None:
     """The folder or hub name of the model that the stage trained; None: it was made for this run."""
-    first = STARTS[context.directory.name][0]
-    if named := first.named(context.config.model_dump()):
+    values = context.config.model_dump()
+    first = starts(values, context.directory.name)[0]
+    if named := first.named(values):
         return named
     earlier = context.run.stage(first.earlier) if first.earlier else None
     return str(earlier.model) if earlier and earlier.done else None

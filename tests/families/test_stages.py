@@ -12,8 +12,9 @@ import torch
 from rlhf import pipeline, preflight
 from rlhf.config import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.rl import updates
 from rlhf.run import RunDirectory
-from rlhf.stages import leaving, ppo
+from rlhf.stages import leaving
 from tests.families.each import EACH
 from tests.families.table import Family
 from tests.helpers import weights
@@ -79,7 +80,7 @@ def trained(
 
     ends: dict[str, torch.Tensor] = {}
     ratios: list[torch.Tensor] = []
-    save, loss = leaving.save_model, ppo.policy_loss
+    save, loss = leaving.save_model, updates.policy_loss
 
     def saved(engine: Any, own: Any, path: Path) -> None:
         ends[path.parent.name] = numbers(engine.module, len(tokenizer))
@@ -90,7 +91,7 @@ def trained(
         return loss(log_probs, old, advantages, mask, **options)
 
     monkeypatch.setattr(leaving, "save_model", saved)
-    monkeypatch.setattr(ppo, "policy_loss", watched)
+    monkeypatch.setattr(updates, "policy_loss", watched)
 
     def run(family: Family) -> tuple[Path, dict[str, torch.Tensor], list[torch.Tensor]]:
         special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}

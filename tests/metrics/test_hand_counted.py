@@ -198,6 +198,8 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     #   0 + .5 + 1/3 + 3.5 + 8/3 + 10/3 = 31/3
     # Critic: the value is 1, clipped to .2; the greater of (1 - R)^2 and (.2 - R)^2:
     #   1 + .25 + .25 + 10.89 + 14.44 + 23.04 = 49.87
+    #   its loss is that of the clipped value for the last three
+    # Approximate KL, the sum of ratio - 1 - log ratio: first .5 - log 1.5 - .5 + log 2, then 1 - log 2 - 1 + 3 log 1.5
     assert built.step(0) == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "tokens": 6,
@@ -205,6 +207,9 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
         "policy_loss": pytest.approx(-(11.85 + 31 / 3) / 6 / 2, rel=1e-5),
         "value_loss": pytest.approx(49.87 / 6 / 2, rel=1e-5),
         "clip_fraction": pytest.approx((2 / 6 + 4 / 6) / 2),  # 1.5 and .5; then 2 and three of 2/3
+        "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
+        "value_clip_fraction": pytest.approx(3 / 6),
+        "updates": 2,
         "kl_coef": 0.5,
         "learning_rate": 0.05,
         "grad_norm": 3.0,

@@ -22,8 +22,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "gpt_neo": {
-        **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48},
-        **{"attention_types": [[["global", "local"], 1]], "window_size": 8, "max_position_embeddings": 128},
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 128,
     },
     "gpt_neox": SIZES | {"intermediate_size": 48},
     "granite": SIZES | {"intermediate_size": 48, "num_key_value_heads": 2},  # has no classifier in transformers
@@ -145,5 +150,5 @@ def test_what_it_lacks_is_said_in_its_own_words(tmp_path: Path) -> None:
 
 def test_it_is_no_language_model(tmp_path: Path) -> None:
     saved(tmp_path / "reward", "gpt2")
-    with pytest.raises(ModelError, match="is a reward model .* name a language model"):
+    with pytest.raises(ModelError, match=r"is a reward model .* name a language model"):
         load_causal_lm(ModelConfig(path=str(tmp_path / "reward")), build_tokenizer(), attention="eager")

@@ -95,6 +95,17 @@ def a_reward_model_as_language_model(bench: Bench) -> tuple[list[str], list[str]
 
 
 @mistake
+def half_a_reward_model_of_deepspeed_chat(bench: Bench) -> tuple[list[str], list[str]]:
+    import torch
+
+    folder = bench.copy(bench.model)
+    (folder / "model.safetensors").unlink()
+    torch.save({"rwtransformer.norm.weight": torch.ones(32)}, folder / "pytorch_model.bin")
+    found = ["is a reward model of DeepSpeed-Chat whose weights lack", "rwtransformer.embed_tokens.weight"]
+    return settings(ppo__reward_model=folder), found
+
+
+@mistake
 def a_classifier_of_two_labels(bench: Bench) -> tuple[list[str], list[str]]:
     from transformers import LlamaForSequenceClassification
 
@@ -133,7 +144,7 @@ def another_vocabulary(bench: Bench) -> tuple[list[str], list[str]]:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(folder)
-    return settings(ppo__reward_model=folder), ["the reward model's vocabulary", "differ in '<extra>'"]
+    return settings(ppo__reward_model=folder), ["this model's vocabulary", "differ in '<extra>'"]
 
 
 @mistake

@@ -83,6 +83,9 @@ class PPO:
             "policy_loss": _mean([update["policy_loss"] for update in updates]),
             "value_loss": _mean([update["value_loss"] for update in updates]),
             "clip_fraction": _mean([update["clip_fraction"] for update in updates]),
+            "approx_kl": _mean([update["approx_kl"] for update in updates]),
+            "value_clip_fraction": _mean([update["value_clip_fraction"] for update in updates]),
+            "updates": len(updates),
             "grad_norm": updates[-1]["grad_norm"],
             "critic_grad_norm": updates[-1]["critic_grad_norm"],
             "learning_rate": rate,
@@ -107,6 +110,7 @@ class PPO:
         """One update of the policy and one of the critic on a minibatch."""
         policy = value = torch.zeros((), dtype=torch.float64)
         actions = clipped = kept_near = 0
+        drift = 0.0
         for row in rows:
             log_probs, _ = self._log_probs(row.prompt, row.completion, self.actor)
             values = self._values(row.prompt, row.completion)
@@ -117,6 +121,7 @@ class PPO:
                 nearby = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
                 policy = policy + torch.max(-advantage * ratio, -advantage * nearby)
                 clipped += abs(ratio.item() - 1) > self.config.clip
+                drift += ratio.item() - 1 - math.log(ratio.item())
                 near = values[action].clamp(old - self.config.value_clip, old + self.config.value_clip)
                 kept_near += (near.item() - target) ** 2 > (values[action].item() - target) ** 2
                 value = value + 0.5 * torch.max((values[action] - target) ** 2, (near - target) ** 2)
@@ -125,6 +130,7 @@ class PPO:
             "policy_loss": policy_loss.item(),
             "value_loss": value_loss.item(),
             "clip_fraction": clipped / actions,
+            "approx_kl": drift / actions,
             "value_clip_fraction": kept_near / actions,
             "grad_norm": self.actor_optimizer.step(policy_loss),
             "critic_grad_norm": self.critic_optimizer.step(value_loss),

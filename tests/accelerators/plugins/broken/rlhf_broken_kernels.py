@@ -1,0 +1,181 @@
+"""Backends of `rlhf_broken` whose kernels are wrong; each is the CPU's but for one fault."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from accelerators import KernelImpl, Support
+from accelerators.cpu import CPU
+from accelerators.quantized import QuantizedWeights
+
+
+def always(accelerator):
+    return Support(True, "broken")
+
+
+def kernel(operation, implementation):
+    return KernelImpl(
+        operation=operation, name="broken", factory=lambda a: implementation, supported=always, priority=99
+    )
+
+
+class BrokenAdamw(CPU):
+    optimizer = torch.optim.AdamW
+
+    def kernels(self):
+        return (*super().kernels(), kernel("adamw", self.optimizer))
+
+
+class AdamwOtherEps(BrokenAdamw):
+    name = "adamw-other-eps"
+
+    def optimizer(self, params, eps, **options):
+        return torch.optim.AdamW(params, eps=0.1, **options)
+
+
+class AdamwNoDecay(BrokenAdamw):
+    name = "adamw-no-decay"
+
+    def optimizer(self, params, **options):
+        optimizer = torch.optim.AdamW(params, **options)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return optimizer
+
+
+class AdamwEmptyGroup(BrokenAdamw):
+    name = "adamw-empty-group"
+
+    def optimizer(self, params, **options):
+        optimizer = torch.optim.AdamW(params, **options)
+        self._first = [group["params"][0] for group in optimizer.param_groups]
+        return optimizer
+
+
+class OffloadRounds(CPU):
+    name = "offload-rounds"
+
+    def to_device(self, batch):
+        return batch.bfloat16().to(batch.dtype) if batch.dtype == torch.float32 else batch
+
+
+class OffloadNotPinned(CPU):
+    """What it says would need a device that memory is page-locked for."""
+
+    name = "offload-not-pinned"
+
+    def pins_memory(self):
+        return True
+
+
+class HostAdamwInBf16(CPU):
+    name = "host-adamw-in-bf16"
+
+    def kernels(self):
+        def optimizer(params, **options):
+            made = torch.optim.AdamW(params, **options)
+
+            def rounded(*arguments):
+                for group in made.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data = parameter.data.bfloat16().float()
+
+            made.register_step_post_hook(rounded)
+            return made
+
+        return (*super().kernels(), kernel("adamw_cpu_offload", optimizer))
+
+
+class ClipOtherNorm(CPU):
+    name = "clip-other-norm"
+
+    def kernels(self):
+        return (*super().kernels(), kernel("clip_grad_norm", partial(torch.nn.utils.clip_grad_norm_, norm_type=1)))
+
+
+class ClipGivesFloat(CPU):
+    name = "clip-gives-float"
+
+    def kernels(self):
+        def clip(parameters, max_norm):
+            return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+        return (*super().kernels(), kernel("clip_grad_norm", clip))
+
+
+class AttentionSeesPadding(CPU):
+    """Causal, but deaf to the padding mask."""
+
+    name = "attention-sees-padding"
+
+    def kernels(self):
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        def attend(module, query, key, value, attention_mask, **options):
+            return sdpa_attention_forward(module, query, key, value, None, **options)
+
+        AttentionInterface.register("sees-padding", attend)
+        return (*super().kernels(), kernel("attention", "sees-padding"))
+
+
+class AttentionCannotBeAsked(CPU):
+    """Its implementation looks for something that configurations do not have."""
+
+    name = "attention-cannot-be-asked"
+
+    def kernels(self):
+        offered = replace(kernel("attention", "sdpa"), refuses=lambda model: model.soft_cap)
+        return (*super().kernels(), offered)
+
+
+# weights in few bits
+
+
+class Truncated(QuantizedWeights):
+    def pack(self, weight, kind):
+        packed = super().pack(weight, kind)
+        return packed | {"values": packed["values"] - 1} if kind == "int8" else packed
+
+
+class Dense(QuantizedWeights):
+    def pack(self, weight, kind):
+        return {"weight": weight}
+
+    def unpack(self, packed, dtype=torch.float32):
+        return packed["weight"].to(dtype)
+
+
+class Detached(QuantizedWeights):
+    def multiply(self, inputs, packed):
+        return self.product(inputs.detach(), packed).requires_grad_()
+
+
+class WithoutOffset(QuantizedWeights):
+    def product(self, inputs, packed):
+        only_steps = torch.tensor([1, 0], dtype=torch.bfloat16)
+        return super().product(
+            inputs, {**packed, "steps": packed["steps"] * only_steps} if "codes" in packed else packed
+        )
+
+
+class BrokenWeights(CPU):
+    def kernels(self):
+        return (*super().kernels(), kernel("quantized_weights", self.made()))
+
+
+class WeightsTruncated(BrokenWeights):
+    name, made = "weights-truncated", Truncated
+
+
+class WeightsDense(BrokenWeights):
+    name, made = "weights-dense", Dense
+
+
+class WeightsDetached(BrokenWeights):
+    name, made = "weights-detached", Detached
+
+
+class WeightsWithoutOffset(BrokenWeights):
+    name, made = "weights-without-offset", WithoutOffset
