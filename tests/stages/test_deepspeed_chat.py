@@ -35,7 +35,8 @@ def test_ppo_runs_and_scores_alike_however_the_model_is_held(
     """Sharded, and on the base of the critic, its replies are scored at the same token."""
     actor, reward, _ = models
     before = []
-    for number, keys in enumerate(([], ["engine.zero_stage=3", "engine.zero_persistence_threshold=0"], ["lora.rank=2"])):
+    sharded = ["engine.zero_stage=3", "engine.zero_persistence_threshold=0"]
+    for number, keys in enumerate(([], sharded, ["lora.rank=2"])):
         named = [f"ppo.actor={actor}", f"ppo.reward_model={reward}", *keys]
         output = tmp_path / str(number)
         found = rlhf("ppo", "--output", output, *(part for key in named for part in ("--set", key)))
