@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
-from rlhf.config_data import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
+from rlhf.config_data import EVERY_STAGE, STAGES, ColumnsConfig, DataConfig, DatasetConfig, Share, Stage, share_of
+from rlhf.config_dpo import DPOConfig
 from rlhf.config_engine import EngineConfig, LoraConfig, RoleConfig, RolesConfig
 from rlhf.config_ppo import PPOConfig, SamplingConfig
 from rlhf.config_training import EpochConfig, OptimizerConfig, TrainingConfig
@@ -22,9 +23,11 @@ from rlhf.problems import explained
 from rlhf.values import Keys, names_model_or_data, overridden, read_yaml
 
 __all__ = [  # what mypy counts as ours
+    "EVERY_STAGE",
     "STAGES",
     "ColumnsConfig",
     "Config",
+    "DPOConfig",
     "DataConfig",
     "DatasetConfig",
     "EngineConfig",
@@ -35,8 +38,10 @@ __all__ = [  # what mypy counts as ours
     "RoleConfig",
     "RolesConfig",
     "SamplingConfig",
+    "Share",
     "Stage",
     "TrainingConfig",
+    "share_of",
 ]
 
 EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
@@ -62,12 +67,16 @@ class ModelConfig(Section):
 class SFTConfig(EpochConfig):
     """Stage 1: supervised fine-tuning on demonstrations."""
 
+    better: ClassVar = {"perplexity": min}
+
     loss_on: Literal["completion", "all"] = Field("completion", description="tokens that enter the loss")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
 
 class RewardConfig(EpochConfig):
     """Stage 2: a reward model from preferences."""
+
+    better: ClassVar = {"accuracy": max, "loss": min}
 
     batch_size: int = Field(32, ge=1, description="pairs in one optimizer step, over all ranks")
     micro_batch_size: int | None = Field(
@@ -118,7 +127,13 @@ class Config(Section):
     roles: RolesConfig = Field(RolesConfig(), description=RolesConfig.__doc__)
     sft: SFTConfig = Field(SFTConfig(), description=SFTConfig.__doc__)
     reward: RewardConfig = Field(RewardConfig(), description=RewardConfig.__doc__)
+    dpo: DPOConfig = Field(DPOConfig(), description=DPOConfig.__doc__)
     ppo: PPOConfig = Field(PPOConfig(), description=PPOConfig.__doc__)
+
+    def supervised(self, stage: Stage) -> EpochConfig:
+        """The section of a stage that passes over its rows: any but ppo."""
+        section: EpochConfig = getattr(self, stage)
+        return section
 
 
 def load_config(

@@ -15,8 +15,13 @@ from rlhf.kinds import Name, OptionalName, Section, Shares
 from rlhf.problems import at
 from rlhf.values import as_sources
 
-Stage = Literal["sft", "reward", "ppo"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
+Share = Literal["sft", "reward", "ppo"]
+"""A part of a source's rows: `data.stage_split` says how large each is."""
+Stage = Literal["sft", "reward", "dpo", "ppo"]
+STAGES: tuple[Share, ...] = get_args(Share)
+"""What `rlhf` runs where no stage is named."""
+EVERY_STAGE: tuple[Stage, ...] = get_args(Stage)
+"""In the order in which a run's folder and closing table have them."""
 Cleaning = Literal["citations", "speaker"]
 _WHOLE = re.compile(r"^(-?\d+)\.0+$")
 _BOOLEANS = ("True", "False", "TRUE", "FALSE")
@@ -68,6 +73,11 @@ def label_text(value: Any) -> Any:
         return value
     text = value.strip()
     return text.lower() if text in _BOOLEANS else _WHOLE.sub(r"\1", text)
+
+
+def share_of(stage: Stage) -> Share:
+    """The rows that a stage learns from: DPO takes the pairs of the reward model."""
+    return "reward" if stage == "dpo" else stage
 
 
 Label = Annotated[str | None, BeforeValidator(label_text)]
@@ -126,7 +136,9 @@ class DatasetConfig(Section):
         None, description="split to read of `heldout` where that has several; empty: test, or what is known of its name"
     )
     heldout_revision: str | None = Field(None, description="revision of `heldout`, as `revision` of `path`")
-    stages: tuple[Stage, ...] = Field(STAGES, min_length=1, description="stages that may use this source")
+    stages: tuple[Share, ...] = Field(
+        STAGES, min_length=1, description="stages that may use this source; what reward may, DPO may"
+    )
     weight: float = Field(
         1.0, gt=0, description="share in the blend: rows of this source per row of a source of weight 1"
     )
@@ -160,7 +172,8 @@ class DataConfig(Section):
         description="the sources, each a path or a mapping; several are blended by weight",
     )
     stage_split: Shares = Field(
-        (2, 4, 4), description="proportions of a source's rows that go to sft, reward and ppo, also written 2:4:4"
+        (2, 4, 4),
+        description="proportions of a source's rows that go to sft, reward (and DPO) and ppo, also written 2:4:4",
     )
     heldout_fraction: float = Field(
         0.05, gt=0, lt=1, description="part of each stage's rows kept for evaluation, where no held-out source is named"

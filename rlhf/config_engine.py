@@ -117,6 +117,7 @@ class RolesConfig(Section):
 
     sft: RoleConfig = Field(RoleConfig(), description="the model that SFT trains")
     reward: RoleConfig = Field(RoleConfig(), description="the reward model, trained in its stage and frozen in PPO")
+    dpo: RoleConfig = Field(RoleConfig(), description="the model that DPO trains")
     actor: RoleConfig = Field(RoleConfig(), description="PPO's policy")
     critic: RoleConfig = Field(RoleConfig(), description="PPO's value model")
-    reference: RoleConfig = Field(RoleConfig(), description="the policy as it was before PPO, frozen")
+    reference: RoleConfig = Field(RoleConfig(), description="the policy as it was before PPO, or DPO, frozen")

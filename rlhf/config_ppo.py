@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +25,8 @@ class SamplingConfig(Section):
 class PPOConfig(TrainingConfig):
     """Stage 3: reinforcement learning from the reward model with PPO (arXiv:1707.06347, arXiv:2203.02155)."""
 
+    better: ClassVar = {"reward": max, "approved_share": max}
+
     actor: OptionalName = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
     reward_model: OptionalName = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
@@ -39,6 +41,9 @@ class PPOConfig(TrainingConfig):
         None,
         ge=1,
         description="rows in one forward pass of one rank that scores or updates; empty: minibatch_size / ranks",
+    )
+    eval_every: int = Field(
+        0, ge=0, description="steps between evaluations on held-out prompts; 0: before training and after it only"
     )
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     generation_batch_size: int | None = Field(

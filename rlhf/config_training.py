@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf.errors import ConfigError
 from rlhf.kinds import Fraction, Section
+from rlhf.problems import at, shown
 
 
 class OptimizerConfig(Section):
@@ -23,6 +26,16 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
 
 
+def _every(value: Any) -> Any:
+    """Steps or a word, so that the error is not that of one of them alone."""
+    if value != "epoch" and not (isinstance(value, int) and value >= 0):
+        raise ValueError(f"expected a number of steps, at least 0, or epoch, found {shown(value)}")
+    return value
+
+
+EvalEvery = Annotated[int | Literal["epoch"], BeforeValidator(_every)]
+
+
 class TrainingConfig(Section):
     """What every stage has: batches, steps, evaluation, checkpoints."""
 
@@ -31,10 +44,36 @@ class TrainingConfig(Section):
         None, ge=1, description="rows in one forward pass of one rank; empty: batch_size / ranks"
     )
     eval_rows: int = Field(256, ge=1, description="held-out rows used for evaluation, at most")
+    eval_every: EvalEvery = Field(
+        0,
+        description="steps between evaluations on held-out rows, or `epoch`: after each; 0: before training and after "
+        "it only",
+    )
+    keep: str = Field(
+        "last", description="the model that the stage leaves: last, or best(MEASURE) of the evaluations after a step"
+    )
     log_every: int = Field(1, ge=1, description="steps between records in metrics.jsonl and TensorBoard")
     checkpoint_every: int = Field(
         100, ge=0, description="steps between checkpoints; 0: only when interrupted and after the last"
     )
+
+    better: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    """Of the measures that `keep` may name: whether the least or the most is best."""
+
+    @property
+    def kept_by(self) -> str | None:
+        """The measure whose best evaluation says which model is kept; None: the last is."""
+        return None if self.keep == "last" else self.keep.removeprefix("best(").removesuffix(")")
+
+    @model_validator(mode="after")
+    def _keeps(self) -> TrainingConfig:
+        if self.keep != "last" and not re.fullmatch(r"best\(\w+\)", self.keep):
+            raise at("keep", f"expected last or best(MEASURE), found {shown(self.keep)}")
+        if self.kept_by and self.kept_by not in self.better:
+            raise at("keep", f"no model is best by {self.kept_by!r}; use {' or '.join(_calls(self.better))}, or last")
+        if self.kept_by and not self.eval_every:
+            raise at("keep", f"{self.keep} compares evaluations during training; set eval_every, or keep last")
+        return self
 
     def micro_batch(self, world_size: int, *, section: str) -> int:
         """Rows in one forward pass of one rank.
@@ -61,6 +100,10 @@ class EpochConfig(TrainingConfig):
         """Optimizer steps of the stage."""
         steps = self.epochs * steps_per_epoch
         return min(steps, self.max_steps) if self.max_steps else steps
+
+
+def _calls(measures: Iterable[str]) -> list[str]:
+    return [f"best({measure})" for measure in measures]
 
 
 def divide(rows: int, micro: int | None, world_size: int, key: str, section: str) -> int:

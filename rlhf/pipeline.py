@@ -1,4 +1,4 @@
-"""Stages one after the other: SFT, reward model, PPO, each from what the ones before left in the run directory.
+"""Stages one after the other: SFT, reward model, PPO; or DPO; each from what the ones before left in the run directory.
 
 A configuration, an accelerator and a run directory flow in; models, records and a closing table flow out.
 """
@@ -42,9 +42,9 @@ from rlhf.planning import announced
 from rlhf.roles import Holding
 from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
-from rlhf.stages import ppo, reward, sft
+from rlhf.stages import dpo, ppo, reward, sft
 from rlhf.stages.context import StageContext
-from rlhf.starts import ACTOR, CRITIC, REWARD, REWARD_MODEL, starts
+from rlhf.starts import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -85,7 +85,7 @@ def _run_stage(stage: Stage, context: StageContext) -> None:
     if line := parking.describe(context.holdings.values(), context.accelerator):
         context.say(f"{stage}: {line}")
     with memory.explained(context):
-        summary = {"sft": _sft, "reward": _reward, "ppo": _ppo}[stage](context)
+        summary = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo}[stage](context)
     gc.collect()  # engines refer to themselves; the next stage needs their memory
     context.accelerator.empty_cache()
     peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
@@ -150,6 +150,19 @@ def _reward(context: StageContext) -> dict[str, Any]:
 
     data = _data(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+
+
+def _dpo(context: StageContext) -> dict[str, Any]:
+    config = context.config
+    path = _starts(context, "dpo")[DPO.key]
+    tokenizer = _tokenizer(context, path)
+    (attention,) = _attention(context, path)
+
+    def load(holding: Holding) -> Any:
+        return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, holding))
+
+    data = _data(context, tokenizer, generation_settings(path, config.model))
+    return dpo.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
 
 
 def _ppo(context: StageContext) -> dict[str, Any]:

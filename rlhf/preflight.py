@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf import sharing
-from rlhf.config import STAGES, Config, Stage
+from rlhf.config import EVERY_STAGE, Config, Stage
 from rlhf.data import sources
 from rlhf.engine import zero_plus_plus
 from rlhf.errors import RunError
@@ -62,7 +62,7 @@ class StagePlan:
         """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
         if self.stage == "ppo":
             return config.ppo.steps
-        section = config.sft if self.stage == "sft" else config.reward
+        section = config.supervised(self.stage)
         rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
         return section.total_steps(-(-rows // section.batch_size))
 
@@ -188,7 +188,7 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
     tokenizers, values, directory = _Tokenizers(config), config.model_dump(), RunDirectory(config.output)
     sources = read_sources(config.data, stages, seed=config.seed, show=show)
     for stage in stages:
-        first = origin(directory, starts(values, stage)[0], values, STAGES)
+        first = origin(directory, starts(values, stage)[0], values, EVERY_STAGE)
         tokenizer, ends = tokenizers.tokenizer(first), tokenizers.end_tokens(first)
         data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
         yield StagePlan(stage, (first,), None, tokenizer, data)
@@ -310,12 +310,11 @@ class _Models(_Tokenizers):
 
 
 def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
-    if "sft" in stages:
-        config.sft.micro_batch(ranks, section="sft")
-    if "reward" in stages:
-        config.reward.micro_batch(ranks, section="reward")
-    if "ppo" in stages:
-        config.ppo.minibatch(ranks)
+    for stage in stages:
+        if stage == "ppo":
+            config.ppo.minibatch(ranks)
+        else:
+            config.supervised(stage).micro_batch(ranks, section=stage)
 
 
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:

@@ -16,7 +16,7 @@ from rlhf.starts import CRITIC, REWARD_MODEL, starts
 
 BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
 
-Name = Literal["sft", "reward", "actor", "critic", "reference"]
+Name = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Role:
 ROLES: Mapping[Stage, tuple[Role, ...]] = {
     "sft": (Role("sft", "model.path"),),
     "reward": (Role("reward", "reward.model", scalar_head=True),),
+    "dpo": (Role("dpo", "dpo.model"), Role("reference", "dpo.model", trained=False)),
     "ppo": (
         Role("actor", "ppo.actor"),
         Role("critic", "ppo.reward_model", scalar_head=True),
@@ -89,15 +90,17 @@ class Holding:
 def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
     """How each model of a stage is held.
 
-    With LoRA on the actor, PPO has no reference: it is the actor without its adapters, unless more of it is trained.
-    Not every advantage estimator needs a critic, nor every reward a model.
+    With LoRA on the policy, there is no reference: it is the policy without its adapters, unless more of it is trained.
+    DPO needs none where the policy scores all pairs before it is trained. Not every advantage estimator needs a critic,
+    nor every reward a model.
     """
     found = {role.name: _holding(config, stage, role) for role in ROLES[stage]}
+    adapted = found[ROLES[stage][0].name].lora.rank and not config.lora.also_train
+    if adapted or (stage == "dpo" and config.dpo.reference == "precomputed"):
+        found.pop("reference", None)
     if stage != "ppo":
         return found
     there = starts({"ppo": dict(config.ppo)}, stage)
-    if found["actor"].lora.rank and not config.lora.also_train:
-        del found["reference"]
     if not config.ppo.method.critic:
         del found["critic"]
     elif CRITIC in there:
@@ -146,9 +149,11 @@ def _offload(offload: str) -> str:
 
 def _dropout(config: Config, stage: Stage, role: Role) -> float | None:
     """The rate in training; None: the model's own."""
+    if not role.trained:
+        return 0.0
     if stage != "ppo":
-        return config.sft.dropout if stage == "sft" else config.reward.dropout
-    return {"actor": config.ppo.dropout, "critic": config.ppo.critic_dropout}.get(role.name, 0.0)
+        return config.supervised(stage).dropout
+    return {"actor": config.ppo.dropout, "critic": config.ppo.critic_dropout}[role.name]
 
 
 def check(config: Config, stages: Sequence[Stage], ranks: int) -> None:
@@ -169,13 +174,17 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
     """The reference is frozen in every stage, and is no model of its own beside an actor with adapters."""
     own = config.roles.reference
     said = own.model_dump(exclude_none=True)
-    if "ppo" not in stages or not said:
+    besides = [stage for stage in stages if stage == "ppo" or (stage == "dpo" and config.dpo.reference == "beside")]
+    if not besides or not said:
         return
-    if "reference" not in holdings(config, "ppo"):
-        raise ConfigError(
-            f"roles.reference.{next(iter(said))}: with LoRA the reference is the actor without its adapters, held as "
-            "the actor is; leave it out, or set roles.actor.lora_rank=0"
-        )
+    for stage in besides:
+        if "reference" not in holdings(config, stage):
+            policy = ROLES[stage][0].name
+            name = "actor" if stage == "ppo" else "policy"
+            raise ConfigError(
+                f"roles.reference.{next(iter(said))}: with LoRA the reference is the {name} without its adapters, "
+                f"held as the {name} is; leave it out, or set roles.{policy}.lora_rank=0"
+            )
     if own.zero_stage in (1, 2):
         raise ConfigError(
             f"roles.reference.zero_stage: {own.zero_stage} shards an optimizer, and the reference is frozen; "

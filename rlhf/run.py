@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.aside import Aside
-from rlhf.config import STAGES, Config, Stage
+from rlhf.config import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.files import PARTIAL, atomic_write_json, check_writable, read_json
 from rlhf.invocation import command_line
@@ -56,7 +56,7 @@ class RunDirectory:
 
     @property
     def stages(self) -> list[StageDirectory]:
-        return [self.stage(name) for name in STAGES]
+        return [self.stage(name) for name in EVERY_STAGE]
 
     @classmethod
     def check(

@@ -30,6 +30,11 @@ class StageDirectory:
         return self.path / "model"
 
     @property
+    def best(self) -> Path:
+        """Models that may be kept, while the stage trains; each in a folder named by its step."""
+        return self.path / "best"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -92,12 +97,13 @@ class StageDirectory:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
 
-        The checkpoints go: a complete stage is not trained further, not by `--resume` with more steps either,
-        and its model is in `model`.
+        The checkpoints go, and models that are not kept: a complete stage is not trained further, not by `--resume`
+        with more steps either, and its model is in `model`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._summary, summary)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.best, ignore_errors=True)
 
     def summary(self) -> dict[str, Any]:
         """What `finish` was given.

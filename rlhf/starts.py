@@ -35,11 +35,12 @@ class Start(NamedTuple):
 
 MODEL = Start("model.path")
 REWARD = Start("reward.model", "sft", scalar_head=True, new_head=True)
+DPO = Start("dpo.model", "sft")
 ACTOR = Start("ppo.actor", "sft")
 REWARD_MODEL = Start("ppo.reward_model", "reward", scalar_head=True)
 CRITIC = Start("ppo.critic", "sft", scalar_head=True, new_head=True, otherwise="ppo.actor")
 """The critic where it does not begin as the reward model."""
-ALL = (MODEL, REWARD, ACTOR, REWARD_MODEL, CRITIC)
+ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC)
 
 
 def starts(config: Mapping[str, Any], stage: Stage) -> tuple[Start, ...]:
@@ -48,6 +49,8 @@ def starts(config: Mapping[str, Any], stage: Stage) -> tuple[Start, ...]:
         return (MODEL,)
     if stage == "reward":
         return (REWARD,)
+    if stage == "dpo":
+        return (DPO,)
     return _of_ppo(config.get("ppo", {}))
 
 

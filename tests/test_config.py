@@ -132,9 +132,9 @@ def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message:
 @pytest.mark.parametrize(
     ("estimator", "override", "message"),
     [
-        ("rloo", "lam=0.9", "ppo.lam: is for ppo.estimator=gae, which is rloo; change one of them"),
-        ("grpo", "gamma=0.9", r"ppo.gamma: is for ppo.estimator=gae, reinforce\+\+, which is grpo"),
-        ("gae", "group_std=false", "ppo.group_std: is for ppo.estimator=grpo, which is gae"),
+        ("rloo", "lam=0.9", "ppo.lam=0.9: is for ppo.estimator=gae, which is rloo; change one of them"),
+        ("grpo", "gamma=0.9", r"ppo.gamma=0.9: is for ppo.estimator=gae, reinforce\+\+, which is grpo"),
+        ("gae", "group_std=false", "ppo.group_std=false: is for ppo.estimator=grpo, which is gae"),
         ("rloo", "completions_per_prompt=1", "rloo compares the completions of a prompt, and 1 is too few; use 2"),
         ("grpo", "completions_per_prompt=1", "grpo compares the completions of a prompt, and 1 is too few; use 2"),
     ],

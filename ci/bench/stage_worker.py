@@ -27,9 +27,9 @@ def main() -> None:
         import torch
 
         from rlhf import pipeline
-        from rlhf.stages import ppo, reward, sft
+        from rlhf.stages import ppo, supervised
 
-        stage = {"sft": sft, "reward": reward, "ppo": ppo}[work["stage"]]
+        stage: Any = ppo if work["stage"] == "ppo" else supervised
         stage.run_steps = Held(stage.run_steps, channel, threads=torch.get_num_threads())
         pipeline.run(config, accelerator, RunDirectory(Path(config.output)), [work["stage"]])
 
@@ -42,7 +42,7 @@ class Held:
         self._channel = channel
         self._facts = facts
 
-    def __call__(self, context: Any, *, step: Any, **rest: Any) -> None:
+    def __call__(self, context: Any, *, step: Any, **rest: Any) -> Any:
         self._channel.reply(**self._facts)
 
         def held(index: int) -> Any:
@@ -53,7 +53,7 @@ class Held:
             self._channel.reply()
             return numbers
 
-        self._run_steps(context, step=held, **rest)
+        return self._run_steps(context, step=held, **rest)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ _EXAMPLES = {
     "rlhf --config recipe.yaml --output runs/a": "a recipe of your own",
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
     "rlhf --output runs/a --resume": "continue, with the run's own settings",
+    "rlhf dpo --output runs/a": "DPO on its pairs, from its SFT model",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
     "rlhf chat runs/a": "talk to the result",
@@ -62,7 +63,7 @@ def run(
 ) -> None:
     """Train a language model with human feedback: SFT, then a reward model, then PPO.
 
-    Without a command, all three stages run. Options may stand before or after a command.
+    Without a command, these three stages run. Options may stand before or after a command.
     """
     if context.invoked_subcommand:
         context.obj = options
@@ -85,6 +86,17 @@ def reward(context: typer.Context, options: Options) -> None:
     It starts from the SFT model in the folder, or from [bold]reward.model[/].
     """
     _start(options, ("reward",))
+
+
+@app.command()
+@shared(*RUN)
+def dpo(context: typer.Context, options: Options) -> None:
+    """DPO: learn from the preferences themselves, in place of a reward model and PPO.
+
+    It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the pairs that the reward model
+    would learn from. [bold]dpo.beta[/] says how far it may go from there; see [cyan]rlhf config[/] for all keys.
+    """
+    _start(options, ("dpo",))
 
 
 @app.command()

@@ -34,7 +34,7 @@ def chat(
     options: Options,
     run_or_model: Annotated[Path, typer.Argument(help="Folder of a run, or of a model.", metavar="RUN_OR_MODEL_DIR")],
     stage: Annotated[
-        Literal["sft", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
+        Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the most likely token.", metavar="T")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")] = 256,
@@ -68,7 +68,7 @@ def chat(
                 _answer(model, [("user", line.strip())])
 
 
-def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path:
+def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None) -> Path:
     """The model to talk to: of a run the one of `stage`, or of its last finished stage; else `path` itself.
 
     Raises:
@@ -83,7 +83,7 @@ def model_folder(path: Path, stage: Literal["sft", "ppo"] | None = None) -> Path
         with suppress(RunError):  # a living process writes there; what is complete may be talked to
             RunDirectory(folder).recover()
     if run.description.is_file():
-        wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("sft")]
+        wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("dpo"), run.stage("sft")]
         for candidate in wanted:
             if candidate.done and not candidate.model.exists() and (candidate.path / ADAPTER).is_dir():
                 raise RunError(

@@ -12,7 +12,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json
-from rlhf.config import STAGES, Stage
+from rlhf.config import EVERY_STAGE, STAGES, Stage
 from rlhf.data.reasons import remedy
 from rlhf.errors import ConfigError
 
@@ -62,9 +62,9 @@ def data(
 
 def _stages(names: Sequence[str]) -> list[Stage]:
     for name in names:
-        if name not in STAGES:
-            raise ConfigError(f"--stage {name}: no such stage; use one of {', '.join(STAGES)}")
-    return [stage for stage in STAGES if stage in names]
+        if name not in EVERY_STAGE:
+            raise ConfigError(f"--stage {name}: no such stage; use one of {', '.join(EVERY_STAGE)}")
+    return [stage for stage in EVERY_STAGE if stage in names]
 
 
 def _print(stage: dict[str, Any]) -> None:

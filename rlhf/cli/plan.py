@@ -13,7 +13,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json, print_table
-from rlhf.config import STAGES, Config, Stage
+from rlhf.config import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def plan(
     ] = None,
     stage: Annotated[
         list[str] | None,
-        typer.Option("--stage", metavar="STAGE", help="This stage alone: sft, reward or ppo. Repeatable."),
+        typer.Option("--stage", metavar="STAGE", help="This stage alone: sft, reward, dpo or ppo. Repeatable."),
     ] = None,
     measured: Annotated[
         Path | None, typer.Option(help="A finished run, whose pace gives hours.", metavar="DIR")
@@ -41,7 +41,8 @@ def plan(
     ] = None,
     price: Annotated[float | None, typer.Option(help="Money for an hour of one device.", min=0, metavar="X")] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Rows that SFT and the reward model train on, for hours.", min=1, metavar="N")
+        int | None,
+        typer.Option(help="Rows that SFT, the reward model and DPO train on, for hours.", min=1, metavar="N"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:
@@ -79,9 +80,9 @@ def plan(
 
 def _stages(names: Sequence[str]) -> list[Stage]:
     for name in names:
-        if name not in STAGES:
-            raise ConfigError(f"--stage {name}: no such stage; use one of {', '.join(STAGES)}")
-    return [stage for stage in STAGES if stage in names]
+        if name not in EVERY_STAGE:
+            raise ConfigError(f"--stage {name}: no such stage; use one of {', '.join(EVERY_STAGE)}")
+    return [stage for stage in EVERY_STAGE if stage in names]
 
 
 def _where(config: Config, options: Options, devices: int, memory: str | None, host: str | None) -> Any:

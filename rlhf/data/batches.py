@@ -70,6 +70,40 @@ def collate_reward(
     }
 
 
+def collate_dpo(
+    examples: Sequence[tuple[int, Pair]],
+    real: int | None = None,
+    *,
+    policy: ShapePolicy,
+    prompt: int,
+    completion: int,
+    pad_token_id: int,
+) -> Batch:
+    """Pad prompts on the left and replies on the right, so that replies begin in one column; the chosen ones first.
+
+    Args:
+        examples: B pairs, each with its number in the data.
+        prompt, completion: the most tokens either may have.
+
+    Returns:
+        input_ids, attention_mask (int64), both [2B, P + A]: B rows with the chosen reply, then B with the rejected;
+        completion_mask (bool) [2B, A]: the reply's tokens; number (int64) [B]; pair_mask (bool) [B]: False for pairs
+        that only fill the batch up.
+    """
+    pairs = [pair for _, pair in examples]
+    prompts = [pair.prompt_ids[::-1] for pair in pairs] * 2
+    replies = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
+    before, before_mask = _pad_right(prompts, policy, prompt, pad_token_id)
+    after, after_mask = _pad_right(replies, policy, completion, pad_token_id)
+    return {
+        "input_ids": torch.cat([before.flip(1), after], 1),
+        "attention_mask": torch.cat([before_mask.flip(1), after_mask], 1),
+        "completion_mask": after_mask.bool(),
+        "number": torch.tensor([number for number, _ in examples]),
+        "pair_mask": _real(examples, real),
+    }
+
+
 def collate_ppo(
     examples: Sequence[Prompt], real: int | None = None, *, policy: ShapePolicy, maximum: int, pad_token_id: int
 ) -> Batch:

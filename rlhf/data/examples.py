@@ -20,7 +20,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a preferred and a dispreferred reply (stage reward)."""
+    """A prompt with a preferred and a dispreferred reply (stages reward and dpo)."""
 
     prompt_ids: list[int]
     chosen_ids: list[int]
@@ -40,7 +40,7 @@ Example = Demonstration | Pair | Prompt
 
 
 def parts(example: Example) -> list[tuple[str, list[int]]]:
-    """The parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` for the reward model."""
+    """The parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs."""
     found = [("prompt", example.prompt_ids)]
     if isinstance(example, Demonstration):
         found += [("completion", example.completion_ids)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
     """Tokens of each part of the rows, trained on and held out: (median, 95th percentile, longest).
 
-    Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` for the reward model. Each number is the
+    Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs. Each number is the
     length of a row that is there (of an even number of rows, the median is the lower of the middle two).
     """
     found = percentiles([*data.train, *data.heldout], 0.5, 0.95, 1.0)
@@ -36,7 +36,7 @@ def example(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
 
 
 def learned(data: StageData, *, loss_on: Literal["completion", "all"] = "completion") -> tuple[str, ...]:
-    """The parts whose tokens carry the loss of SFT, or whose scores that of the reward model; none in PPO.
+    """The parts whose tokens carry the loss of SFT, or that of pairs, the reward model's and DPO's; none in PPO.
 
     Args:
         loss_on: sft.loss_on.

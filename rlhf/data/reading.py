@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage
+from rlhf.config import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage, share_of
 from rlhf.config_data import Cleaning, PreferConfig
 from rlhf.data.columns import Values, lay_flat
 from rlhf.data.formats import Columns, keys_of, recognize
@@ -178,10 +178,10 @@ def datasets_of(config: DataConfig, stage: Stage) -> list[DatasetConfig]:
     Raises:
         DataError: none is for this stage, or it has no share of them.
     """
-    datasets = [dataset for dataset in config.datasets if stage in dataset.stages]
+    datasets = [dataset for dataset in config.datasets if share_of(stage) in dataset.stages]
     if not datasets:
-        raise DataError(f"{stage}: no data set is for this stage; add {stage} to data.datasets.*.stages")
-    if not config.stage_split[STAGES.index(stage)]:
+        raise DataError(f"{stage}: no data set is for this stage; add {share_of(stage)} to data.datasets.*.stages")
+    if not config.stage_split[STAGES.index(share_of(stage))]:
         raise DataError(f"{stage}: data.stage_split {list(config.stage_split)} leaves it no rows; give it a share")
     return datasets
 
@@ -190,7 +190,7 @@ def _needed(config: DataConfig, stage: Stage) -> list[Source]:
     """What a stage trains on, its held-out sources and, where it has such, all that these must not share with."""
     datasets = datasets_of(config, stage)
     named = [Source.held_out(dataset) for dataset in datasets if dataset.heldout is not None]
-    others = [dataset for dataset in config.datasets if stage not in dataset.stages] if named else []
+    others = [dataset for dataset in config.datasets if share_of(stage) not in dataset.stages] if named else []
     return [*map(Source.trained, datasets), *named, *map(Source.trained, others)]
 
 

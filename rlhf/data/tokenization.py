@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rlhf.config import STAGES, DataConfig, DatasetConfig, Stage
+from rlhf.config import STAGES, DataConfig, DatasetConfig, Stage, share_of
 from rlhf.data.encoding import (
     PromptFormat,
     control_tokens,
@@ -49,8 +49,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_EXAMPLE = {"sft": Demonstration, "reward": Pair, "ppo": Prompt}
-_REPLIES: dict[Stage, tuple[str, ...]] = {"sft": ("response",), "reward": ("chosen", "rejected"), "ppo": ()}
+_EXAMPLE = {"sft": Demonstration, "reward": Pair, "dpo": Pair, "ppo": Prompt}
+_REPLIES: dict[Stage, tuple[str, ...]] = {
+    "sft": ("response",),
+    "reward": ("chosen", "rejected"),
+    "dpo": ("chosen", "rejected"),
+    "ppo": (),
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def load_stage(
     sources: SourceRows | None = None,
     sample: int | None = None,
 ) -> StageData:
-    """Examples of one stage: `Demonstration` for sft, `Pair` for reward, `Prompt` for ppo.
+    """Examples of one stage: `Demonstration` for sft, `Pair` for reward and dpo, `Prompt` for ppo.
 
     The same config and seed give the same examples, and of each source every stage has prompts of its own; a prompt
     that sources for different stages have in common may be in several. Held-out examples come in a seeded random
@@ -125,7 +130,7 @@ def load_stage(
         source = read[Source.trained(dataset)]
         report = DataReport(stage, dataset.path, dropped=dict(source.dropped))
         parts = split(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
-        return part_of(source, parts[stage], report, dataset.weight)
+        return part_of(source, parts[share_of(stage)], report, dataset.weight)
 
     def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Part:
         """The held-out source of a data set, without what this or another stage may train on."""
@@ -268,7 +273,7 @@ def _unusable(row: Row, stage: Stage) -> str | None:
         return NO_DEMONSTRATION if stage == "sft" else NO_PREFERENCE
     if "" in replies:
         return EMPTY_RESPONSE
-    if stage == "reward" and row.chosen == row.rejected:
+    if share_of(stage) == "reward" and row.chosen == row.rejected:
         return NO_DIFFERENCE
     if stage == "reward" and row.margin is None:
         return UNUSABLE_MARGIN

@@ -244,8 +244,7 @@ def _micro_batch(situation: Situation) -> int:
     config, ranks = situation.config, situation.ranks
     if situation.stage == "ppo":
         return config.ppo.minibatch(ranks)[1]
-    settings = config.sft if situation.stage == "sft" else config.reward
-    return settings.micro_batch(ranks, section=situation.stage)
+    return config.supervised(situation.stage).micro_batch(ranks, section=situation.stage)
 
 
 def _smaller(rows: int) -> int:

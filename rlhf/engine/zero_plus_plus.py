@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlhf import quiet
-from rlhf.config import STAGES, Config
+from rlhf.config import EVERY_STAGE, Config
 from rlhf.errors import ConfigError
 from rlhf.roles import holdings
 
@@ -35,7 +35,7 @@ def check(config: Config, ranks: int) -> None:
                 f"{what}: DeepSpeed 0.19 quantizes weights as it shards them, before adapters freeze any, and fails in "
                 "bf16 and on one rank; leave it out, or set engine.frozen=int8 and engine.zero_stage=2"
             )
-        if all(held.zero_stage < 3 for stage in STAGES for held in holdings(config, stage).values()):
+        if all(held.zero_stage < 3 for stage in EVERY_STAGE for held in holdings(config, stage).values()):
             raise ConfigError(
                 f"{what}: is for ZeRO-3, and no model is held so; set engine.zero_stage=3, or leave it out"
             )

@@ -76,5 +76,5 @@ def _steps(plan: StagePlan, config: Config) -> str:
         rows, each = config.ppo.batch_size, config.ppo.method.completions
         said = f"{config.ppo.steps:,} rollouts of {rows // each} prompts"
         return said if each == 1 else f"{said}, {each} completions of each"
-    section = config.sft if plan.stage == "sft" else config.reward
+    section = config.supervised(plan.stage)
     return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rlhf.metrics.progress import format_number, format_seconds
 
-STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "PPO"}
+STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO", "ppo": "PPO"}
 _SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
 
 
@@ -45,7 +45,7 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         before, after = summary.get("before", {}), summary.get("after", {})
         table.add_row(Text(STAGE_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
         for name in dict.fromkeys([*before, *after]):
-            values = (_value(name, before.get(name)), _value(name, after.get(name)))
+            values = (shown_value(name, before.get(name)), shown_value(name, after.get(name)))
             table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
         table.add_row(Text("  " + _cost(summary), style="dim"), "", "", end_section=position < len(summaries) - 1)
     return table
@@ -55,6 +55,8 @@ def _cost(summary: dict[str, Any]) -> str:
     parts = []
     if "steps" in summary:
         parts.append(f"{summary['steps']:,} steps")
+    if kept := summary.get("kept", {}).get("metric"):
+        parts.append(f"the model of step {summary['kept']['step']:,} is kept: best {kept.replace('_', ' ')}")
     if "seconds" in summary:
         parts.append(format_seconds(summary["seconds"]))
     if summary.get("peak_memory"):
@@ -68,7 +70,8 @@ def format_bytes(count: float) -> str:
     return f"{mebibytes:,.0f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:,.1f} GiB"
 
 
-def _value(name: str, value: float | None) -> str:
+def shown_value(name: str, value: float | None) -> str:
+    """A number as a person reads it, a share as a percentage; empty where there is none."""
     if value is None:
         return ""
     return f"{100 * value:.1f}%" if name.endswith(_SHARES) else format_number(value)

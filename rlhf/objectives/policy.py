@@ -71,7 +71,7 @@ def policy_loss(
     """PPO's clipped surrogate (arXiv:1707.06347, equation 7), as a loss.
 
     Args:
-        log_probs, old_log_probs, advantages, mask: [B, A].
+        log_probs, old_log_probs, advantages, mask: [B, A]; for `mask` also `rlhf.objectives.tokens.token_weights`.
         total: real tokens of the whole global batch, where this is a part of it; default: the mask's sum.
     """
     ratio = torch.exp(masked(log_probs.float() - old_log_probs.float(), mask))

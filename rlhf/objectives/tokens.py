@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.estimators import LossMean
+
 _CHUNK_ELEMENTS = 1 << 22  # elements of a float32 working copy of logits: 16 MiB
 
 
@@ -74,6 +76,24 @@ def masked_mean(values: Tensor, mask: Tensor, total: Tensor | None = None) -> Te
     """Sum of `values` where `mask` is 1, over `total` (by default the mask's own sum, at least 1)."""
     total = mask.sum() if total is None else total
     return (values * mask).sum() / total.clamp_min(1)
+
+
+def token_weights(mask: Tensor, loss_mean: LossMean, *, tokens: Tensor, sequences: Tensor, longest: int) -> Tensor:
+    """What takes the place of `mask` in `masked_mean(..., total=tokens)` where not every token counts the same.
+
+    Args:
+        mask: [B, A], a part of a batch.
+        loss_mean: token: a mean over tokens; sequence: over sequences, of each one's mean (arXiv:2402.03300, equation
+            3); constant: over sequences, of each one's sum divided by `longest` (arXiv:2503.20783, section 3.2).
+        tokens, sequences: those of the whole global batch.
+
+    Returns:
+        [B, A], 0 where the mask is.
+    """
+    if loss_mean == "token":
+        return mask
+    length = mask.sum(1, keepdim=True).clamp_min(1) if loss_mean == "sequence" else longest
+    return mask * (tokens / sequences / length)
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def steps_of(config: Config, stage: Stage, rows: int | None) -> int | None:
     """Optimizer steps of a stage, in PPO rollouts; None where they depend on rows whose number is not given."""
     if stage == "ppo":
         return config.ppo.steps
-    section = config.sft if stage == "sft" else config.reward
+    section = config.supervised(stage)
     if rows is None:
         return section.max_steps
     return section.total_steps(-(-rows // section.batch_size))
@@ -47,9 +47,13 @@ def operations(config: Config, stage: Stage, models: Mapping[Name, Model]) -> fl
     """Floating-point operations of one step, over all ranks, with rows as long as they may be."""
     held = holdings(config, stage)
     if stage != "ppo":
-        name: Name = "sft" if stage == "sft" else "reward"
-        rows = config.sft.batch_size if stage == "sft" else 2 * config.reward.batch_size
-        return rows * config.data.max_length * _update(models[name], held[name])
+        name = next(iter(held))
+        rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
+        each = _update(models[name], held[name])
+        if stage == "dpo":  # the reference's forward pass: with every step, or once for all epochs
+            scored = 2 * models[name].counts(held[name])[0]
+            each += scored if config.dpo.reference == "beside" else scored / config.dpo.epochs
+        return rows * config.data.max_length * each
     settings, tokens = config.ppo, config.ppo.batch_size * config.data.max_length
     scored = sum(2 * models[name].counts(held[name])[0] for name in held)
     scored += 0 if "reference" in held else 2 * models["actor"].counts(held["actor"])[0]  # the actor once more

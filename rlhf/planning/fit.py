@@ -222,8 +222,7 @@ def _rows_of_a_rank(config: Config, stage: Stage, around: Surroundings) -> int:
     """Rows of one optimizer step that a rank has."""
     if stage == "ppo":
         return (config.ppo.minibatch_size or config.ppo.batch_size) // around.ranks
-    section = config.sft if stage == "sft" else config.reward
-    return section.batch_size // around.ranks
+    return config.supervised(stage).batch_size // around.ranks
 
 
 def _parts(rows: int) -> Iterator[int]:

@@ -78,7 +78,7 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], aroun
     models = {name: replace(model, parts=parts) for name, model in models.items()}
     resting = [item for name in held for item in models[name].resting(held[name], around)]
     base = [Item("process", "libraries", around.base, host=not around.one_memory)]
-    stages = {"sft": _supervised, "reward": _supervised, "ppo": _ppo}
+    stages = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}
     moments = [("loading", [*base, *items]) for items in _loading(models, held, around)]
     base.append(Item("process", "libraries", PASSES, host=not around.one_memory))
     moments += [(name, [*base, *resting, *items]) for name, items in stages[stage](config, stage, models, held, around)]
@@ -100,7 +100,7 @@ def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
     if stage == "ppo":
         minibatch, micro = config.ppo.minibatch(ranks)
         return minibatch // (micro * ranks)
-    section = config.sft if stage == "sft" else config.reward
+    section = config.supervised(stage)
     return section.batch_size // (section.micro_batch(ranks, section=stage) * ranks)
 
 
@@ -128,11 +128,25 @@ def _lost(moments: Moments, around: Surroundings) -> Iterator[list[Item]]:
 
 def _supervised(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
     name: Name = "sft" if stage == "sft" else "reward"
-    section = config.sft if stage == "sft" else config.reward
-    micro = section.micro_batch(around.ranks, section=stage)
+    micro = config.supervised(stage).micro_batch(around.ranks, section=stage)
     batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length, around.width, around.fused)
     columns = batch.length if stage == "sft" else 0
     return [("update", items) for items in _update(name, models, held, around, batch, columns)]
+
+
+def _dpo(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
+    rows = 2 * config.dpo.micro_batch(around.ranks, section=stage)
+    batch = Rows(rows, config.data.max_length, around.width, around.fused)
+    columns = config.data.max_completion_length
+    moments = [("update", items) for items in _update("dpo", models, held, around, batch, columns)]
+    if "reference" in held:  # before the policy's own passes
+        reference = models["reference"]
+        scoring = [
+            in_blocks("reference", "activations", passing(reference.shape, batch)),
+            in_blocks("reference", "logits", *logits(reference.shape, batch, columns, 1)),
+        ]
+        moments.append(("scoring", [*scoring, *reference.gathered(held["reference"], around)]))
+    return moments
 
 
 def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:

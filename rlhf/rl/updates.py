@@ -12,7 +12,7 @@ from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
-from rlhf.objectives.tokens import masked, masked_mean
+from rlhf.objectives.tokens import masked, masked_mean, token_weights
 from rlhf.rl.scoring import action_values
 from rlhf.rollout.experience import Experience
 from rlhf.stages.context import StageContext
@@ -27,6 +27,7 @@ class Updates:
     def __init__(self, context: StageContext, actor: TrainingEngine, critic: TrainingEngine | None) -> None:
         self.settings, self.actor, self.critic = context.config.ppo, actor, critic
         self._seed, world = context.config.seed, context.world.size
+        self._longest = context.config.data.max_completion_length
         self.minibatch, self.micro_rows = self.settings.minibatch(world)
         self._rows = self.minibatch // world  # of one minibatch, on this rank
 
@@ -41,17 +42,19 @@ class Updates:
 
     def _update(self, minibatch: Experience) -> Sums:
         """One step of the policy and one of the critic; returns those of `MEANS` that there are."""
-        # Actions of the whole global minibatch: losses are means over them, however rows are split.
-        total = distributed.all_sum(minibatch.action_mask.sum()).clamp_min(1)
+        # Actions and sequences of the whole global minibatch: losses are means over them, however rows are split.
+        mask = minibatch.action_mask
+        total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
-        found.extend(self.actor.step(parts, partial(self._actor_loss, total=total)), *MEANS)
+        found.extend(self.actor.step(parts, partial(self._actor_loss, total=total, rows=rows)), *MEANS)
         if self.critic:
             found.extend(self.critic.step(parts, partial(self._critic_loss, total=total)), *MEANS)
         return found
 
-    def _actor_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
-        """The policy's loss on a part of a minibatch that has `total` actions; a `rlhf.engine.training.Loss`."""
+    def _actor_loss(self, model: nn.Module, part: Experience, *, total: Tensor, rows: Tensor) -> tuple[Tensor, Batch]:
+        """The policy's loss on a part of a minibatch that has `total` actions in `rows` sequences; a `Loss`."""
         settings, mask = self.settings, part.action_mask
+        weights = token_weights(mask, settings.method.loss_mean, tokens=total, sequences=rows, longest=self._longest)
         log_probs = completion_log_probs(
             model,
             part.input_ids,
@@ -59,7 +62,7 @@ class Updates:
             part.completion_length,
             temperature=settings.sampling.temperature,
         ).log_probs
-        loss = policy_loss(log_probs, part.log_probs, part.advantages, mask, clip=settings.clip, total=total)
+        loss = policy_loss(log_probs, part.log_probs, part.advantages, weights, clip=settings.clip, total=total)
         log_ratio = masked(log_probs.detach() - part.log_probs, mask)
         return loss, {
             "policy_loss": loss,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rlhf.data.tokenization import Prompt
 from rlhf.engine import distributed
@@ -12,6 +11,7 @@ from rlhf.metrics.progress import progress
 from rlhf.rl.statistics import distinct_2, means, rollout_statistics
 from rlhf.rl.trainer import PPO
 from rlhf.stages.context import StageContext
+from rlhf.stages.keeping import Found
 
 Judge = Callable[[str, str], bool]
 """(prompt, completion) -> approved; it judges results and is never part of training."""
@@ -19,13 +19,11 @@ Judge = Callable[[str, str], bool]
 _SAMPLES = 3
 
 
-def evaluate(
-    context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: str, judge: Judge | None
-) -> dict[str, Any]:
+def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: str, judge: Judge | None) -> Found:
     """Complete the held-out prompts, the same ones with the same random numbers each time.
 
     Returns:
-        `numbers`: means over the prompts; `samples`: the first few prompts with their completions.
+        Means over the prompts; the first few prompts with their completions.
     """
     state = context.accelerator.rng_state()
     context.accelerator.seed(context.config.seed + context.world.rank)
@@ -58,11 +56,4 @@ def evaluate(
         approved = sum(judge(example.row.text, text) for example, text in zip(examples, texts))
         numbers["approved_share"] = approved / len(texts)
     samples = [{"prompt": example.row.text, "completion": text} for example, text in zip(examples[:_SAMPLES], texts)]
-    return {"numbers": numbers, "samples": samples}
-
-
-def record(context: StageContext, step: int, found: dict[str, Any]) -> None:
-    """Record what `evaluate` found after `step` steps."""
-    context.recorder.log(step, {f"heldout_{key}": value for key, value in found["numbers"].items()})
-    for position, sample in enumerate(found["samples"]):
-        context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
+    return Found(numbers, samples)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from rlhf.engine import checkpoint, distributed
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.errors import DivergedError
-from rlhf.files import atomic_write_json, read_json
 from rlhf.metrics.progress import progress
 from rlhf.stages.context import StageContext
+from rlhf.stages.keeping import Evaluations, Found
 
 
 def run_steps(
@@ -36,15 +37,22 @@ def run_steps(
     settings: TrainingConfig,
     unit: str,
     shown: tuple[str, ...],
+    measure: Callable[[str], Found] = lambda when: Found({}),
+    leave: Callable[[Path], None] = lambda folder: None,
+    epoch: int | None = None,
     save_state: Callable[[], dict[str, Any]] = dict,
     load_state: Callable[[dict[str, Any]], None] = lambda state: None,
-) -> None:
-    """Run `step(index)` for every step that no checkpoint holds yet.
+) -> dict[str, Any]:
+    """Run `step(index)` for every step that no checkpoint holds yet, with evaluations before, after and in between.
 
     Args:
         step: one step; returns numbers that are the same on all ranks. One of them, `unit`, counts what the
             step worked on and gives the rate. All are recorded; `shown` appear in the progress display.
+        measure, leave, epoch: see `Evaluations`.
         save_state, load_state: the stage's own numbers that a checkpoint must carry.
+
+    Returns:
+        What the stage's summary says of its evaluations and of the model that is left.
 
     Raises:
         DivergedError: a number is not finite; nothing more is written.
@@ -52,6 +60,8 @@ def run_steps(
     """
     name = context.directory.name
     context.directory.check_steps(total_steps)
+    evaluations = Evaluations(context, settings, total_steps, measure=measure, leave=leave, epoch=epoch, shown=shown)
+    evaluations.take(0)
     first = 0
     restored = checkpoint.restore(context.directory, engines)
     if restored:
@@ -64,6 +74,8 @@ def run_steps(
         context.accelerator.seed(_rank_seed(context))
     training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
     with _signals() as arrived, training as bar:
+        if 0 < first < total_steps and evaluations.due(first):  # the process may have died before it was done
+            evaluations.take(first)
         for index in range(first, total_steps):
             begun = time.perf_counter()
             numbers = step(index)
@@ -90,23 +102,12 @@ def run_steps(
                 context.settle()
             if interrupted:
                 raise KeyboardInterrupt
+            if done < total_steps and evaluations.due(done):
+                evaluations.take(done)
         if _anywhere(arrived, context):  # while the last checkpoint was written
             raise KeyboardInterrupt
-
-
-def measure_once(context: StageContext, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` found when the stage began; kept in `before.json`, for a stage that resumes from a checkpoint."""
-    path = context.directory.path / "before.json"
-    resumes = context.world.is_main and context.directory.latest_checkpoint and path.is_file()
-    known = read_json(path) if resumes else None
-    known = distributed.all_gather_objects(known)[0]  # rank 0 decides: every rank measures, or none
-    if known is not None:
-        return known
-    found = measure()
-    with distributed.on_main(f"writing {path}") as main:
-        if main:
-            atomic_write_json(path, found)
-    return found
+    evaluations.take(total_steps)
+    return evaluations.finish()
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine.statistics import Numbers
 from rlhf.rl.trainer import PPO, Models
 from rlhf.stages.context import StageContext
-from rlhf.stages.evaluation import Judge, evaluate, record
+from rlhf.stages.evaluation import Judge, evaluate
 from rlhf.stages.leaving import leave
-from rlhf.stages.loop import measure_once, run_steps
+from rlhf.stages.loop import run_steps
 
 
 def run(
@@ -29,12 +29,6 @@ def run(
     settings = context.config.ppo
     examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
 
-    def measure(when: str) -> dict[str, Any]:
-        found = evaluate(context, ppo, examples, when, judge)
-        record(context, 0 if when == "before" else settings.steps, found)
-        return found
-
-    before = measure_once(context, lambda: measure("before"))
     every = max(1, settings.steps // 10)
 
     def step(index: int) -> Numbers:
@@ -43,10 +37,12 @@ def run(
             _record_sample(context, ppo, index + 1)
         return numbers
 
-    run_steps(
+    summary = run_steps(
         context,
         total_steps=settings.steps,
         step=step,
+        measure=lambda when: evaluate(context, ppo, examples, when, judge),
+        leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
         engines=ppo.engines,
         settings=settings,
         unit="tokens",
@@ -54,19 +50,7 @@ def run(
         save_state=ppo.save_state,
         load_state=ppo.load_state,
     )
-    after = measure("after")
-    leave(context, ppo.actor, tokenizer)
-    samples = [
-        {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}
-        for old, new in zip(before["samples"], after["samples"])
-    ]
-    return {
-        "before": before["numbers"],
-        "after": after["numbers"],
-        "steps": settings.steps,
-        "parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()},
-        "samples": samples,
-    }
+    return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
 
 
 def _record_sample(context: StageContext, ppo: PPO, step: int) -> None:

@@ -14,71 +14,42 @@ from torch import Tensor, nn
 from rlhf.config import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import StageData
-from rlhf.engine import distributed
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
 from rlhf.models.scalar_head import note
 from rlhf.objectives.pairs import PairwiseLoss, pairwise_reward_loss
 from rlhf.stages.context import StageContext
-from rlhf.stages.leaving import leave
-from rlhf.stages.loop import measure_once, run_steps, sum_over
+from rlhf.stages.loop import sum_over
+from rlhf.stages.supervised import Objective, Supervised
 
 
 def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
     """Train the sequence-classification model that `load` gives, save it, and return the stage's summary."""
-    settings = context.config.reward
-    micro = settings.micro_batch(context.world.size, section="reward")
     collate = partial(
         collate_reward,
         pad_token_id=tokenizer.pad_token_id,
         policy=context.shapes,
         maximum=context.config.data.max_length,
     )
-    batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
-    held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
-    total_steps = settings.total_steps(len(batches))
-    engine = context.engine(
-        "reward",
-        load,
-        settings.optimizer,
-        total_steps=total_steps,
-        batch_size=settings.batch_size,
-        micro_batch_size=micro,
-    )
 
-    def step(index: int) -> Numbers:
-        micro_batches = [context.accelerator.to_device(batch) for batch in batches.step(index)]
-        total = distributed.all_sum(sum(batch["pair_mask"].sum() for batch in micro_batches).float())
+    def loss(model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        result = pair_loss(model, batch, context.config.reward, total)
+        return result.loss, pair_statistics(result, batch)
 
-        def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            result = pair_loss(model, batch, settings, total)
-            return result.loss, pair_statistics(result, batch)
-
-        rates = engine.rates
-        numbers = averages(engine.step(micro_batches, loss).read())
-        return numbers | rates | {"grad_norm": engine.grad_norm()}
-
-    def measure(when: str) -> Numbers:
-        found = evaluate(context, engine, held_out, when)
-        context.recorder.log(engine.steps, {f"heldout_{key}": value for key, value in found.items()})
-        return found
-
-    before = measure_once(context, lambda: measure("before"))
-    run_steps(
-        context,
-        total_steps=total_steps,
-        step=step,
-        engines={"model": engine},
-        settings=settings,
+    objective = Objective(
+        loss,
+        count=lambda batch: batch["pair_mask"].sum(),
+        evaluate=evaluate,
         unit="pairs",
         shown=("loss", "accuracy"),
+        averages=averages,
     )
-    after = measure("after")
-    leave(context, engine, tokenizer)
-    if line := note(engine.module.model, context.directory.model):
+    stage = Supervised(context, load, collate, data)
+    summary = stage.run(objective, tokenizer)
+    if line := note(stage.engine.module.model, context.directory.model):
         context.say(f"note: {line}")
-    return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
+    return summary
 
 
 def pair_loss(model: nn.Module, batch: Batch, settings: RewardConfig, total: Tensor | None = None) -> PairwiseLoss:

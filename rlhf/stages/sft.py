@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from rlhf.data.batches import Batches, collate_sft
 from rlhf.data.tokenization import StageData
-from rlhf.engine import distributed
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import model_inputs
 from rlhf.models.loading import Loader
 from rlhf.objectives.tokens import token_log_probs
 from rlhf.stages.context import StageContext
-from rlhf.stages.leaving import leave
-from rlhf.stages.loop import measure_once, run_steps, sum_over
+from rlhf.stages.loop import sum_over
+from rlhf.stages.supervised import Objective, Supervised
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
@@ -33,65 +32,32 @@ def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
 
 def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
     """Train what `load` gives on `data.train`, save the model, and return the stage's summary."""
-    settings = context.config.sft
-    micro = settings.micro_batch(context.world.size, section="sft")
     collate = partial(
         collate_sft,
         pad_token_id=tokenizer.pad_token_id,
         policy=context.shapes,
         maximum=context.config.data.max_length,
-        loss_on=settings.loss_on,
-    )
-    batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
-    held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
-    total_steps = settings.total_steps(len(batches))
-    engine = context.engine(
-        "sft",
-        load,
-        settings.optimizer,
-        total_steps=total_steps,
-        batch_size=settings.batch_size,
-        micro_batch_size=micro,
+        loss_on=context.config.sft.loss_on,
     )
 
-    def step(index: int) -> Numbers:
-        micro_batches = [context.accelerator.to_device(batch) for batch in batches.step(index)]
-        # Targets of the whole global batch: the loss is a mean over them, however rows are split.
-        total = distributed.all_sum(sum(batch["loss_mask"][:, 1:].sum() for batch in micro_batches).float())
+    def loss(model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()  # of real rows
+        return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
 
-        def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()  # of real rows
-            return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
-
-        rates = engine.rates
-        numbers = engine.step(micro_batches, loss).read()
-        return numbers | rates | {"grad_norm": engine.grad_norm()}
-
-    def measure(when: str) -> Numbers:
-        found = {"perplexity": perplexity(context, engine, held_out, when)}
-        context.recorder.log(engine.steps, {f"heldout_{key}": value for key, value in found.items()})
-        return found
-
-    before = measure_once(context, lambda: measure("before"))
-    run_steps(
-        context,
-        total_steps=total_steps,
-        step=step,
-        engines={"model": engine},
-        settings=settings,
-        unit="tokens",
-        shown=("loss",),
-    )
-    after = measure("after")
-    leave(context, engine, tokenizer)
-    return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
+    objective = Objective(loss, count=_targets, evaluate=evaluate, unit="tokens", shown=("loss",))
+    return Supervised(context, load, collate, data).run(objective, tokenizer)
 
 
-def perplexity(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> float:
-    """exp of the mean negative log-likelihood per target token of the held-out rows."""
+def _targets(batch: Batch) -> Tensor:
+    return batch["loss_mask"][:, 1:].sum()
+
+
+def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Numbers:
+    """Perplexity: exp of the mean negative log-likelihood per target token of the held-out rows."""
 
     def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return {"nll": negative_log_likelihood(model, batch), "targets": batch["loss_mask"][:, 1:].sum()}
+        return {"nll": negative_log_likelihood(model, batch), "targets": _targets(batch)}
 
-    numbers = sum_over(context, engine, held_out, f"perplexity {when}", statistics)
-    return math.exp(min(numbers["nll"] / max(numbers["targets"], 1), 700))  # exp(710) is beyond a float
+    sums = sum_over(context, engine, held_out, f"perplexity {when}", statistics)
+    # exp(710) is beyond a float
+    return {"perplexity": math.exp(min(sums["nll"] / max(sums["targets"], 1), 700))}

@@ -150,7 +150,7 @@ def test_nothing_is_written_and_no_weights_are_loaded(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stage", "dpo"], "--stage dpo: no such stage; use one of sft, reward, ppo"),
+        (["--stage", "kto"], "--stage kto: no such stage; use one of sft, reward, dpo, ppo"),
         (["--set", "data.datasets.0.prefer="], "prefer=: missing; say what decides between"),
         (["--set", "data.datasets.0.columns.first=c"], "no column 'c' (columns.first)"),
         (["--set", "model.path=./nothing"], "nothing"),

@@ -220,7 +220,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     built = build_ppo()
     found = evaluate(built.context, built, PROMPTS, "now", lambda prompt, completion: completion.endswith("c"))
-    assert found["numbers"] == {
+    assert found.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "distinct_2": pytest.approx(2 / 3),  # (1, 2), (2, 3) and (1, 2) again
         "approved_share": pytest.approx(2 / 3),  # "a b c", "a b", "c"
@@ -229,7 +229,7 @@ def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
 
 def test_without_a_judge_no_share_is_approved_or_not(build_ppo):
     built = build_ppo()
-    assert "approved_share" not in evaluate(built.context, built, PROMPTS, "now", None)["numbers"]
+    assert "approved_share" not in evaluate(built.context, built, PROMPTS, "now", None).numbers
 
 
 @pytest.mark.parametrize(

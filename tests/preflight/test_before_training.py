@@ -92,7 +92,7 @@ def test_rows_that_change_between_two_stages_stop_the_second(rlhf: Any, bench: B
     """They were looked at when the run began, and its stages are to share no prompts."""
     path = bench.file("mine.jsonl", bench.rows.read_text())
     process = start(rlhf, "--output", bench.output, *settings(data__datasets=path, sft__max_steps=200, sft__epochs=99))
-    wait_for(bench.output / "sft" / "before.json", process)
+    wait_for(bench.output / "sft" / "evaluations.json", process)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 2

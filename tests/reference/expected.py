@@ -53,11 +53,12 @@ def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list
 
 
 def ppo_batch(config: Config, rows: list[Any], index: int) -> list[Any]:
-    """The rows of one step of PPO: the epochs are one endless sequence, which is cut into batches."""
-    size, endless = config.ppo.batch_size, []
+    """The rows of one step of PPO, each as often as it is completed: the epochs are one endless sequence, cut."""
+    each, endless = config.ppo.method.completions, []
+    size = config.ppo.batch_size // each
     for epoch in range((index + 1) * size // len(rows) + 1):
         endless += _epoch(config, rows, epoch)
-    return endless[index * size : (index + 1) * size]
+    return [row for row in endless[index * size : (index + 1) * size] for _ in range(each)]
 
 
 def _epoch(config: Config, rows: list[Any], epoch: int) -> list[Any]:
@@ -76,15 +77,18 @@ def reinforced(
     reference = ppo.PPO(
         settings,
         _network(models.actor, config),
-        _network(models.critic, config),
+        _network(models.critic, config) if settings.method.critic else None,
         Network(models.reward),
         Network(models.reference) if models.reference is not None else None,
         settings.steps * settings.ppo_epochs * minibatches,
+        config.data.max_completion_length,
         config.lora.learning_rate,
     )
-    before = ppo.evaluation(reference.collect(heldout))
+    before = ppo.evaluation(reference.observe(heldout))
     steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]
-    left = {"actor": reference.actor.state(), "critic": reference.critic.state(), "saved": reference.actor.merged()}
+    left = {"actor": reference.actor.state(), "saved": reference.actor.merged()}
+    if reference.critic:
+        left["critic"] = reference.critic.state()
     return Outcome(steps, before, left), reference
 
 

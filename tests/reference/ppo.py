@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import PPOConfig
+from tests.reference import estimators
 from tests.reference.adamw import AdamW
 from tests.reference.network import Network
 
@@ -29,6 +30,7 @@ class Row:
     ref_log_probs: list[float]
     entropy: list[float]
     values: list[float]
+    rewards: list[float]
     advantages: list[float]
     returns: list[float]
 
@@ -41,8 +43,10 @@ class PPO:
     """The four models and the coefficient of the KL penalty.
 
     Args:
+        critic: None: the estimator has none, and values are 0.
         reference: None: the actor without its adapters (LoRA).
         total_updates: optimizer steps of the whole run.
+        longest: tokens that a completion may have.
         adapters: as `AdamW` takes it.
     """
 
@@ -50,16 +54,18 @@ class PPO:
         self,
         config: PPOConfig,
         actor: Network,
-        critic: Network,
+        critic: Network | None,
         reward_model: Network,
         reference: Network | None,
         total_updates: int,
+        longest: int,
         adapters: float | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.longest = config, longest
         self.actor, self.critic, self.reward_model, self.reference = actor, critic, reward_model, reference
         self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates, adapters)
-        self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates, adapters)
+        if critic:
+            self.critic_optimizer = AdamW(critic.trained, config.critic_optimizer, total_updates, adapters)
         self.kl_coef = config.kl_coef
         self.rollouts: list[list[Row]] = []
         self.updates: list[dict[str, float]] = []
@@ -91,13 +97,22 @@ class PPO:
             "learning_rate": rate,
             "kl_coef": coefficient,
         }
+        if not self.critic:
+            del numbers["value_loss"], numbers["value_clip_fraction"], numbers["critic_grad_norm"]
         self._adapt(numbers["kl"])
         return numbers
 
+    def observe(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Row]:
+        """What the models make of each sequence."""
+        with torch.no_grad():
+            return [self._row(prompt, completion) for prompt, completion in sequences]
+
     def collect(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Row]:
         """What is known of each sequence before the first update."""
-        with torch.no_grad():
-            rows = [self._row(prompt, completion) for prompt, completion in sequences]
+        rows = self.observe(sequences)
+        if not self.critic:
+            for row, advantages, returns in zip(rows, *estimators.estimate([row.rewards for row in rows], self.config)):
+                row.advantages, row.returns = advantages, returns
         if self.config.method.whiten_advantages:
             every = [advantage for row in rows for advantage in row.advantages]
             mean = _mean(every)
@@ -111,7 +126,8 @@ class PPO:
         policy = value = torch.zeros((), dtype=torch.float64)
         actions = clipped = kept_near = 0
         drift = 0.0
-        for row in rows:
+        lengths = [len(row.completion) for row in rows]
+        for row, share in zip(rows, estimators.shares(lengths, self.config.method.loss_mean, self.longest)):
             log_probs, _ = self._log_probs(row.prompt, row.completion, self.actor)
             values = self._values(row.prompt, row.completion)
             for action in range(len(row.completion)):
@@ -119,13 +135,13 @@ class PPO:
                 advantage, target, old = row.advantages[action], row.returns[action], row.values[action]
                 ratio = torch.exp(log_probs[action] - row.log_probs[action])
                 nearby = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
-                policy = policy + torch.max(-advantage * ratio, -advantage * nearby)
+                policy = policy + share * torch.max(-advantage * ratio, -advantage * nearby)
                 clipped += abs(ratio.item() - 1) > self.config.clip
                 drift += ratio.item() - 1 - math.log(ratio.item())
                 near = values[action].clamp(old - self.config.value_clip, old + self.config.value_clip)
                 kept_near += (near.item() - target) ** 2 > (values[action].item() - target) ** 2
                 value = value + 0.5 * torch.max((values[action] - target) ** 2, (near - target) ** 2)
-        policy_loss, value_loss = policy / actions, value / actions
+        policy_loss, value_loss = policy, value / actions
         return {
             "policy_loss": policy_loss.item(),
             "value_loss": value_loss.item(),
@@ -133,7 +149,7 @@ class PPO:
             "approx_kl": drift / actions,
             "value_clip_fraction": kept_near / actions,
             "grad_norm": self.actor_optimizer.step(policy_loss),
-            "critic_grad_norm": self.critic_optimizer.step(value_loss),
+            "critic_grad_norm": self.critic_optimizer.step(value_loss) if self.critic else 0.0,
         }
 
     def _row(self, prompt: list[int], completion: list[int]) -> Row:
@@ -153,7 +169,7 @@ class PPO:
         returns = [advantage + float(value) for advantage, value in zip(advantages, values)]
         return Row(
             *(prompt, completion, float(score)),
-            *([float(number) for number in numbers] for numbers in (policy, reference, entropy, values)),
+            *([float(number) for number in numbers] for numbers in (policy, reference, entropy, values, rewards)),
             *(advantages, returns),
         )
 
@@ -171,6 +187,8 @@ class PPO:
 
     def _values(self, prompt: list[int], completion: list[int]) -> list[Tensor]:
         """The critic's value of the state in which each action is taken: at the token before it."""
+        if not self.critic:
+            return [torch.zeros((), dtype=torch.float64) for _ in completion]
         scores = self.critic.scores(prompt + completion)
         return [scores[len(prompt) + action - 1] for action in range(len(completion))]
 

@@ -93,11 +93,11 @@ def reinforced(
         except StopError as stop:
             stop.args = (rollouts, heldout)
             raise
-    engines = {"actor": watched[0].actor, "critic": watched[0].critic}
     return Outcome(
         _records(around.directory, "policy_loss"),
         summary["before"],
-        {name: _state(engine) for name, engine in engines.items()} | {"saved": weights(around.directory.model)},
+        {name: _state(engine) for name, engine in watched[0].engines.items()}
+        | {"saved": weights(around.directory.model)},
         rollouts,
         heldout,
     )

@@ -10,6 +10,7 @@ from tests.reference import cases, expected, real
 
 LORA = cases.LORA | {"learning_rate": 5e-3}
 LATE = {"schedule": "linear", "warmup": 0.4, "min_lr_ratio": 0.2}
+DEFAULTS = {"lam": 0.95, "gamma": 1.0}  # what is not read is not to be said
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO 1, a batch of two epochs": ("llama", {}),
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": LORA}),
@@ -28,6 +29,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "kl_target": None,
             "optimizer": cases.OPTIMIZER | LATE,
         },
+    ),
+    "RLOO, three rollouts": ("llama", DEFAULTS | {"estimator": "rloo", "steps": 3}),
+    "RLOO, LoRA, two of each prompt, a mean over tokens": (
+        "llama",
+        DEFAULTS | {"estimator": "rloo", "completions_per_prompt": 2, "loss_mean": "token", "lora": LORA, "steps": 1},
+    ),
+    "GRPO, four of each prompt": ("llama", DEFAULTS | {"estimator": "grpo", "completions_per_prompt": 4}),
+    "Dr. GRPO": (
+        "llama",
+        DEFAULTS
+        | {"estimator": "grpo", "completions_per_prompt": 4, "group_std": False, "loss_mean": "constant", "steps": 1},
+    ),
+    "REINFORCE++": ("llama", DEFAULTS | {"estimator": "reinforce++", "gamma": 0.9}),
+    "two of each prompt, a mean over sequences": (
+        "llama",
+        {"completions_per_prompt": 2, "loss_mean": "sequence", "steps": 1, "engine": {"shapes": "dynamic"}},
     ),
 }
 ROWS = 14  # two rows of the second batch of 8 come from the next epoch

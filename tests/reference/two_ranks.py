@@ -19,6 +19,7 @@ _ROLES = {
     "critic": {"zero_stage": 1, "offload": "optimizer"},
     "reward": {"zero_stage": 3},
 }
+_WITHOUT_CRITIC = {"micro_batch_size": 1, "lam": 0.95, "gamma": 1.0}
 
 CHANGES = {
     "sft": {"micro_batch_size": 1, "engine": {"zero_stage": 0}, "lora": cases.LORA},
@@ -31,6 +32,9 @@ CHANGES = {
         "engine": {"zero_stage": 0, "zero_persistence_threshold": 0, "offload": "parameters"},
         "roles": _ROLES,
     },
+    "ppo, RLOO": {**_WITHOUT_CRITIC, "estimator": "rloo", "completions_per_prompt": 2},
+    "ppo, GRPO": {**_WITHOUT_CRITIC, "estimator": "grpo", "completions_per_prompt": 4, "engine": _SHARDED},
+    "ppo, REINFORCE++": {**_WITHOUT_CRITIC, "estimator": "reinforce++", "minibatch_size": None},
 }
 """Settings of a stage, named first, that differ from those of `cases`."""
 

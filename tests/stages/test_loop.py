@@ -12,7 +12,7 @@ from rlhf.data.tokenization import load_stage
 from rlhf.engine import checkpoint
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
-from rlhf.stages import sft
+from rlhf.stages import sft, supervised
 from rlhf.stages.loop import run_steps
 from tests.helpers import assert_same_weights
 from tests.in_process import given, stage_context
@@ -35,7 +35,7 @@ def train(accelerator, recipe, tokenizer):
 @pytest.mark.parametrize("failing", ["evaluation", "export"])
 def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch, failing, failure):
     expected = train(tmp_path / "whole")
-    measure = sft.perplexity
+    measure = sft.evaluate
 
     def fails(*arguments):
         if arguments[-1] == "before":
@@ -44,11 +44,11 @@ def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypat
 
     steps = []
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "perplexity" if failing == "evaluation" else "leave", fails)
+        patch.setattr(*((sft, "evaluate") if failing == "evaluation" else (supervised, "leave")), fails)
         with pytest.raises(failure):
             train(tmp_path / "failed")
     assert (tmp_path / "failed" / "sft" / "checkpoints" / "step-00000003").is_dir()
-    monkeypatch.setattr(sft.TrainingEngine, "step", lambda *arguments: steps.append(arguments))
+    monkeypatch.setattr(supervised.TrainingEngine, "step", lambda *arguments: steps.append(arguments))
     assert train(tmp_path / "failed") == expected
     assert steps == [], "the three steps are not taken again"
     assert_same_weights(tmp_path / "failed" / "sft" / "model", tmp_path / "whole" / "sft" / "model")

@@ -59,7 +59,7 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     output = tmp_path / "run"
     arguments = ppo_arguments(finished_run, output, steps=500)
     process = start(rlhf, *arguments, "--set", "ppo.checkpoint_every=0", "--ranks", 2)
-    wait_for(output / "ppo" / "before.json", process)
+    wait_for(output / "ppo" / "evaluations.json", process)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
     _, errors = process.communicate(timeout=120)
@@ -83,7 +83,7 @@ def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_p
     closing = threading.Event()
     reader = threading.Thread(target=drain, args=(terminal, closing))  # or the process would wait for a reader
     reader.start()
-    wait_for(output / "ppo" / "before.json", process)
+    wait_for(output / "ppo" / "evaluations.json", process)
     time.sleep(1)
     closing.set()
     reader.join()

@@ -1,0 +1,91 @@
+"""The stages whose rows say what is right: one skeleton, filled in with what each learns and how it is measured.
+
+A model, rows and an `Objective` flow in; the trained model, and what it does with held-out rows before and after,
+flow out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf.config import EpochConfig
+from rlhf.data.batches import Batches
+from rlhf.data.tokenization import StageData
+from rlhf.engine import distributed
+from rlhf.engine.statistics import Numbers
+from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.models.loading import Loader
+from rlhf.stages.context import StageContext
+from rlhf.stages.leaving import leave, say_what_is_left
+from rlhf.stages.loop import Found, run_steps
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What one stage learns, and how its model is measured.
+
+    `loss(model, batch, total)` of a micro-batch is its part of the mean over the global batch, and sums of statistics;
+    `total` is the sum of `count(batch)` over all micro-batches of all ranks. `averages` makes a step's numbers of the
+    sums, of which `unit` is one that gives the rate; `shown` appear beside the progress.
+    `evaluate(context, engine, held_out, when)` measures the model; `when` is for display.
+    """
+
+    loss: Callable[[nn.Module, Batch, Tensor], tuple[Tensor, Batch]]
+    count: Callable[[Batch], Tensor]
+    evaluate: Callable[[StageContext, TrainingEngine, Batches, str], Numbers]
+    unit: str
+    shown: tuple[str, ...]
+    averages: Callable[[Numbers], Numbers] = lambda sums: sums
+
+
+class Supervised:
+    """A stage's batches and its engine; `run` trains."""
+
+    def __init__(self, context: StageContext, load: Loader, collate: Any, data: StageData) -> None:
+        name = context.directory.name
+        self.context = context
+        self.settings: EpochConfig = getattr(context.config, name)
+        settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
+        self.batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
+        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
+        self.total_steps = settings.total_steps(len(self.batches))
+        (role,) = (role for role, holding in context.holdings.items() if holding.role.trained)
+        self.engine = context.engine(
+            role,
+            load,
+            settings.optimizer,
+            total_steps=self.total_steps,
+            batch_size=settings.batch_size,
+            micro_batch_size=micro,
+        )
+
+    def run(self, objective: Objective, tokenizer: Any) -> dict[str, Any]:
+        """Train the model, save it, and return the stage's summary."""
+        context, engine = self.context, self.engine
+
+        def step(index: int) -> Numbers:
+            batches = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
+            # Of the whole global batch: the loss is a mean over it, however rows are split.
+            total = distributed.all_sum(sum(objective.count(batch) for batch in batches).float())
+            rates = engine.rates
+            sums = engine.step(batches, lambda model, batch: objective.loss(model, batch, total))
+            return objective.averages(sums.read()) | rates | {"grad_norm": engine.grad_norm()}
+
+        summary = run_steps(
+            context,
+            total_steps=self.total_steps,
+            step=step,
+            measure=lambda when: Found(objective.evaluate(context, engine, self.held_out, when)),
+            leave=lambda folder: leave(context, engine, tokenizer, folder),
+            engines={"model": engine},
+            settings=self.settings,
+            unit=objective.unit,
+            shown=objective.shown,
+            epoch=len(self.batches),
+        )
+        say_what_is_left(context, engine)
+        return summary | {"parameters": engine.parameter_counts}
