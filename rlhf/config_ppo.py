@@ -114,6 +114,18 @@ class PPOConfig(TrainingConfig):
     whiten_advantages: bool | None = Field(
         None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
     )
+    ptx_coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the loss of modelling the texts of data.pretraining (arXiv:2203.02155, equation 2), a mean "
+        "over tokens, beside the policy's; DeepSpeed-Chat and InstructGPT have 27.8; 0: none",
+    )
+    ptx_length: int | None = Field(
+        None, ge=2, description="tokens of one row of these texts; empty: data.max_prompt_length + max_completion_length"
+    )
+    ptx_batch_size: int | None = Field(
+        None, ge=1, description="rows of these texts in one update, over all ranks; empty: minibatch_size"
+    )
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -164,6 +176,23 @@ class PPOConfig(TrainingConfig):
             "whiten_advantages": self.whiten_advantages,
         }
         return replace(entry, **{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def pretraining_rows(self) -> int:
+        """Rows of raw text in one update, over all ranks; 0: there are none."""
+        return (self.ptx_batch_size or self.minibatch_size or self.batch_size) if self.ptx_coef else 0
+
+    def pretraining(self, world_size: int) -> tuple[int, int]:
+        """(micro-batches of raw text of one rank in one update, rows of each).
+
+        Raises:
+            ConfigError: as `minibatch`; or the rows of an update do not divide so.
+        """
+        rows, micro = self.pretraining_rows, self.minibatch(world_size)[1]
+        if not rows:
+            return 0, micro
+        micro = divide(rows, min(micro, max(rows // world_size, 1)), world_size, "ppo.ptx_batch_size", "ppo")
+        return rows // (micro * world_size), micro
 
     def minibatch(self, world_size: int) -> tuple[int, int]:
         """(rows of one PPO update over all ranks, rows of one forward pass of one rank).
