@@ -89,17 +89,39 @@ class PPOConfig(TrainingConfig):
         description="where the penalty acts: reward (each token's) or loss (the policy's); empty: the estimator's own",
     )
     kl_estimator: KLEstimator | None = Field(
-        None, description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html; empty: the estimator's own"
+        None,
+        description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html. k1 in the reward and k2 in the loss (token "
+        "by token) reduce KL(policy || reference), k3 in the loss KL(reference || policy); k2 and k3 in the reward are "
+        "biased, k1 in the loss does nothing; empty: the estimator's own",
     )
     loss_mean: LossMean | None = Field(
         None,
         description="the policy's loss is a mean over tokens, a mean over sequences of each one's mean, or a sum over "
         "tokens divided by a constant, max_completion_length a sequence; empty: the estimator's own",
     )
+    normalize_scores: Literal["none", "batch", "running"] = Field(
+        "none",
+        description="scale scores, before they are clipped, to mean 0 and deviation 1: of each rollout (batch), or of "
+        "all so far (running)",
+    )
     score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    missing_eos_penalty: float | None = Field(
+        None,
+        ge=0,
+        description="taken from the clipped score of a completion that is cut off, without an end token; empty: 0",
+    )
     gamma: Fraction = Field(1.0, description="discount of later rewards")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
     clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
+    entropy_coef: float = Field(
+        0.0, ge=0, description="weight of a bonus for the entropy of the policy's tokens, which keeps it from narrowing"
+    )
+    kl_stop: float | None = Field(
+        None,
+        gt=0,
+        description="a rollout's updates end with the one that finds the policy further than this (approx_kl, nats per "
+        "token) from the one that drew it; empty: all are made",
+    )
     dropout: float | None = Field(
         0.0,
         ge=0,
@@ -162,6 +184,12 @@ class PPOConfig(TrainingConfig):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
                 able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)
                 raise at(key, f"is for ppo.estimator={able}, which is {self.estimator}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _kl_has_a_gradient(self) -> PPOConfig:
+        if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
+            raise at("kl_estimator", "k1 in the loss has a gradient of mean 0 and holds nothing back; use k2 or k3")
         return self
 
     @property

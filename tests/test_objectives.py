@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from rlhf.objectives import tokens
 from rlhf.objectives.advantages import advantages_and_returns, whiten
 from rlhf.objectives.pairs import pairwise_reward_loss
-from rlhf.objectives.policy import policy_loss, shaped_rewards, value_loss
-from rlhf.objectives.tokens import token_entropy, token_log_probs
+from rlhf.objectives.policy import earned_scores, kl_estimate, policy_loss, shaped_rewards, value_loss
+from rlhf.objectives.tokens import ends_with, token_log_probs, token_log_probs_and_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,10 @@ def _seed():
 
 def lengths_mask(lengths, width):
     return (torch.arange(width) < torch.tensor(lengths)[:, None]).float()
+
+
+def token_entropy(logits, temperature=1.0):
+    return token_log_probs_and_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), temperature)[1]
 
 
 def test_token_log_probs_are_those_of_log_softmax():
@@ -89,7 +93,29 @@ def test_token_log_probs_make_no_float32_copy_of_the_logits(monkeypatch):
     logits = torch.randn(4, 8, 32).bfloat16().requires_grad_()
     with Sizes():
         token_log_probs(logits, torch.zeros(4, 8, dtype=torch.long)).sum().backward()
+        (token_entropy(logits) ** 2).sum().backward()
     assert seen and max(seen) <= 64
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_log_probs_and_entropy_have_the_gradient_of_their_definitions(temperature, monkeypatch):
+    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 20)  # several chunks
+    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
+    first, second = torch.randn(2, 3, 5)
+    log_probs, entropy = token_log_probs_and_entropy(logits, labels, temperature)
+    (log_probs * first + entropy * second).sum().backward()
+    found, logits.grad = logits.grad, None
+    expected = F.log_softmax(logits / temperature, -1)
+    entropies = -(expected.exp() * expected).sum(-1)
+    (expected.gather(-1, labels[..., None])[..., 0] * first + entropies * second).sum().backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), entropies, atol=1e-6, rtol=1e-5)
+
+
+def test_a_token_that_cannot_come_has_no_gradient_of_the_entropy():
+    logits = torch.tensor([[[1.0, -torch.inf, 1.0, 3.0]]], requires_grad=True)
+    (token_entropy(logits) * 1e6).sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[0, 0, 1] == 0 and logits.grad[0, 0, 3] < 0
 
 
 def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
@@ -110,7 +136,8 @@ def test_rewards_are_the_kl_penalty_and_the_clipped_score_on_the_last_action():
     mask = torch.zeros(4, width)
     for row, length in enumerate(lengths):
         mask[row, start : start + length] = 1
-    found = shaped_rewards(log_probs, reference, scores, mask, start, kl_coef=0.3, score_clip=5.0)
+    earned = earned_scores(scores, torch.ones(4), clip=5.0)
+    found = shaped_rewards(log_probs, reference, earned, mask, start, kl_coef=0.3)
     expected = torch.zeros(4, width)
     for row, length in enumerate(lengths):
         for column in range(start, start + length):
@@ -118,6 +145,63 @@ def test_rewards_are_the_kl_penalty_and_the_clipped_score_on_the_last_action():
         if length:
             expected[row, start + length - 1] += max(-5.0, min(5.0, scores[row].item()))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_completion_without_an_end_loses_the_penalty_beyond_the_clip():
+    scores, ended = torch.tensor([1.0, 1.0, -9.0, 9.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert earned_scores(scores, ended, clip=5.0, missing_end=2.0).tolist() == [1, -1, -7, 3]
+    assert earned_scores(scores, ended, clip=5.0).tolist() == [1, 1, -5, 5]
+    assert earned_scores(scores, ended, clip=5.0, missing_end=0.0).tolist() == [1, 1, -5, 5]
+
+
+def test_a_row_ends_with_its_last_action_whatever_stands_after_it():
+    ids = torch.tensor([[4, 7, 9], [4, 5, 7], [7, 5, 5], [7, 7, 7]])
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    assert ends_with(ids, mask, torch.tensor([7, 9])).tolist() == [1, 0, 1, 0]
+
+
+P, Q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.7, 0.1])
+KL = (P * (P / Q).log()).sum()
+
+
+@pytest.mark.parametrize(("estimator", "mean"), [("k1", KL), ("k3", KL), ("k2", (P * (P / Q).log() ** 2 / 2).sum())])
+def test_the_mean_of_a_kl_estimate(estimator, mean):
+    """k1 and k3 are unbiased; k2 is not, and k1 alone is ever negative."""
+    estimate = kl_estimate((P / Q).log(), estimator)
+    torch.testing.assert_close((P * estimate).sum(), mean)
+    assert (estimate < 0).any() == (estimator == "k1")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss"),
+    [
+        ("k1", lambda log_p: 0 * log_p.sum()),
+        ("k2", lambda log_p: (log_p.exp() * (log_p - Q.log())).sum()),  # KL(policy || reference)
+        ("k3", lambda log_p: (Q * (Q.log() - log_p)).sum()),  # KL(reference || policy)
+    ],
+)
+def test_the_gradient_of_a_kl_estimate_in_the_loss_is_that_of_a_divergence(estimator, loss):
+    """On policy, in expectation over what is drawn."""
+    logits = P.log().requires_grad_()
+    (P * kl_estimate(logits.log_softmax(-1) - Q.log(), estimator)).sum().backward()
+    found, logits.grad = logits.grad, None
+    loss(logits.log_softmax(-1)).backward()
+    torch.testing.assert_close(found, logits.grad)
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_divergence_from_the_reference_and_k3_has_not():
+    logits = P.log().requires_grad_()
+    gradients = {}
+    for estimator in ("k1", "k2", "k3"):
+        logits.grad = None
+        (P * kl_estimate((P / Q).log(), estimator) * logits.log_softmax(-1)).sum().backward()
+        gradients[estimator] = logits.grad
+    log_p = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
+    (backward,) = torch.autograd.grad((Q * (Q.log() - logits.log_softmax(-1))).sum(), logits)
+    torch.testing.assert_close(gradients["k1"], exact)
+    torch.testing.assert_close(gradients["k3"], exact - backward)
+    assert not torch.allclose(gradients["k2"], exact, atol=1e-2)
 
 
 def test_infinite_log_probs_of_padding_do_not_reach_the_rewards():

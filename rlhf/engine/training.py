@@ -63,6 +63,7 @@ class TrainingEngine:
         self.optimizer_config = optimizer
         self._adapter_factor = adapter_factor(optimizer, holding.lora)
         self.total_steps = total_steps
+        self.left_out = 0  # steps of the schedule that were not taken
         self.zero_stage = holding.zero_stage
         self.precision = precision
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
@@ -114,7 +115,7 @@ class TrainingEngine:
     @property
     def scheduled_rate(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self.optimizer_config, self.steps, self.total_steps)
+        return learning_rate(self.optimizer_config, self.steps + self.left_out, self.total_steps)
 
     @property
     def rates(self) -> dict[str, float]:

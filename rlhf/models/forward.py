@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from rlhf.objectives.tokens import token_entropy, token_log_probs
+from rlhf.objectives.tokens import token_log_probs, token_log_probs_and_entropy
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -62,8 +62,10 @@ def completion_log_probs(
     end = input_ids.shape[1] - 1
     positions = torch.arange(end - completion_length, end, device=input_ids.device)
     logits = model(**model_inputs(model, input_ids, attention_mask), logits_to_keep=positions).logits
-    log_probs = token_log_probs(logits, input_ids[:, -completion_length:], temperature)
-    return LogProbs(log_probs, token_entropy(logits, temperature) if entropy else None)
+    labels = input_ids[:, -completion_length:]
+    if entropy:
+        return LogProbs(*token_log_probs_and_entropy(logits, labels, temperature))
+    return LogProbs(token_log_probs(logits, labels, temperature), None)
 
 
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:

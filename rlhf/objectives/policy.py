@@ -12,6 +12,17 @@ from rlhf.objectives.tokens import masked, masked_mean
 def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimates of KL(p || q), each from one draw of p (J. Schulman, http://joschu.net/blog/kl-approx.html).
 
+    A good estimate need not have a good gradient (arXiv:2506.09477, arXiv:2510.01555). With p the policy and q the
+    reference, and tokens drawn from the policy as it is (a rollout's first update; later ones lack the ratio):
+
+    - k1 in the reward gives the gradient of KL(p || q) over whole completions, where `gamma` and `lam` are 1: E[k1 *
+      grad log p], what later tokens add being credited to earlier ones. Its missing half, E[grad k1], is 0; so in the
+      loss k1 does nothing, and the settings refuse it.
+    - k2 in the loss gives, as its gradient is k1 * grad log p, that of KL(p || q) of each token's distribution, given
+      the tokens before it; a token is not blamed for where it leads.
+    - k3 in the loss gives that of KL(q || p) of each token's distribution: E[grad k3] = -E[(q / p) grad log p].
+    - k2 and k3 in the reward lack E[grad k2] and E[grad k3], which are not 0: biased, for k3 by grad KL(q || p).
+
     Args:
         log_ratio: log p - log q of what was drawn, of any shape and floating type.
         estimator: k1: the log-ratio, unbiased, of either sign; k2: half its square, biased, of little variance where p
@@ -28,6 +39,13 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
+def earned_scores(scores: Tensor, ended: Tensor, *, clip: float = 5.0, missing_end: float | None = None) -> Tensor:
+    """[B] scores within +-`clip`, less `missing_end` where `ended` [B] is 0: of an answer that is cut off, a reward
+    model's score says little (arXiv:2403.17031 gives it a score of its own, -1)."""
+    clipped = scores.float().clamp(-clip, clip)
+    return clipped if missing_end is None else clipped - missing_end * (1 - ended.float())
+
+
 def shaped_rewards(
     log_probs: Tensor,
     ref_log_probs: Tensor,
@@ -36,18 +54,18 @@ def shaped_rewards(
     start: int,
     *,
     kl_coef: float | Tensor = 0.1,
-    score_clip: float = 5.0,
+    kl_estimator: KLEstimator = "k1",
 ) -> Tensor:
     """Per-token rewards: a KL penalty everywhere, and the score on each row's last action.
 
     Args:
         log_probs, ref_log_probs: [B, T-1], of the policy that acted and of the reference.
-        scores: [B], the reward model's; clipped to +-`score_clip`.
+        scores: [B], as `earned_scores` gives them.
         action_mask: [B, T-1], 1 on completion tokens.
         start: column of the first action, P - 1.
 
     Returns:
-        [B, T-1] float32: -kl_coef * (log_probs - ref_log_probs), plus the clipped score on the last real
+        [B, T-1] float32: -kl_coef times the estimate of KL(policy || reference), plus the score on the last real
         action; 0 before `start` and after the last action. A row without actions gets no reward.
     """
     mask = action_mask.float()
@@ -55,8 +73,8 @@ def shaped_rewards(
     mask = mask * (columns >= start)
     last = (columns * mask).argmax(-1, keepdim=True)
     is_last = (columns == last) * mask
-    penalty = -kl_coef * (log_probs.float() - ref_log_probs.float())
-    return masked(penalty, mask) + is_last * scores.float().clamp(-score_clip, score_clip).unsqueeze(-1)
+    penalty = -kl_coef * kl_estimate(log_probs.float() - ref_log_probs.float(), kl_estimator)
+    return masked(penalty, mask) + is_last * scores.float().unsqueeze(-1)
 
 
 def policy_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,29 +14,47 @@ _CHUNK_ELEMENTS = 1 << 22  # elements of a float32 working copy of logits: 16 Mi
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """log softmax(logits / temperature)[label], a few rows at a time: no float32 copy of all logits exists."""
+    """log p(label) and, where asked for, the entropy of p = softmax(logits / temperature), a few rows at a time.
+
+    No float32 copy of all logits exists; one gradient of them serves both.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         normalizers = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-        for rows, out in zip(logits.split(_chunk_rows(logits)), normalizers.split(_chunk_rows(logits))):
-            torch.logsumexp(_tempered(rows, temperature), dim=-1, out=out)
-        ctx.save_for_backward(logits, labels, normalizers)
+        entropies = torch.empty_like(normalizers) if entropy else None
+        for part in _chunks(logits):
+            values, normalizer = _tempered(logits[part], temperature), normalizers[part]
+            torch.logsumexp(values, dim=-1, out=normalizer)
+            if entropies is not None:
+                probabilities = (values - normalizer.unsqueeze(-1)).exp_()
+                # H = log Z - E[logit]; a logit of -inf has probability 0 and adds nothing.
+                mean = (probabilities * values.clamp_min(torch.finfo(values.dtype).min)).sum(-1)
+                torch.sub(normalizer, mean, out=entropies[part])
+        ctx.save_for_backward(logits, labels, normalizers, entropies)
         ctx.temperature = temperature
-        return _tempered(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1), temperature) - normalizers
+        chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return _tempered(chosen, temperature) - normalizers, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, labels, normalizers, entropies = ctx.saved_tensors
         result = torch.empty_like(logits)
-        size = _chunk_rows(logits)
-        for rows, label, normalizer, g, out in zip(
-            logits.split(size), labels.split(size), normalizers.split(size), grad.split(size), result.split(size)
-        ):
-            softmax = (_tempered(rows, ctx.temperature) - normalizer.unsqueeze(-1)).exp_()
-            g = g.unsqueeze(-1) / ctx.temperature
-            out.copy_(softmax.mul_(-g).scatter_add_(-1, label.unsqueeze(-1), g))
-        return result, None, None
+        for part in _chunks(logits):
+            log_softmax = _tempered(logits[part], ctx.temperature) - normalizers[part].unsqueeze(-1)
+            g = grad[part].unsqueeze(-1) / ctx.temperature
+            softmax = log_softmax.exp()
+            if entropy_grad is None:
+                softmax.mul_(-g)
+            else:
+                # dH / dz = -p (log p + H); finite where p is 0, for the product to be 0 there.
+                h = entropy_grad[part].unsqueeze(-1) / ctx.temperature
+                information = log_softmax.clamp_(min=-1e30).add_(entropies[part].unsqueeze(-1))
+                softmax.mul_(information.mul_(h).add_(g).neg_())
+            result[part].copy_(softmax.scatter_add_(-1, labels[part].unsqueeze(-1), g))
+        return result, None, None, None
 
 
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -49,22 +68,25 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
     Returns:
         [B, T] float32. Neither the forward nor the backward pass makes a [B, T, V] float32 copy.
     """
-    flat = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature)
-    return flat.view(labels.shape)
+    log_probs, _ = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, False)
+    return log_probs.view(labels.shape)
 
 
-@torch.no_grad()
-def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy, in nats, of softmax(logits / temperature): [B, T, V] -> [B, T] float32; not differentiable."""
-    flat = logits.reshape(-1, logits.shape[-1])
-    result = torch.empty(flat.shape[0], dtype=torch.float32, device=logits.device)
-    for rows, out in zip(flat.split(_chunk_rows(flat)), result.split(_chunk_rows(flat))):
-        values = _tempered(rows, temperature)
-        normalizer = values.logsumexp(-1, keepdim=True)
-        probabilities = (values - normalizer).exp_()
-        # H = log Z - E[logit]; a logit of -inf has probability 0 and adds nothing.
-        out.copy_(normalizer.squeeze(-1) - (probabilities * values.clamp_min(torch.finfo(values.dtype).min)).sum(-1))
-    return result.view(logits.shape[:-1])
+def token_log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What `token_log_probs` gives, and the entropy, in nats, of each token's distribution: [B, T] float32 each.
+
+    Both have gradients, and neither makes a [B, T, V] float32 copy.
+    """
+    log_probs, entropy = _TokenLogProbs.apply(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, True
+    )
+    return log_probs.view(labels.shape), entropy.view(labels.shape)
+
+
+def ends_with(ids: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
+    """[B] float32: 1 where a row's last token in `mask` is one of `ends` [N]; `ids`, `mask`: [B, A]."""
+    last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(-1, keepdim=True)
+    return ((ids.gather(-1, last) == ends).any(-1) & mask.bool().any(-1)).float()
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -107,5 +129,7 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits.float() if temperature == 1 else logits.float() / temperature
 
 
-def _chunk_rows(logits: Tensor) -> int:
-    return max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """The rows of [N, V] logits, as many at a time as a working copy may hold."""
+    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))

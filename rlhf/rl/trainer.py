@@ -21,10 +21,10 @@ from rlhf.models.loading import Loader
 from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
-from rlhf.objectives.tokens import masked
+from rlhf.objectives.tokens import ends_with, masked
 from rlhf.rl.scoring import Scorer
 from rlhf.rl.shaping import Shaping
-from rlhf.rl.statistics import means, rollout_statistics
+from rlhf.rl.statistics import critic_statistics, explained_variance, means, rollout_statistics
 from rlhf.rl.updates import MEANS, Updates
 from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
@@ -110,19 +110,17 @@ class PPO:
         """One rollout and the updates that follow from it."""
         sums = Sums()
         self.experience = experience = self.collect(self.accelerator.to_device(self.prompts(index)), sums)
-        rates = self.actor.rates
-        updates = self.updates(experience, index, sums)
+        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef)
         found = sums.read()
-        numbers = means(found) | {key: found[key] / updates for key in MEANS if key in found}
+        numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
-            "updates": float(updates),
-            "kl_coef": self.shaping.kl_coef,
-            **rates,
+            **made,
             **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
         }
-        self.shaping.learn(numbers)
-        return numbers
+        if self.critic:
+            numbers["explained_variance"] = explained_variance(found)
+        return numbers | self.shaping.learn(numbers)
 
     def prompts(self, index: int) -> Batch:
         """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
@@ -138,7 +136,7 @@ class PPO:
 
         Returns:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
-            batch have no actions.
+            batch have no actions. `ended` [B]: 1 where the last action is an end token.
         """
         with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
@@ -147,10 +145,12 @@ class PPO:
             if self.actor.zero_stage == 3:  # weights will be gathered to other places, which a recording cannot follow
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
+        action_mask = (completions.mask * prompts["row_mask"].unsqueeze(1)).float()
         return {
             "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
             "attention_mask": torch.cat([prompts["prompt_mask"], completions.mask], dim=1),
-            "action_mask": (completions.mask * prompts["row_mask"].unsqueeze(1)).float(),
+            "action_mask": action_mask,
+            "ended": ends_with(completions.ids, action_mask, self.decoder.eos_ids),
         }
 
     def score(self, sequences: Batch) -> Batch:
@@ -169,8 +169,11 @@ class PPO:
         scored = self.score(sequences)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
-        advantages, returns = self._estimate(self.shaping.rewards(scored, mask), values, mask, self.settings)
-        sums.add(**rollout_statistics(scored, mask, prompts["row_mask"]), returns=(returns * mask).sum())
+        rewards = self.shaping.rewards(scored, mask, sequences["ended"])
+        advantages, returns = self._estimate(rewards, values, mask, self.settings)
+        sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]), returns=(returns * mask).sum())
+        if self.critic:
+            sums.add(**critic_statistics(values, returns, mask))
         if self.settings.method.whiten_advantages:
             advantages = whiten(advantages, mask, distributed.all_sum)
         self.accelerator.step_boundary("rollout/advantages")

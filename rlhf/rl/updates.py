@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Sums
+from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
@@ -17,7 +17,7 @@ from rlhf.rl.scoring import action_values
 from rlhf.rollout.experience import Experience
 from rlhf.stages.context import StageContext
 
-MEANS = ("policy_loss", "value_loss", "clip_fraction", "approx_kl", "value_clip_fraction")
+MEANS = ("policy_loss", "value_loss", "clip_fraction", "approx_kl", "kl_loss", "value_clip_fraction")
 """What an update adds to a step's sums; the mean over the step's updates is recorded."""
 
 
@@ -31,44 +31,70 @@ class Updates:
         self.minibatch, self.micro_rows = self.settings.minibatch(world)
         self._rows = self.minibatch // world  # of one minibatch, on this rank
 
-    def __call__(self, experience: Experience, index: int, sums: Sums) -> int:
-        """All passes over the rollout of step `index`, and how many updates that were; adds statistics to `sums`."""
-        updates = 0
-        for epoch in range(self.settings.ppo_epochs):
-            for minibatch in experience.split(self._rows, self.order(index, epoch)):
-                sums.extend(self._update(minibatch), *MEANS)
-                updates += 1
-        return updates
+    def __call__(self, experience: Experience, index: int, sums: Sums, *, kl_coef: float) -> Numbers:
+        """The passes over the rollout of step `index`, up to the update that finds `ppo.kl_stop` exceeded.
 
-    def _update(self, minibatch: Experience) -> Sums:
+        Args:
+            sums: `MEANS` of each update are added to it.
+            kl_coef: weight of the KL penalty, where that is in the loss.
+
+        Returns:
+            How many `updates` that were, and the policy's learning rates in the first.
+        """
+        settings, weight = self.settings, torch.tensor(kl_coef, device=experience.action_mask.device)
+        planned = settings.ppo_epochs * (settings.batch_size // self.minibatch)
+        for engine in filter(None, (self.actor, self.critic)):
+            engine.left_out = index * planned - engine.steps
+        rates, made = self.actor.rates, 0
+        for epoch in range(settings.ppo_epochs):
+            for minibatch in experience.split(self._rows, self.order(index, epoch)):
+                update = self._update(minibatch, weight)
+                sums.extend(update, *MEANS)
+                made += 1
+                if settings.kl_stop is not None and update.read()["approx_kl"] > settings.kl_stop:
+                    return {"updates": float(made), **rates}
+        return {"updates": float(made), **rates}
+
+    def _update(self, minibatch: Experience, kl_coef: Tensor) -> Sums:
         """One step of the policy and one of the critic; returns those of `MEANS` that there are."""
         # Actions and sequences of the whole global minibatch: losses are means over them, however rows are split.
         mask = minibatch.action_mask
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
-        found.extend(self.actor.step(parts, partial(self._actor_loss, total=total, rows=rows)), *MEANS)
+        policy = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
+        found.extend(self.actor.step(parts, policy), *MEANS)
         if self.critic:
             found.extend(self.critic.step(parts, partial(self._critic_loss, total=total)), *MEANS)
         return found
 
-    def _actor_loss(self, model: nn.Module, part: Experience, *, total: Tensor, rows: Tensor) -> tuple[Tensor, Batch]:
+    def _actor_loss(
+        self, model: nn.Module, part: Experience, *, total: Tensor, rows: Tensor, kl_coef: Tensor
+    ) -> tuple[Tensor, Batch]:
         """The policy's loss on a part of a minibatch that has `total` actions in `rows` sequences; a `Loss`."""
-        settings, mask = self.settings, part.action_mask
-        weights = token_weights(mask, settings.method.loss_mean, tokens=total, sequences=rows, longest=self._longest)
-        log_probs = completion_log_probs(
+        settings, method, mask = self.settings, self.settings.method, part.action_mask
+        weights = token_weights(mask, method.loss_mean, tokens=total, sequences=rows, longest=self._longest)
+        log_probs, entropy = completion_log_probs(
             model,
             part.input_ids,
             part.attention_mask,
             part.completion_length,
             temperature=settings.sampling.temperature,
-        ).log_probs
+            entropy=settings.entropy_coef > 0,
+        )
         loss = policy_loss(log_probs, part.log_probs, part.advantages, weights, clip=settings.clip, total=total)
         log_ratio = masked(log_probs.detach() - part.log_probs, mask)
-        return loss, {
+        found = {
             "policy_loss": loss,
             "clip_fraction": ((log_ratio.exp() - 1).abs() > settings.clip).sum() / total,
             "approx_kl": masked_mean(kl_estimate(-log_ratio, "k3"), mask, total),
         }
+        if method.kl_in == "loss":
+            drift = kl_estimate(masked(log_probs - part.ref_log_probs, mask), method.kl_estimator)
+            found["kl_loss"] = masked_mean(drift, weights, total)
+            loss = loss + kl_coef * found["kl_loss"]
+        if entropy is not None:
+            loss = loss - settings.entropy_coef * masked_mean(masked(entropy, mask), weights, total)
+        return loss, found
 
     def _critic_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
         """The critic's loss, as `_actor_loss`."""

@@ -35,7 +35,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
             sequences = ppo.generate(prompts)
             scored = ppo.score(sequences)
             mask = sequences["action_mask"]
-            sums.add(**rollout_statistics(scored, mask, prompts["row_mask"]))
+            sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]))
             ids = sequences["input_ids"][:, -mask.shape[1] :]
             lengths = mask.sum(-1).long()
             mine += [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]

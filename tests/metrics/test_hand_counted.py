@@ -110,7 +110,7 @@ JUNK = 50.0
 FOUR = math.log(4)  # the models below know four words
 
 # Three rows of 3, 2 and 1 tokens, and one that only fills up the batch.
-IDS = torch.tensor([[1, 2, 3], [1, 2, EOS], [3, EOS, EOS], [2, 2, 2]])
+IDS = torch.tensor([[1, 2, 3], [1, 2, EOS], [EOS, EOS, EOS], [2, 2, 2]])
 DRAWN = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
 # policy now / policy that drew, in the first update, where the policy gives every word 1/4
 RATIO = torch.tensor([[1, 1.5, 1], [0.5, 1, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
@@ -129,6 +129,7 @@ ROLLOUT = {
     "kl": 1.0,  # (2 + 1 + 0) / 3 sequences
     "entropy": 2.0,  # (6 + 4 + 2) / 6 tokens
     "response_length": 2.0,  # 6 tokens / 3 sequences
+    "truncated_share": 2 / 3,  # the third row alone has drawn an end token
 }
 
 
@@ -210,11 +211,37 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
         "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
         "value_clip_fraction": pytest.approx(3 / 6),
         "updates": 2,
+        "explained_variance": 0.0,  # the values do not differ
+        "reward_ema": pytest.approx(4.0),
         "kl_coef": 0.5,
         "learning_rate": 0.05,
         "grad_norm": 3.0,
         "critic_grad_norm": 4.0,
     }
+
+
+def quiet(built: ppo.PPO) -> ppo.PPO:
+    """Its engines take no step."""
+    built.actor.step = built.critic.step = lambda parts, loss: Sums()
+    built.actor.grad_norm = built.critic.grad_norm = lambda: 0.0
+    return built
+
+
+def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
+    built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
+    built.score = lambda sequences: (
+        SCORED | {"values": torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])}
+    )
+    # Returns [0, .5, .5], [3.5, 4], [5], their mean 2.25: squares 5.0625 + 2 * 3.0625 + 1.5625 + 3.0625 + 7.5625
+    # Errors [0, -.5, -.5], [.5, 0], [2], their mean .25: squares .0625 + 2 * .5625 + .0625 + .0625 + 3.0625
+    assert built.step(0)["explained_variance"] == pytest.approx(1 - 4.375 / 23.375, rel=1e-5)
+
+
+def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
+    built = quiet(build_ppo())
+    rewards = [4.0, 1.0, 10.0]
+    found = [built.shaping.learn({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
+    assert found == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
 
 
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
@@ -223,7 +250,7 @@ def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     assert found.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "distinct_2": pytest.approx(2 / 3),  # (1, 2), (2, 3) and (1, 2) again
-        "approved_share": pytest.approx(2 / 3),  # "a b c", "a b", "c"
+        "approved_share": pytest.approx(1 / 3),  # "a b c", "a b", ""
     }
 
 

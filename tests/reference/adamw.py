@@ -37,11 +37,12 @@ class AdamW:
         self._first = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
         self._second = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
         self.steps = 0
+        self.place = 0  # in the schedule: of the next step
 
     @property
     def rate(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self._config, self.steps, self._total)
+        return learning_rate(self._config, self.place, self._total)
 
     def step(self, loss: Tensor) -> float:
         """One step down the gradient of `loss`; returns the gradient's norm before clipping."""
@@ -52,6 +53,7 @@ class AdamW:
         shrink = self._config.max_grad_norm / norm if norm > self._config.max_grad_norm else 1.0
         rate = self.rate
         self.steps += 1
+        self.place += 1
         beta1, beta2 = self._config.betas
         with torch.no_grad():
             for name, gradient in zip(names, gradients):

@@ -83,8 +83,9 @@ def reinforced(
         settings.steps * settings.ppo_epochs * minibatches,
         config.data.max_completion_length,
         config.lora.learning_rate,
+        Tokenizer.all_special_ids,
     )
-    before = ppo.evaluation(reference.observe(heldout))
+    before = ppo.evaluation(reference.observe(heldout), Tokenizer.all_special_ids)
     steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]
     left = {"actor": reference.actor.state(), "saved": reference.actor.merged()}
     if reference.critic:

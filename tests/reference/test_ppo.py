@@ -30,6 +30,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer": cases.OPTIMIZER | LATE,
         },
     ),
+    "k2 in the loss, scores of a rollout scaled, a penalty without an end": (
+        "llama",
+        {"kl_in": "loss", "kl_estimator": "k2", "normalize_scores": "batch", "missing_eos_penalty": 0.7}
+        | {"score_clip": 0.6},
+    ),
+    "k3 in the loss, a fixed coefficient, scores of all rollouts scaled, a bonus for entropy, LoRA": (
+        "llama",
+        {"kl_in": "loss", "kl_estimator": "k3", "normalize_scores": "running", "entropy_coef": 0.05}
+        | {"kl_target": None, "steps": 3, "lora": LORA},
+    ),
+    "k2 in the reward": ("llama", {"kl_estimator": "k2", "steps": 1}),
+    "k3 in the reward": ("llama", {"kl_estimator": "k3", "steps": 1}),
+    "updates that end early": (
+        "llama",
+        {"kl_stop": 0.002, "steps": 3, "optimizer": cases.PPO["optimizer"] | LATE}
+        | {"critic_optimizer": cases.CRITIC_OPTIMIZER | LATE},
+    ),
     "RLOO, three rollouts": ("llama", DEFAULTS | {"estimator": "rloo", "steps": 3}),
     "RLOO, LoRA, two of each prompt, a mean over tokens": (
         "llama",
@@ -92,6 +109,22 @@ def test_these_steps_bring_every_limit_to_bear(ran):
     assert 0 < abs(error) < 0.2
 
 
+def test_these_steps_end_early_and_scale_clip_and_penalize_some_scores(ran):
+    config, found, wanted, _ = ran("updates that end early")
+    assert {step["updates"] for step in wanted.steps} & {2.0, 3.0}, [step["updates"] for step in wanted.steps]
+    rates = [step["learning_rate"] for step in found.steps]
+    peak = config.ppo.optimizer.learning_rate
+    # 12 updates in all, of which round(0.4 * 12) rise; then the line falls from the peak to a fifth of it in 7 steps.
+    assert rates == pytest.approx([peak / 6, peak * 5 / 6, peak * (1 - 0.8 * 3 / 6)])
+    for name in (name for name in CASES if "in the loss" in name):
+        config, _, _, reference = ran(name)
+        rows = [row for rollout in reference.rollouts for row in rollout]
+        limits = {config.ppo.score_clip, -config.ppo.score_clip}
+        ended = [row for row in rows if row.completion[-1] in reference.ends]
+        assert 0 < len(ended) < len(rows)
+        assert any(row.rewards[-1] in limits for row in ended) and any(row.rewards[-1] not in limits for row in ended)
+
+
 def test_every_pass_visits_every_row_once_in_an_order_of_its_own(ran):
     _, found, *_ = ran("ZeRO 1, a batch of two epochs")
     orders = [[row for part in minibatches for row in part] for step in found.rollouts for minibatches in step.passes]
@@ -105,10 +138,14 @@ def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran)
     assert [step["clip_fraction"] for step in found.steps] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["ZeRO 1", "LoRA"])
-def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, lora):
-    config = cases.configuration("ppo", lora=lora)
-    models = cases.Models.build(lora=bool(lora))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora": LORA}, {"normalize_scores": "running", "kl_stop": 0.001, "optimizer": cases.OPTIMIZER | LATE}],
+    ids=["ZeRO 1", "LoRA", "scores of all rollouts scaled, updates that end early"],
+)
+def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, changes):
+    config = cases.configuration("ppo", **changes)
+    models = cases.Models.build(lora=bool(config.lora.rank))
     with pytest.raises(real.StopError) as stopped:
         real.reinforced(accelerator, config, models, ROWS, tmp_path, stop_before=1)
     first, heldout = stopped.value.args

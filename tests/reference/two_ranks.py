@@ -27,6 +27,16 @@ CHANGES = {
     "reward, offloaded at ZeRO 2": {"micro_batch_size": 1, "engine": {"zero_stage": 2, "offload": "optimizer"}},
     "reward, offloaded at ZeRO 3": {"micro_batch_size": 1, "engine": _SHARDED | {"offload": "all"}},
     "ppo": {"micro_batch_size": 1},
+    "ppo, with all that it may be told": {
+        "micro_batch_size": 1,
+        "kl_in": "loss",
+        "kl_estimator": "k2",
+        "normalize_scores": "running",
+        "missing_eos_penalty": 0.7,
+        "entropy_coef": 0.05,
+        "kl_stop": 0.002,
+        "steps": 3,
+    },
     "ppo, each model held in its own way": {
         "micro_batch_size": 1,
         "engine": {"zero_stage": 0, "zero_persistence_threshold": 0, "offload": "parameters"},
