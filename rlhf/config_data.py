@@ -170,7 +170,7 @@ class PretrainingConfig(Section):
     subset: str | None = Field(None, description="configuration of a hub data set that has several")
     split: str = Field("train", description="split to read where the source has several")
     revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest")
-    limit: int | None = Field(None, ge=1, description="documents to read, drawn from all of them by the seed; empty: all")
+    limit: int | None = Field(None, ge=1, description="documents to read, drawn from all by the seed; empty: all")
     text: str = Field("text", min_length=1, description="column that holds the documents")
 
 

@@ -139,11 +139,13 @@ class PPOConfig(TrainingConfig):
     ptx_coef: float = Field(
         0.0,
         ge=0,
-        description="weight of the loss of modelling the texts of data.pretraining (arXiv:2203.02155, equation 2), a mean "
-        "over tokens, beside the policy's; DeepSpeed-Chat and InstructGPT have 27.8; 0: none",
+        description="weight of the loss of modelling the texts of data.pretraining, a mean over tokens, beside the "
+        "policy's (arXiv:2203.02155, equation 2; there and in DeepSpeed-Chat 27.8); 0: none",
     )
     ptx_length: int | None = Field(
-        None, ge=2, description="tokens of one row of these texts; empty: data.max_prompt_length + max_completion_length"
+        None,
+        ge=2,
+        description="tokens of a row of these texts; empty: data.max_prompt_length + max_completion_length",
     )
     ptx_batch_size: int | None = Field(
         None, ge=1, description="rows of these texts in one update, over all ranks; empty: minibatch_size"

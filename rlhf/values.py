@@ -134,7 +134,7 @@ def names_model_or_data(values: Keys) -> bool:
 
 
 def as_sources(value: Any) -> Items:
-    """What `data.datasets` or `data.pretraining` is given: a path, a mapping, or a list of either; as a list of mappings."""
+    """What `data.datasets` or `.pretraining` is given: a path, a mapping or a list of either; as a list of mappings."""
     several = isinstance(value, list | tuple)
     items = value if several else [] if value is None else [value]
     origins = getattr(value, "origins", {}) if several else {}

@@ -22,6 +22,7 @@ from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
+from rlhf.rl.ptx import Pretraining
 from rlhf.rl.scoring import Scorer
 from rlhf.rl.shaping import Shaping
 from rlhf.rl.statistics import critic_statistics, explained_variance, means, rollout_statistics
@@ -59,7 +60,9 @@ class PPO:
         updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
         sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
         held = context.holdings
-        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
+        pretraining = Pretraining.read(context, tokenizer)
+        more = settings.pretraining(context.world.size)[0]
+        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes, more=more)
         self.critic = (
             context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
         )
@@ -75,7 +78,7 @@ class PPO:
         )
         self.shaping = Shaping(settings)
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
-        self.updates = Updates(context, self.actor, self.critic)
+        self.updates = Updates(context, self.actor, self.critic, pretraining)
 
         collate = partial(
             collate_ppo,

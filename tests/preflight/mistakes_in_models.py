@@ -71,6 +71,13 @@ def too_few_positions(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def too_few_positions_for_raw_text(bench: Bench) -> tuple[list[str], list[str]]:
+    texts = bench.jsonl(*({"text": "cow " * 50} for _ in range(20)))
+    keys = {"ppo__actor": bench.model, "ppo__ptx_coef": 1, "data__pretraining": texts, "ppo__ptx_length": 129}
+    return settings(**keys), ["has 128 positions, fewer than ppo.ptx_length = 129"]
+
+
+@mistake
 def damaged_weights(bench: Bench) -> tuple[list[str], list[str]]:
     folder = bench.copy(bench.run / "reward" / "model")
     path = folder / "model.safetensors"
