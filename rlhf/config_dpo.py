@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ class DPOOptimizerConfig(OptimizerConfig):
 
 class DPOConfig(EpochConfig):
     """DPO: a policy from preferences, without a reward model (arXiv:2305.18290)."""
+
+    better: ClassVar = {"loss": min, "accuracy": max}
 
     model: OptionalName = Field(
         None, description="folder or hub name of the policy to start from; empty: this run's SFT model"

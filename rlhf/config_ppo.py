@@ -45,6 +45,10 @@ class PPOConfig(TrainingConfig):
     eval_every: int = Field(
         0, ge=0, description="steps between evaluations on held-out prompts; 0: before training and after it only"
     )
+    samples_every: int | None = Field(
+        None, ge=0, description="rollouts between samples in the terminal and the records; 0: never; empty: steps / 10"
+    )
+    samples: int = Field(1, ge=1, description="completions shown each time, with prompt, score and KL")
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     generation_batch_size: int | None = Field(
         None, ge=1, description="rows that a rank generates at a time, at most; empty: its share of batch_size"
@@ -223,6 +227,11 @@ class PPOConfig(TrainingConfig):
             return 0, micro
         micro = divide(rows, min(micro, max(rows // world_size, 1)), world_size, "ppo.ptx_batch_size", "ppo")
         return rows // (micro * world_size), micro
+
+    def shows_samples(self, step: int) -> bool:
+        """Whether samples of the rollout of `step`, counted from 1, are shown."""
+        every = max(1, self.steps // 10) if self.samples_every is None else self.samples_every
+        return every > 0 and step % every == 0
 
     def minibatch(self, world_size: int) -> tuple[int, int]:
         """(rows of one PPO update over all ranks, rows of one forward pass of one rank).

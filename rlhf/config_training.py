@@ -28,7 +28,7 @@ class OptimizerConfig(Section):
 
 def _every(value: Any) -> Any:
     """Steps or a word, so that the error is not that of one of them alone."""
-    if value != "epoch" and not (isinstance(value, int) and value >= 0):
+    if value != "epoch" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError(f"expected a number of steps, at least 0, or epoch, found {shown(value)}")
     return value
 

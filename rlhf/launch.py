@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-import rlhf
 from rlhf import hub, lock, preflight, signals
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RunError
@@ -31,6 +30,7 @@ from rlhf.outcome import Defect, Interrupted, shortage
 from rlhf.place import here
 from rlhf.run import RunDirectory
 from rlhf.settings import disagreement
+from rlhf.version import __version__
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -76,13 +76,16 @@ def run(
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
     before = _contents(directory.description)
-    with _left_as_found():
-        os.environ.update(here().variables())  # before a runtime that reads them is loaded
+    with _left_as_found(), signals.terminal_that_may_close(), signals.heard(_interrupt):
         selection = select(config, accelerator)
         if here().rank == 0:
             _announce(config, selection, stages, pending, recipe)
         try:
-            _run(config, selection, directory, request, pending)
+            with _opened(config, selection, directory, request, pending) as (decided, device):
+                if not dry_run:
+                    from rlhf import pipeline  # imports DeepSpeed, which has been told about the device
+
+                    pipeline.run(decided, device, directory, stages)
         except KeyboardInterrupt as error:
             raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
@@ -95,6 +98,27 @@ def run(
                 raise
             raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
     return directory
+
+
+@contextmanager
+def opened(
+    config: Config, stages: Sequence[Stage], *, resume: bool = False, overwrite: bool = False
+) -> Iterator[tuple[Config, Accelerator]]:
+    """What `run` does around the stages, for code that runs `stages` itself: `rlhf.api`.
+
+    While the block runs the folder is locked, and the environment is what the accelerator wants; signals are nobody's.
+    Gives the configuration with what the plan decided in it, and the accelerator.
+
+    Raises:
+        RLHFError, AcceleratorError: as `run`; or the stages are complete.
+    """
+    directory = RunDirectory(config.output)
+    pending = preflight.check(config, stages, here().size, resume=resume, overwrite=overwrite)
+    if not pending:
+        raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
+    request = Request(stages, resume, overwrite, dry_run=False)
+    with _left_as_found(), _opened(config, select(config), directory, request, pending) as found:
+        yield found
 
 
 @dataclass(frozen=True)
@@ -125,14 +149,14 @@ def select(config: Config, accelerator: str | None = None) -> Selection:
     return selection
 
 
-def _run(
+@contextmanager
+def _opened(
     config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
-) -> None:
+) -> Iterator[tuple[Config, Accelerator]]:
+    """The ranks brought together, and the folder that they write to, once it is clear that nothing will stop them."""
     from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
 
     with distributed.session(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
-        from rlhf import pipeline  # imports DeepSpeed, which the session has told about the device
-
         settings = config.model_dump(mode="json")
         if differing := disagreement(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
@@ -155,7 +179,7 @@ def _run(
                 del findings  # rows that nobody needs any more
         if not request.dry_run:
             _check_shared(directory)
-            pipeline.run(config, accelerator, directory, request.stages)
+        yield config, accelerator
 
 
 def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:
@@ -255,7 +279,7 @@ def _announce(
         "accelerator": f"{selection.name} ({selection.summary})",
         "output": str(config.output),
     }
-    console.print(f"[bold]rlhf {rlhf.__version__}[/]")
+    console.print(f"[bold]rlhf {__version__}[/]")
     for name, value in facts.items():
         console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)
 
@@ -275,10 +299,11 @@ def _report(accelerator: Accelerator, selection: Selection, config: Config) -> d
 
 @contextmanager
 def _left_as_found() -> Iterator[None]:
-    """Environment and signal handlers are what they were when the block is left: the caller's program may go on."""
+    """The environment is what it was when the block is left: the caller's program may go on."""
     environment = dict(os.environ)
     try:
-        with hub.as_found(), signals.terminal_that_may_close(), signals.heard(_interrupt):
+        with hub.as_found():
+            os.environ.update(here().variables())  # before a runtime that reads them is loaded
             yield
     finally:
         for name in os.environ.keys() - environment.keys():

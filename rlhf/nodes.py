@@ -15,12 +15,12 @@ import sys
 import threading
 from dataclasses import dataclass
 
-import rlhf
 from rlhf.companions import Hub, Member
 from rlhf.connections import listen
 from rlhf.errors import ConfigError, FailedElsewhere
 from rlhf.outcome import Interrupted, Outcome
 from rlhf.place import here
+from rlhf.version import __version__
 
 _SECONDS_TO_HEAR = 10.0  # for the other machines to come, so that they learn why there will be no run
 
@@ -116,7 +116,7 @@ def meet(
         Interrupted: Ctrl-C, while this one waits.
     """
     refused = [refusal.code, refusal.line] if refusal else None
-    facts = {"ranks": ranks, "version": rlhf.__version__, "port": free_port(), "needed": needed, "refused": refused}
+    facts = {"ranks": ranks, "version": __version__, "port": free_port(), "needed": needed, "refused": refused}
     name = f"machine {machine.number} ({socket.gethostname()})"
     waiting = f"rlhf: note: waiting for the other machines at {machine.host}:{machine.port}"
     note = threading.Timer(_SECONDS_TO_HEAR, print, [waiting], {"file": sys.stderr})

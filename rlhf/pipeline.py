@@ -6,9 +6,10 @@ A configuration, an accelerator and a run directory flow in; models, records and
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import accelerators
 from rlhf import quiet
@@ -44,6 +45,7 @@ from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
 from rlhf.stages import dpo, ppo, reward, sft
 from rlhf.stages.context import StageContext
+from rlhf.stages.evaluation import Judge
 from rlhf.starts import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
 
 if TYPE_CHECKING:
@@ -59,41 +61,61 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     Raises:
         RLHFError, AcceleratorError: anything the user can mend.
     """
-    quiet.libraries()
-    world = distributed.world()
-    precision = accelerator.precision(config.precision)
-    shapes = accelerator.shape_policy()
-    if config.engine.shapes != "auto":
-        shapes = accelerators.ShapePolicy(config.engine.shapes)
     pending = [stage for stage in stages if not directory.stage(stage).done]
     for stage in pending:
-        place = directory.stage(stage)
-        checkpoint = place.latest_checkpoint
-        step = step_of(checkpoint) if checkpoint else None
-        if step is None and place.begun and world.is_main:
-            console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
-        with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
-            context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
-            _run_stage(stage, context)
-    if world.is_main:
+        with surroundings(stage, config, accelerator, directory) as context:
+            planned = prepare(context)
+            with memory.explained(context):
+                summary = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo}[stage](context)
+            finish(context, summary | planned)
+    if distributed.world().is_main:
         print_summary([place.summary() for place in directory.stages if place.done], console)
 
 
-def _run_stage(stage: Stage, context: StageContext) -> None:
-    planned = _planned(stage, context)
+@contextmanager
+def surroundings(
+    stage: Stage, config: Config, accelerator: Accelerator, directory: RunDirectory
+) -> Iterator[StageContext]:
+    """What a stage runs in, its records begun, or continued after the newest checkpoint."""
+    quiet.libraries()
+    world, place = distributed.world(), directory.stage(stage)
+    shapes = accelerator.shape_policy()
+    if config.engine.shapes != "auto":
+        shapes = accelerators.ShapePolicy(config.engine.shapes)
+    checkpoint = place.latest_checkpoint
+    step = step_of(checkpoint) if checkpoint else None
+    if step is None and place.begun and world.is_main:
+        console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
+    with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
+        precision = accelerator.precision(config.precision)
+        yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+
+
+def prepare(context: StageContext) -> dict[str, Any]:
+    """Say how a stage's models will be held and what that will take; gives what `finish` keeps of it."""
+    planned = _planned(context.directory.name, context)
     context.accelerator.reset_peak()
     if line := parking.describe(context.holdings.values(), context.accelerator):
-        context.say(f"{stage}: {line}")
-    with memory.explained(context):
-        summary = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo}[stage](context)
-    gc.collect()  # engines refer to themselves; the next stage needs their memory
-    context.accelerator.empty_cache()
+        context.say(f"{context.directory.name}: {line}")
+    return planned
+
+
+def finish(context: StageContext, summary: dict[str, Any]) -> None:
+    """Mark a stage as complete, with what it cost; every rank calls it."""
+    stage = context.directory.name
+    free(context.accelerator)
     peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             context.directory.finish(
-                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak} | planned
+                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
             )
+
+
+def free(accelerator: Accelerator) -> None:
+    """Give back what a stage's models held: the next needs it."""
+    gc.collect()  # engines refer to themselves
+    accelerator.empty_cache()
 
 
 def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
@@ -166,6 +188,21 @@ def _dpo(context: StageContext) -> dict[str, Any]:
 
 
 def _ppo(context: StageContext) -> dict[str, Any]:
+    needed = policy_needs(context)
+    return ppo.run(context, *needed) | {"prompt_format": needed.data.prompt_format}
+
+
+class PolicyNeeds(NamedTuple):
+    """What PPO takes beside its surroundings."""
+
+    models: ppo.Models
+    tokenizer: PreTrainedTokenizerBase
+    data: StageData
+    judge: Judge | None
+
+
+def policy_needs(context: StageContext) -> PolicyNeeds:
+    """How PPO's models are loaded, its prompts, and who judges the embedded world's answers in evaluation."""
     config = context.config
     paths = _starts(context, "ppo")
     actor_path = paths[ACTOR.key]
@@ -210,7 +247,7 @@ def _ppo(context: StageContext) -> dict[str, Any]:
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
     data = _data(context, tokenizer, generation_settings(actor_path, config.model))
-    return ppo.run(context, models, tokenizer, data, judge) | {"prompt_format": data.prompt_format}
+    return PolicyNeeds(models, tokenizer, data, judge)
 
 
 def _put(context: StageContext, holding: Holding) -> Put:

@@ -15,7 +15,7 @@ from rlhf import sharing
 from rlhf.config import EVERY_STAGE, Config, Stage
 from rlhf.data import pretraining, sources
 from rlhf.engine import zero_plus_plus
-from rlhf.errors import RunError
+from rlhf.errors import ConfigError, RunError
 from rlhf.models.folder import check_model_folder
 from rlhf.place import here
 from rlhf.roles import check as check_roles
@@ -93,6 +93,7 @@ def check(
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
+    _check_judge(config, pending)
     check_roles(config, pending, ranks)
     zero_plus_plus.check(config, ranks)
     if "ppo" in pending:
@@ -321,6 +322,14 @@ def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
             config.ppo.minibatch(ranks)
         else:
             config.supervised(stage).micro_batch(ranks, section=stage)
+
+
+def _check_judge(config: Config, stages: Sequence[Stage]) -> None:
+    judged = any(dataset.path == sources.WORLD for dataset in config.data.datasets)
+    if "ppo" in stages and config.ppo.kept_by == "approved_share" and not judged:
+        raise ConfigError(
+            "ppo.keep: best(approved_share) needs a judge, which only the embedded data have; use best(reward), or last"
+        )
 
 
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:

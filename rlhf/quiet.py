@@ -1,8 +1,9 @@
 """What libraries say while they work stays out of a terminal: a user can do nothing about it. Errors still show.
 
-`command` is for a process of the command line, before anything slow is imported; `libraries` for what is imported by
-then; `unheard` for code that prints whatever it is told. With --debug, all of it shows. In a program of somebody
-else's, which has called no `command`, logging and standard output are its own, and nothing here touches them.
+`command` is for a process of the command line, before anything slow is imported, `session` for a program of somebody
+else's that wants it; `libraries` for what is imported by then; `unheard` for code that prints whatever it is told.
+With --debug, all of it shows. In a program of somebody else's, which has called neither, logging and standard output
+are its own, and nothing here touches them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _BARS = (
 )
 _OURS = ("rlhf", "accelerators")
 
-_quiet = False  # whether this is a process of the command line, without --debug
+_quiet = False  # whether libraries are to be unheard
 
 
 def command(*, debug: bool) -> None:
@@ -57,6 +58,15 @@ def command(*, debug: bool) -> None:
     logging.getLogger().setLevel(logging.ERROR)
     if not sys.warnoptions:  # neither -W nor PYTHONWARNINGS
         warnings.simplefilter("ignore")
+    libraries()
+
+
+def session() -> None:
+    """Let libraries speak of errors only in a program of somebody else's, whose own logging stays as it is."""
+    global _quiet
+    _quiet = True
+    for variable, value in _VARIABLES.items():
+        os.environ.setdefault(variable, value)
     libraries()
 
 

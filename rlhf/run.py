@@ -215,15 +215,14 @@ class RunDirectory:
                     f"{self.path}: holds no run to resume; check --output, or leave --resume out to start one there"
                 )
             return
-        present = [stage for stage in self.stages if stage.begun]
-        if overwrite:
-            present = [stage for stage in present if stage.name not in stages]
-            for stage in present:
-                if gone := [name for name in started_from(read_json(self.description), stage.name) if name in stages]:
-                    raise RunError(
-                        f"{self.path}: {stage.name} comes from the {gone[0]} stage, which --overwrite replaces; "
-                        f"replace all with `rlhf --overwrite`, delete {stage.path}, or choose another --output"
-                    )
+        present = [stage for stage in self.stages if stage.begun and not (overwrite and stage.name in stages)]
+        for stage in present if overwrite else ():
+            if gone := [name for name in started_from(read_json(self.description), stage.name) if name in stages]:
+                raise RunError(
+                    f"{self.path}: {stage.name} comes from the {gone[0]} stage, which --overwrite replaces; "
+                    f"{'replace all with `rlhf --overwrite`, ' * (stage.name in STAGES)}delete {stage.path}, "
+                    "or choose another --output"
+                )
         taken = [stage for stage in present if stage.name in stages]
         if taken and not resume:
             held = ", ".join(f"{stage.name} ({'complete' if stage.done else 'not complete'})" for stage in taken)

@@ -129,6 +129,41 @@ def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("every", ["0", "7", "epoch"])
+def test_a_stage_of_epochs_is_evaluated_every_so_many_steps_or_epochs(every: str) -> None:
+    config = load_config(None, [f"sft.eval_every={every}"])
+    assert config.sft.eval_every == (every if every == "epoch" else int(every))
+    assert build_config(config.model_dump(mode="json")).sft == config.sft
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.eval_every=-1", "sft.eval_every=-1: expected a number of steps, at least 0, or epoch, found -1"),
+        ("reward.eval_every=epochs", "expected a number of steps, at least 0, or epoch, found 'epochs'"),
+        ("reward.eval_every=0.5", "expected a number of steps, at least 0, or epoch, found 0.5"),
+        ("reward.eval_every=true", "expected a number of steps, at least 0, or epoch, found true"),
+        ("ppo.eval_every=epoch", "ppo.eval_every=epoch: expected a whole number, found 'epoch'"),
+        ("sft.keep=first", r"sft.keep=first: expected last or best\(MEASURE\), found 'first'"),
+        ("sft.keep=best(loss)", r"sft.keep=best\(loss\): no model is best by 'loss'; use best\(perplexity\), or last"),
+        ("reward.keep=best(margin)", r"no model is best by 'margin'; use best\(accuracy\) or best\(loss\), or last"),
+        ("ppo.keep=best(kl)", r"no model is best by 'kl'; use best\(reward\) or best\(approved_share\), or last"),
+        ("ppo.keep=best(reward)", r"best\(reward\) compares evaluations during training; set eval_every, or keep last"),
+        ("ppo.samples_every=-1", "expected a number of at least 0"),
+        ("ppo.samples=0", "expected a number of at least 1"),
+    ],
+)
+def test_what_cannot_be_evaluated_or_kept_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize(("every", "shown"), [(None, [4, 8, 12]), (5, [5, 10]), (0, [])])
+def test_samples_are_shown_ten_times_a_run_or_as_often_as_is_said(every: int | None, shown: list[int]) -> None:
+    settings = PPOConfig(steps=48 if every is None else 12, samples_every=every)
+    assert [step for step in range(1, 13) if settings.shows_samples(step)] == shown
+
+
 @pytest.mark.parametrize(
     ("estimator", "override", "message"),
     [
@@ -201,7 +236,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_a_recorded_config_builds_the_same_config() -> None:
     config = load_config(None, ["data.datasets=[{path: a, columns: {prompt: q}}]", "ppo.kl_target=2.5", "output=/a"])
-    assert build_config(config.model_dump(mode="json")) == config
+    assert build_config(config.model_dump(mode="json")).sft == config.sft
 
 
 @pytest.mark.parametrize("section", sorted(sections(Config), key=lambda section: section.__name__))

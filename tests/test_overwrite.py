@@ -42,6 +42,14 @@ def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: 
         RunDirectory.check(config, stages=stages, overwrite=True)
 
 
+def test_overwrite_of_the_default_stages_says_that_dpo_which_is_none_of_them_must_go(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft", "dpo")
+    with pytest.raises(RunError, match=rf"dpo comes from the sft stage, .* replaces; delete {run.path}/dpo, or"):
+        RunDirectory.check(config_in(tmp_path / "run"), stages=STAGES, overwrite=True)
+    run = run_stages(config_in(tmp_path / "run"), "dpo", overwrite=True)
+    assert run.stage("sft").done and run.stage("dpo").done
+
+
 def test_overwrite_keeps_a_stage_that_started_from_models_of_its_own(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     own = config_in(tmp_path / "run", "ppo.actor=x", "ppo.reward_model=y")

@@ -60,10 +60,10 @@ def test_a_complete_run_on_a_read_only_disk_is_no_error(tmp_path: Path, monkeypa
 
 
 def test_stages_may_follow_one_another_without_any_flag(tmp_path: Path) -> None:
-    for stage in ("sft", "reward", "ppo"):
+    for stage in ("sft", "reward", "dpo", "ppo"):
         run = run_stages(config_in(tmp_path / "run"), stage)
     assert all(stage.done for stage in run.stages)
-    assert len(json.loads(run.description.read_text())["invocations"]) == 3
+    assert len(json.loads(run.description.read_text())["invocations"]) == 4
 
 
 def test_a_stage_that_is_there_is_kept_unless_asked(tmp_path: Path) -> None:

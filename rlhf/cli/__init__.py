@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from io import TextIOWrapper
 
 
 def main() -> None:
@@ -18,6 +19,8 @@ def main() -> None:
     from rlhf.outcome import Outcome
     from rlhf.place import without_local_rank
 
+    if isinstance(sys.stdout, TextIOWrapper):  # a letter that the terminal has not is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
     quiet.command(debug=debug)
     try:

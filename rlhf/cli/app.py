@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import rlhf
 from rlhf.cli import accelerators, chat, data, plan, schema
 from rlhf.cli.options import RUN, Options, shared
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
 from rlhf.outcome import INTERRUPTED, Outcome
+from rlhf.version import __version__
 
 if TYPE_CHECKING:
     from rlhf.nodes import Machine
@@ -48,7 +48,7 @@ _EPILOG = "[bold]Examples[/]\n" + "\n".join(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"rlhf {rlhf.__version__}")
+        print(f"rlhf {__version__}")
         raise typer.Exit
 
 

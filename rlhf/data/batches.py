@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accelerators import ShapePolicy
-from rlhf.data.examples import Demonstration, Pair, Prompt
+from rlhf.data.examples import Demonstration, NumberedPair, Pair, Prompt
 
 Batch = dict[str, Tensor]
 E = TypeVar("E")
@@ -71,7 +71,7 @@ def collate_reward(
 
 
 def collate_dpo(
-    examples: Sequence[tuple[int, Pair]],
+    examples: Sequence[NumberedPair],
     real: int | None = None,
     *,
     policy: ShapePolicy,
@@ -82,7 +82,7 @@ def collate_dpo(
     """Pad prompts on the left and replies on the right, so that replies begin in one column; the chosen ones first.
 
     Args:
-        examples: B pairs, each with its number in the data.
+        examples: B of them; the first `real` count (default: all), the others only fill the batch up.
         prompt, completion: the most tokens either may have.
 
     Returns:
@@ -90,16 +90,15 @@ def collate_dpo(
         completion_mask (bool) [2B, A]: the reply's tokens; number (int64) [B]; pair_mask (bool) [B]: False for pairs
         that only fill the batch up.
     """
-    pairs = [pair for _, pair in examples]
-    prompts = [pair.prompt_ids[::-1] for pair in pairs] * 2
-    replies = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
+    prompts = [example.prompt_ids[::-1] for example in examples] * 2
+    replies = [example.chosen_ids for example in examples] + [example.rejected_ids for example in examples]
     before, before_mask = _pad_right(prompts, policy, prompt, pad_token_id)
     after, after_mask = _pad_right(replies, policy, completion, pad_token_id)
     return {
         "input_ids": torch.cat([before.flip(1), after], 1),
         "attention_mask": torch.cat([before_mask.flip(1), after_mask], 1),
         "completion_mask": after_mask.bool(),
-        "number": torch.tensor([number for number, _ in examples]),
+        "number": torch.tensor([example.number for example in examples]),
         "pair_mask": _real(examples, real),
     }
 

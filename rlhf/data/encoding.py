@@ -48,8 +48,7 @@ def encode_conversation(
     Raises:
         DataError: the tokenizer's chat template refuses these messages.
     """
-    text = transcript(messages) if form == "transcript" else plain_prompt(messages)
-    row = Row(tuple(messages), text, None, None, None, "")
+    row = conversation_row(messages, form)
     ids = encode_prompts(tokenizer, [row], chat_template=form == "template")[0]
     if ids is None:
         roles = ", ".join(message.role for message in messages)
@@ -57,6 +56,12 @@ def encode_conversation(
             f"the tokenizer's chat template refuses the roles {roles}; change them or set data.chat_template=false"
         )
     return ids
+
+
+def conversation_row(messages: Sequence[Message], form: PromptFormat) -> Row:
+    """A conversation that no data set holds, as a row of that form."""
+    text = transcript(messages) if form == "transcript" else plain_prompt(messages)
+    return Row(tuple(messages), text, None, None, None, "")
 
 
 def _apart(found: re.Match[str]) -> str:

@@ -29,6 +29,13 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class NumberedPair(Pair):
+    """A pair that is known by a number while it is shuffled."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt to answer (stage ppo)."""
 

@@ -56,7 +56,8 @@ def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precisi
         written = -(-need.steps // every) if every else 1
         # The newest two stay, and a third is written beside them; the model comes when two are left.
         trained = width * sum(counts[:1])
-        most = max(most, left + max(checkpoint * min(written, 3), checkpoint * min(written, 2) + trained))
+        best = width * sum(counts[:1]) if getattr(config, stage).kept_by else 0  # lies there while others are tried
+        most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
         left += trained
     return most
 

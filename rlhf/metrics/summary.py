@@ -47,6 +47,9 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         for name in dict.fromkeys([*before, *after]):
             values = (shown_value(name, before.get(name)), shown_value(name, after.get(name)))
             table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
+        if best := summary.get("kept", {}).get("metric"):
+            kept = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
+            table.add_row(Text(kept, style="dim"), "", "")
         table.add_row(Text("  " + _cost(summary), style="dim"), "", "", end_section=position < len(summaries) - 1)
     return table
 
@@ -55,8 +58,6 @@ def _cost(summary: dict[str, Any]) -> str:
     parts = []
     if "steps" in summary:
         parts.append(f"{summary['steps']:,} steps")
-    if kept := summary.get("kept", {}).get("metric"):
-        parts.append(f"the model of step {summary['kept']['step']:,} is kept: best {kept.replace('_', ' ')}")
     if "seconds" in summary:
         parts.append(format_seconds(summary["seconds"]))
     if summary.get("peak_memory"):

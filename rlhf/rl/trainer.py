@@ -6,11 +6,13 @@ is that of arXiv:2203.02155).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.data.batches import collate_ppo
 from rlhf.data.tokenization import StageData
@@ -56,6 +58,8 @@ class PPO:
         self.accelerator = context.accelerator
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
+        self.own_scores: Callable[[Batch], Tensor] | None = None
+        """(what `generate` gives) -> float32 scores [B], in place of the reward model's; for loops of one's own."""
         minibatch, micro_rows = settings.minibatch(context.world.size)
         updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
         sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
@@ -80,7 +84,7 @@ class PPO:
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
         self.updates = Updates(context, self.actor, self.critic, pretraining)
 
-        collate = partial(
+        self.collate = collate = partial(
             collate_ppo,
             pad_token_id=tokenizer.pad_token_id,
             policy=context.shapes,
@@ -170,6 +174,8 @@ class PPO:
         sequences = self.generate(prompts)
         self.decoder.make_room()
         scored = self.score(sequences)
+        if self.own_scores:
+            scored["scores"] = self.own_scores(sequences)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])
@@ -187,6 +193,7 @@ class PPO:
             log_probs=masked(scored["log_probs"], mask),
             ref_log_probs=masked(scored["ref_log_probs"], mask),
             values=values,
+            scores=scored["scores"],
             advantages=advantages * mask,
             returns=returns * mask,
         )

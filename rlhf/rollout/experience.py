@@ -25,6 +25,7 @@ class Experience:
     log_probs: Tensor  # [B, A] float32
     ref_log_probs: Tensor  # [B, A] float32
     values: Tensor  # [B, A] float32
+    scores: Tensor  # [B] float32, as they are reported: not clipped
 
     # what to learn from them
     advantages: Tensor  # [B, A] float32

@@ -6,6 +6,7 @@ its implicit reward of a reply is beta log (policy / reference), and needs no re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,17 +14,18 @@ from torch import Tensor, nn
 
 from rlhf.config import DPOConfig
 from rlhf.data.batches import Batches, collate_dpo
+from rlhf.data.examples import Example, NumberedPair
 from rlhf.data.tokenization import StageData
-from rlhf.engine import distributed
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
 from rlhf.objectives.preferences import preference_losses
 from rlhf.stages.context import StageContext
-from rlhf.stages.leaving import leave
-from rlhf.stages.loop import measure_once, run_steps, sum_over
+from rlhf.stages.loop import sum_over
 from rlhf.stages.references import Beside, Pass, Precomputed, reply_log_probs
+from rlhf.stages.supervised import Objective, Supervised
 
+References = Precomputed | Beside
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
 """What is recorded of the pairs, of a step's and of those held out: means over them."""
 
@@ -31,7 +33,6 @@ MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "cho
 def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
     """Train what `load` gives on `data.train`, save the model, and return the stage's summary."""
     settings, limits = context.config.dpo, context.config.data
-    micro = settings.micro_batch(context.world.size, section="dpo")
     collate = partial(
         collate_dpo,
         policy=context.shapes,
@@ -39,69 +40,44 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
         completion=limits.max_completion_length,
         pad_token_id=tokenizer.pad_token_id,
     )
-    pairs = list(enumerate([*data.train, *data.heldout]))
-    train, rest = pairs[: len(data.train)], pairs[len(data.train) :]
-    batches = context.batches(train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
-    held_out = context.evaluation_batches(rest, collate, settings, rows=micro)
-    total_steps = settings.total_steps(len(batches))
-    engine = context.engine(
-        "dpo",
-        load,
-        settings.optimizer,
-        total_steps=total_steps,
-        batch_size=settings.batch_size,
-        micro_batch_size=micro,
-    )
-    referenced: Precomputed | Beside
+    examples = [*data.train, *data.heldout]
+    pairs: list[Example] = [NumberedPair(**vars(pair), number=number) for number, pair in enumerate(examples)]
+    train, heldout = pairs[: len(data.train)], pairs[len(data.train) :]
+    stage = Supervised(context, load, collate, replace(data, train=train, heldout=heldout))
+    referenced: References
     if settings.reference == "beside":
-        frozen = context.frozen("reference", load) if "reference" in context.holdings else None
-        referenced = Beside(context, engine, frozen)
+        reference = context.frozen("reference", load) if "reference" in context.holdings else None
+        referenced = Beside(context, stage.engine, reference)
     else:
-        passes = [Pass(batches, min(total_steps, len(batches))), Pass(held_out, len(held_out))]
-        referenced = Precomputed(context, engine, passes, len(pairs))
+        met = min(stage.total_steps, len(stage.batches))
+        passes = [Pass(stage.batches, met), Pass(stage.held_out, len(stage.held_out))]
+        referenced = Precomputed(context, stage.engine, passes, len(pairs))
 
-    def step(index: int) -> Numbers:
-        micro_batches = referenced([context.accelerator.to_device(batch) for batch in batches.step(index)])
-        # Pairs of the whole global batch: the loss is a mean over them, however they are split.
-        total = distributed.all_sum(sum(batch["pair_mask"].sum() for batch in micro_batches).float())
+    def loss(model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        losses, statistics = preferences(model, batch, settings)
+        return losses / total.clamp_min(1), statistics
 
-        def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            losses, statistics = preferences(model, batch, settings)
-            return losses / total.clamp_min(1), statistics
-
-        rates = engine.rates
-        numbers = averages(engine.step(micro_batches, loss).read())
-        return numbers | rates | {"grad_norm": engine.grad_norm()}
-
-    def measure(when: str) -> Numbers:
-        found = evaluate(context, engine, held_out, referenced, when)
-        context.recorder.log(engine.steps, {f"heldout_{key}": value for key, value in found.items()})
-        return found
-
-    before = measure_once(context, lambda: measure("before"))
-    run_steps(
-        context,
-        total_steps=total_steps,
-        step=step,
-        engines={"model": engine},
-        settings=settings,
+    objective = Objective(
+        loss,
+        count=lambda batch: batch["pair_mask"].sum(),
+        evaluate=partial(evaluate, referenced=referenced),
         unit="pairs",
         shown=("loss", "accuracy", "margin"),
+        averages=averages,
+        prepare=referenced,
     )
-    after = measure("after")
-    leave(context, engine, tokenizer)
-    return {"before": before, "after": after, "steps": total_steps, "parameters": engine.parameter_counts}
+    return stage.run(objective, tokenizer)
 
 
-def preferences(model: nn.Module, batch: Batch, settings: DPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def preferences(model: nn.Module, batch: Batch, settings: DPOConfig) -> tuple[Tensor, Batch]:
     """(the loss, statistics), both summed over the real pairs of a batch that has its `reference`."""
-    log_probs = reply_log_probs(model, batch)
+    log_probs, mask = reply_log_probs(model, batch), batch["pair_mask"]
     chosen, rejected = (log_probs - batch["reference"]).chunk(2)
     losses = preference_losses(
         chosen - rejected, loss=settings.loss, beta=settings.beta, label_smoothing=settings.label_smoothing
     )
     of_pairs = {
-        "pairs": batch["pair_mask"],
+        "pairs": mask,
         # A tie is half right: before the first step, all are.
         "accuracy": ((chosen - rejected).sign() + 1) / 2,
         "margin": settings.beta * (chosen - rejected),
@@ -111,7 +87,6 @@ def preferences(model: nn.Module, batch: Batch, settings: DPOConfig) -> tuple[Te
         "chosen_log_prob": log_probs.chunk(2)[0],
         "rejected_log_prob": log_probs.chunk(2)[1],
     }
-    mask = batch["pair_mask"]
     return (losses * mask).sum(), {key: (value.detach() * mask).sum() for key, value in of_pairs.items()}
 
 
@@ -122,11 +97,11 @@ def averages(sums: Numbers) -> Numbers:
 
 
 def evaluate(
-    context: StageContext, engine: TrainingEngine, held_out: Batches, referenced: Precomputed | Beside, when: str
+    context: StageContext, engine: TrainingEngine, held_out: Batches, when: str, *, referenced: References
 ) -> Numbers:
     """The mean loss of the held-out pairs, and the means of `MEANS`."""
 
-    def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def statistics(model: nn.Module, batch: Batch) -> Batch:
         (batch,) = referenced([batch])
         losses, found = preferences(model, batch, context.config.dpo)
         return found | {"loss": losses}

@@ -33,6 +33,13 @@ class Found(NamedTuple):
     samples: Sequence[dict[str, str]] = ()
 
 
+def record(context: StageContext, step: int, found: Found) -> None:
+    """Record what was found after `step` steps."""
+    context.recorder.log(step, {f"heldout_{key}": value for key, value in found.numbers.items()})
+    for position, sample in enumerate(found.samples):
+        context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
+
+
 class Evaluations:
     """The evaluations of a stage of `total_steps`; every rank takes part.
 
@@ -86,10 +93,7 @@ class Evaluations:
             return
         # Records that follow the checkpoint's step were dropped when the stage was resumed: also those of what is known
         found = self._found[step]
-        self.context.recorder.log(step, {f"heldout_{key}": value for key, value in found.numbers.items()})
-        for position, sample in enumerate(found.samples):
-            text = f"{sample['prompt']}\n{sample['completion']}"
-            self.context.recorder.text(f"heldout_{position}", step, text)
+        record(self.context, step, found)
         if self._every and step:
             best = ", the best so far" if self._best(step) == step else ""
             self.context.say(f"{name}: after step {step:,}: {self._told(found.numbers)}{best}")
@@ -101,13 +105,14 @@ class Evaluations:
         if step is None:
             self._leave(directory.path)
         else:
-            kept |= {"metric": self._metric, "value": self._found[step].numbers[str(self._metric)]}
+            metric, value = str(self._metric), self._found[step].numbers[str(self._metric)]
+            kept |= {"metric": metric, "value": value}
             with distributed.on_main("keeping the best model") as main:
                 if main:
                     self._put(self._folder(step))
             self.context.say(
-                f"{directory.name}: keeps the model of step {step:,}, {self._metric} "
-                f"{shown_value(str(self._metric), kept['value'])}: the best of {len(self._found) - 1:,} evaluations"
+                f"{directory.name}: keeps the model of step {step:,}, {metric.replace('_', ' ')} "
+                f"{shown_value(metric, value)}: the best of {len(self._found) - 1:,} evaluations"
             )
         before, after = self._found[0], self._found[kept["step"]]
         summary = {"before": before.numbers, "after": after.numbers, "steps": self.total_steps, "kept": kept}

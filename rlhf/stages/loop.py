@@ -62,52 +62,76 @@ def run_steps(
     context.directory.check_steps(total_steps)
     evaluations = Evaluations(context, settings, total_steps, measure=measure, leave=leave, epoch=epoch, shown=shown)
     evaluations.take(0)
-    first = 0
-    restored = checkpoint.restore(context.directory, engines)
-    if restored:
-        first, state = restored
-        load_state(state["stage"])
-        _restore_generators(context, state["rng"], first)
-        context.clock.earlier += state["seconds"]
-        context.say(f"{name}: resumed after step {first:,}")
-    else:
-        context.accelerator.seed(_rank_seed(context))
+    first = begin(context, engines, load_state)
     training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
-    with _signals() as arrived, training as bar:
+    with ending_signals() as arrived, training as bar:
         if 0 < first < total_steps and evaluations.due(first):  # the process may have died before it was done
             evaluations.take(first)
         for index in range(first, total_steps):
-            begun = time.perf_counter()
-            numbers = step(index)
-            context.accelerator.synchronize()  # so that the time is that of the work
-            numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
-            compilations = context.accelerator.compilations()
-            if compilations is not None:
-                numbers["compilations"] = float(compilations)
-            if context.precision.loss_scaling:
-                numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
-            done = index + 1
-            _check_finite(numbers, context, done)
+            numbers, done = measured(context, index, step, engines, unit), index + 1
             if done % settings.log_every == 0 or done == total_steps:
                 context.recorder.log(done, numbers)
                 context.settle()
             bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
-            interrupted = _anywhere(arrived, context)
+            interrupted = anywhere(arrived, context)
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
             # After the last step too: the evaluation and the export that follow may fail, or be interrupted.
             if due or interrupted or done == total_steps:
-                rng, seconds = context.accelerator.rng_state(), context.clock.seconds()
-                own = {"stage": save_state(), "rng": rng, "seconds": seconds}
-                checkpoint.save(context.directory, done, engines, own)
-                context.settle()
+                save(context, done, engines, save_state)
             if interrupted:
                 raise KeyboardInterrupt
             if done < total_steps and evaluations.due(done):
                 evaluations.take(done)
-        if _anywhere(arrived, context):  # while the last checkpoint was written
+        if anywhere(arrived, context):  # while the last checkpoint was written
             raise KeyboardInterrupt
     evaluations.take(total_steps)
     return evaluations.finish()
+
+
+def begin(
+    context: StageContext, engines: dict[str, TrainingEngine], load_state: Callable[[dict[str, Any]], None]
+) -> int:
+    """Go on from the newest checkpoint, or seed the generators where there is none; gives the steps that are done."""
+    restored = checkpoint.restore(context.directory, engines)
+    if not restored:
+        context.accelerator.seed(_rank_seed(context))
+        return 0
+    done, state = restored
+    load_state(state["stage"])
+    _restore_generators(context, state["rng"], done)
+    context.clock.earlier += state["seconds"]
+    context.say(f"{context.directory.name}: resumed after step {done:,}")
+    return done
+
+
+def measured(
+    context: StageContext, index: int, step: Callable[[int], Numbers], engines: dict[str, TrainingEngine], unit: str
+) -> Numbers:
+    """The numbers of `step(index)`, with those that say how fast it was; see `run_steps`.
+
+    Raises:
+        DivergedError: one of them is not finite.
+    """
+    begun = time.perf_counter()
+    numbers = step(index)
+    context.accelerator.synchronize()  # so that the time is that of the work
+    numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
+    compilations = context.accelerator.compilations()
+    if compilations is not None:
+        numbers["compilations"] = float(compilations)
+    if context.precision.loss_scaling:
+        numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
+    _check_finite(numbers, context, index + 1)
+    return numbers
+
+
+def save(
+    context: StageContext, done: int, engines: dict[str, TrainingEngine], save_state: Callable[[], dict[str, Any]]
+) -> None:
+    """Write the checkpoint of a stage that has done `done` steps."""
+    own = {"stage": save_state(), "rng": context.accelerator.rng_state(), "seconds": context.clock.seconds()}
+    checkpoint.save(context.directory, done, engines, own)
+    context.settle()
 
 
 @torch.no_grad()
@@ -135,7 +159,7 @@ def sum_over(
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def ending_signals() -> Iterator[list[int]]:
     """The signals to end that have arrived; an impatient one ends at once."""
     arrived: list[int] = []
 
@@ -148,7 +172,7 @@ def _signals() -> Iterator[list[int]]:
         yield arrived
 
 
-def _anywhere(arrived: list[int], context: StageContext) -> bool:
+def anywhere(arrived: list[int], context: StageContext) -> bool:
     """Whether a signal arrived on any rank, so that all stop after the same step."""
     if context.world.size == 1:
         return bool(arrived)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf.data.tokenization import Prompt, StageData
 from rlhf.engine.statistics import Numbers
+from rlhf.rl.samples import tell
 from rlhf.rl.trainer import PPO, Models
 from rlhf.stages.context import StageContext
 from rlhf.stages.evaluation import Judge, evaluate
@@ -29,12 +30,10 @@ def run(
     settings = context.config.ppo
     examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
 
-    every = max(1, settings.steps // 10)
-
     def step(index: int) -> Numbers:
         numbers = ppo.step(index)
-        if (index + 1) % every == 0:
-            _record_sample(context, ppo, index + 1)
+        if settings.shows_samples(index + 1):
+            tell(context, ppo, index + 1)
         return numbers
 
     summary = run_steps(
@@ -51,10 +50,3 @@ def run(
         load_state=ppo.load_state,
     )
     return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
-
-
-def _record_sample(context: StageContext, ppo: PPO, step: int) -> None:
-    """The first sequence of the latest rollout, as text."""
-    if context.world.is_main and ppo.experience is not None:
-        real = ppo.experience.attention_mask[0].bool()
-        context.recorder.text("completion", step, ppo.tokenizer.decode(ppo.experience.input_ids[0][real]))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.data.batches import Batches
+from rlhf.data.examples import NumberedPair
 from rlhf.engine import distributed
 from rlhf.engine.parking import at_hand
 from rlhf.engine.training import Batch, TrainingEngine
@@ -32,13 +33,13 @@ FILE = "reference.safetensors"
 class Pass(NamedTuple):
     """Batches of `rlhf.data.batches.collate_dpo`, and how many of them are used."""
 
-    batches: Batches
+    batches: Batches[NumberedPair]
     steps: int
 
     @property
     def numbers(self) -> list[int]:
         """Of the pairs that are met."""
-        return [number for step in range(self.steps) for number, _ in self.batches.examples(step)]
+        return [example.number for step in range(self.steps) for example in self.batches.examples(step)]
 
 
 def reply_log_probs(model: nn.Module, batch: Batch) -> Tensor:

@@ -6,7 +6,7 @@ flow out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Objective:
     `loss(model, batch, total)` of a micro-batch is its part of the mean over the global batch, and sums of statistics;
     `total` is the sum of `count(batch)` over all micro-batches of all ranks. `averages` makes a step's numbers of the
     sums, of which `unit` is one that gives the rate; `shown` appear beside the progress.
+    `prepare` adds to a step's micro-batches, on the device, what the loss needs of other models than the trained one.
     `evaluate(context, engine, held_out, when)` measures the model; `when` is for display.
     """
 
@@ -40,6 +41,7 @@ class Objective:
     unit: str
     shown: tuple[str, ...]
     averages: Callable[[Numbers], Numbers] = lambda sums: sums
+    prepare: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches
 
 
 class Supervised:
@@ -68,7 +70,7 @@ class Supervised:
         context, engine = self.context, self.engine
 
         def step(index: int) -> Numbers:
-            batches = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
+            batches = objective.prepare([context.accelerator.to_device(batch) for batch in self.batches.step(index)])
             # Of the whole global batch: the loss is a mean over it, however rows are split.
             total = distributed.all_sum(sum(objective.count(batch) for batch in batches).float())
             rates = engine.rates

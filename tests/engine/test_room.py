@@ -92,6 +92,8 @@ def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
     assert bytes_needed(config(), few, FP32) == (4 + 12 + 4) * 10**6  # a checkpoint of the last step alone
     assert bytes_needed(config(), many, FP32) == (4 + 2 * 12 + 4) * 10**6
     assert bytes_needed(config(), {"sft": Need([model], 201)}, FP32) == 3 * 12 * 10**6  # three, before the model comes
+    best = config(sft={"eval_every": 10, "keep": "best(perplexity)"})  # beside the three
+    assert bytes_needed(best, {"sft": Need([model], 201)}, FP32) == (3 * 12 + 4) * 10**6
     assert bytes_needed(config(reward={"checkpoint_every": 0}), {"reward": Need([model], 201)}, FP32) == 16 * 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 21_000_000))
     check_room(config(), tmp_path / "run", few, FP32)

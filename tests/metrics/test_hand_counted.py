@@ -237,6 +237,13 @@ def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_
     assert built.step(0)["explained_variance"] == pytest.approx(1 - 4.375 / 23.375, rel=1e-5)
 
 
+def test_scores_are_scaled_then_clipped_then_less_a_penalty_where_there_is_no_end(build_ppo):
+    built = quiet(build_ppo(normalize_scores="batch", score_clip=1, missing_eos_penalty=0.5, kl_coef=0, lam=1.0))
+    built.step(0)
+    # 1, 4 and 7 have mean 4 and deviation sqrt(6): -1.22, 0 and 1.22, clipped to 1; the third alone ends.
+    assert built.experience.returns[:, 0].tolist() == pytest.approx([-1.5, -0.5, 1.0, 0.0])
+
+
 def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
     built = quiet(build_ppo())
     rewards = [4.0, 1.0, 10.0]

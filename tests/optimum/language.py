@@ -4,14 +4,18 @@ Four words, the end among them, and at most three of them: 40 completions. Of al
 maximizes E[reward] - beta KL(policy || reference) is
 
     policy*(y) = reference(y) exp(reward(y) / beta) / Z        (arXiv:1909.08593, section 2.1)
+
+An algorithm whose updates are no gradient of that ends elsewhere: where its own expected update is 0. As every
+completion can be listed, that expectation is a sum, and the place is found by following it (`Update.ended`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -88,22 +92,117 @@ class TableOfRewards(nn.Module):
         return self.score.weight.detach()[0, torch.stack(numbers)].double()
 
 
+BEGINNINGS = [
+    words[:length] for length in range(LENGTH) for words in itertools.product(range(len(WORDS)), repeat=length)
+]
+BEGINNINGS = [words for words in BEGINNINGS if END not in words]
+"""Every state in which a word is chosen, by the words before it: 13."""
+
+
 @torch.no_grad()
-def log_probabilities(model: nn.Module, temperature: float = 1.0) -> Tensor:
-    """[completions]: of each whole completion, by plain forward passes without any padding."""
+def table(model: nn.Module, temperature: float = 1.0) -> Tensor:
+    """[beginnings, words]: log-probabilities of the next word, by plain forward passes without any padding."""
     found = []
-    for words in COMPLETIONS:
-        ids = torch.tensor([[*PROMPT.prompt_ids, *words]])
-        logits = (model(input_ids=ids).logits.double() / temperature).log_softmax(-1)[
-            0, len(PROMPT.prompt_ids) - 1 : -1
-        ]
-        found.append(logits.gather(-1, torch.tensor(words)[:, None]).sum())
+    for words in BEGINNINGS:
+        logits = model(input_ids=torch.tensor([[*PROMPT.prompt_ids, *words]])).logits[0, -1]
+        found.append((logits.double() / temperature).log_softmax(-1))
     return torch.stack(found)
+
+
+_PLACES = [
+    [(BEGINNINGS.index(words[:at]), words[at], 1) if at < len(words) else (0, 0, 0) for at in range(LENGTH)]
+    for words in COMPLETIONS
+]
+STATES, CHOSEN, THERE = torch.tensor(_PLACES).unbind(-1)
+"""[completions, LENGTH] each: the state in which a word is chosen, the word, and 1 where there is one."""
+
+
+def of_words(choices: Tensor) -> Tensor:
+    """[completions, LENGTH]: of the log-probabilities in a `table` those of each completion's words; 0 past its end."""
+    return choices[STATES, CHOSEN] * THERE
+
+
+def log_probabilities(model: nn.Module, temperature: float = 1.0) -> Tensor:
+    """[completions]: of each whole completion."""
+    return of_words(table(model, temperature)).sum(-1)
 
 
 def optimum(reference: Tensor, rewards: Tensor, beta: float) -> Tensor:
     """Log-probabilities of the best policy, [completions]."""
     return (reference + rewards / beta).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an algorithm's updates add up to when every completion is drawn as often as is to be expected.
+
+    `group`: completions of one prompt, where the mean of all their rewards is the baseline (GRPO): a part of it is a
+    completion's own, which makes advantages smaller. Of the other completions alone (RLOO), it is as in an infinite
+    group. `divided`: by the group's deviation. `kl`: k2 or k3, in the loss; or k1, in the reward.
+    """
+
+    kl: Literal["k1", "k2", "k3"]
+    beta: float
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    group: float = math.inf
+    divided: bool = False
+
+    def ended(self, reference: Tensor, rewards: Tensor) -> Tensor:
+        """Log-probabilities, [completions], of the policy at which the expected update is 0.
+
+        A policy here is a table of logits, z[state, word]. Drawn on-policy (the ratio is 1, nothing is clipped), the
+        expected update of the table is the sum over completions y and their words t of
+
+            policy(y) w(y) (A(y) - beta k'(y, t)) d log policy(y_t | state) / dz,
+
+        w(y) being 1, or 1 / length where the loss is a mean over sequences of means, and A(y) the expectation of y's
+        advantage over what else is in its group. In the reward, k1 is part of it. In the loss an estimate of the KL is
+        differentiated as it stands, with r = log policy(y_t) - log reference(y_t):
+
+            k2 = r^2 / 2              k2' = r             (so a word costs what it is unlikelier under the reference,
+                                                           but not what the words that it leads to cost)
+            k3 = exp(-r) - 1 + r      k3' = 1 - exp(-r)   (the expectation of k3' d log policy is the gradient of
+                                                           KL(reference || policy) in that state)
+
+        The best policy of the whole completion's KL is the end of k1 alone, or where completions have one word.
+        The table is moved along that update, divided for each word by how often it is met, until it is 0.
+
+        Args:
+            reference: as `table` gives it.
+        """
+        weights = THERE / THERE.sum(1, keepdim=True) if self.loss_mean == "sequence" else THERE.double()
+        others, scaled = self._groups(rewards) if self.divided else (None, None)
+        nothing, logits = torch.zeros_like(reference), reference
+        for _ in range(20_000):
+            choices = logits.log_softmax(-1)
+            ratio, drawn = of_words(choices - reference), of_words(choices).sum(1).exp()
+            if self.divided:
+                advantages = scaled @ drawn[others].prod(1)
+            else:
+                earned = rewards - (self.beta * ratio.sum(1) if self.kl == "k1" else 0.0)
+                advantages = (earned - (drawn * earned).sum()) * (1 - 1 / self.group)
+            held_back = {"k1": 0 * ratio, "k2": ratio, "k3": 1 - (-ratio).exp()}[self.kl]
+            push = weights * (advantages[:, None] - self.beta * held_back)
+            sums = [
+                nothing.index_put((STATES, CHOSEN), drawn[:, None] * part, accumulate=True) for part in (push, THERE)
+            ]
+            mean = sums[0] / sums[1]  # of what pushes each word up
+            step = mean - (choices.exp() * mean).sum(1, keepdim=True)
+            if step.abs().max() < 1e-9:
+                return of_words(choices).sum(1)
+            logits = choices + 0.2 * step.clamp(-1, 1)
+        raise AssertionError(f"still moving by {step.abs().max():.1g}")
+
+    def _groups(self, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """All that a completion's group can have beside it, [groups, group - 1], and its advantage then.
+
+        The latter, [completions, groups], in the standard deviation of the group.
+        """
+        assert self.kl != "k1" and self.group > 1, "the rewards must not depend on the policy"
+        others = torch.cartesian_prod(*[torch.arange(len(rewards))] * (self.group - 1)).view(-1, self.group - 1)
+        here = rewards[:, None, None].expand(-1, len(others), 1)
+        groups = torch.cat([here, rewards[others].expand(len(rewards), -1, -1)], 2)
+        return others, (rewards[:, None] - groups.mean(2)) / (groups.std(2) + 1e-4)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,12 @@ def minibatches_that_do_not_fit(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def the_best_by_a_judge_that_is_not_there(bench: Bench) -> tuple[list[str], list[str]]:
+    found = settings(ppo__eval_every=1, ppo__keep="best(approved_share)")
+    return found, ["ppo.keep: best(approved_share) needs a judge", "use best(reward), or last"]
+
+
+@mistake
 def resuming_nothing(bench: Bench) -> tuple[list[str], list[str]]:
     return ["--resume"], ["run: holds no run to resume"]
 

@@ -112,6 +112,14 @@ def configuration(stage: str, **changes: Any) -> Config:
         "data": {"max_prompt_length": PROMPT, "max_completion_length": COMPLETION},
         "sft": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 2, "optimizer": OPTIMIZER},
         "reward": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 2, "optimizer": OPTIMIZER},
+        "dpo": {
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "epochs": 2,
+            "max_steps": 3,
+            "beta": 0.3,
+            "optimizer": OPTIMIZER,
+        },
         "ppo": PPO,
     }
     for section in ("engine", "lora", "model", "roles"):
@@ -194,7 +202,7 @@ def examples(stage: str, count: int) -> list[Any]:
         row = Row((Message("user", str(number)),), str(number), None, None, None, "test")
         if stage == "sft":
             found.append(Demonstration(prompt, replies(rng, 1 + number % COMPLETION), row))
-        elif stage == "reward":
+        elif stage in ("reward", "dpo"):
             shared = [rng.randrange(2, VOCABULARY) for _ in range(number % 3)]
             lengths = rng.sample(range(2, COMPLETION - len(shared) + 1), 2)
             first, second = (shared + replies(rng, length) for length in lengths)

@@ -11,7 +11,7 @@ from torch import nn
 from rlhf.config import Config
 from rlhf.data.tokenization import Demonstration
 from rlhf.models.lora import add_adapters
-from tests.reference import ppo, reward, sft
+from tests.reference import dpo, ppo, reward, sft
 from tests.reference.adamw import AdamW
 from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, data
 from tests.reference.network import Network
@@ -20,7 +20,7 @@ from tests.reference.network import Network
 def supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
     """What `real.supervised` should leave."""
     network = _network(model, config)
-    settings = config.sft if stage == "sft" else config.reward
+    settings = config.supervised(stage)
     rows = data(stage, count)
     total = settings.max_steps
     batches = [[tokens(row) for row in batch] for batch in _global_batches(config, settings, rows.train)[:total]]
@@ -29,6 +29,11 @@ def supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
     if stage == "sft":
         before = {"perplexity": sft.perplexity(network, heldout, loss_on=config.sft.loss_on)}
         steps = [sft.step(network, optimizer, rows, loss_on=config.sft.loss_on) for rows in batches]
+    elif stage == "dpo":
+        pairs = [[pair[:3] for pair in batch] for batch in [*batches, heldout]]
+        *known, of_heldout = [dpo.before(network, batch) for batch in pairs]
+        before = dpo.evaluation(network, settings, pairs.pop(), of_heldout)
+        steps = [dpo.step(network, optimizer, settings, *batch) for batch in zip(pairs, known, strict=True)]
     else:
         pad = Tokenizer.pad_token_id
         before = reward.scores(network, heldout, pad=pad, config=config.reward)

@@ -1,4 +1,4 @@
-"""Runs of the real stages: `sft.run`, `reward.run` and `ppo.run` with their loop, engines, batches and records.
+"""Runs of the real stages: `run` of sft, reward, dpo and ppo with their loop, engines, batches and records.
 
 `supervised` and `reinforced` take models and settings of `cases` and return what the run left.
 """
@@ -23,7 +23,7 @@ from rlhf.metrics.recorder import Recorder
 from rlhf.models import loading
 from rlhf.run import RunDirectory
 from rlhf.stage_directory import StageDirectory
-from rlhf.stages import ppo, reward, sft
+from rlhf.stages import dpo, ppo, reward, sft
 from rlhf.stages.context import StageContext
 from tests.helpers import weights
 from tests.in_process import given
@@ -38,11 +38,12 @@ class StopError(Exception):
 def supervised(
     stage: str, accelerator: Accelerator, config: Config, model: Any, count: int, folder: Path
 ) -> Outcome | None:
-    """`sft.run` or `reward.run`; what it left is returned on rank 0."""
-    run = {"sft": sft.run, "reward": reward.run}[stage]
+    """`sft.run`, `reward.run` or `dpo.run`; what it left is returned on rank 0."""
+    run = {"sft": sft.run, "reward": reward.run, "dpo": dpo.run}[stage]
     around = _context(accelerator, config, stage, folder)
     with around.recorder:
-        summary = run(around, given(_loaded(model, config)), Tokenizer(), data(stage, count))
+        # A model of its own at each call: DPO's reference is one beside the policy.
+        summary = run(around, lambda holding: _loaded(model, config), Tokenizer(), data(stage, count))
     if not around.world.is_main:
         return None
     return Outcome(_records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})

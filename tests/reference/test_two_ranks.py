@@ -30,7 +30,7 @@ def named(stage: str) -> list[str]:
     return [name for name in two_ranks.CHANGES if name.startswith(stage)]
 
 
-@pytest.mark.parametrize("name", [*named("sft"), *named("reward")])
+@pytest.mark.parametrize("name", [*named("sft"), *named("reward"), *named("dpo")])
 def test_supervised_steps_are_those_of_the_reference(left, name):
     stage = name.partition(",")[0]
     config = cases.configuration(stage, **two_ranks.CHANGES[name])

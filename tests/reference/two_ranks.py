@@ -10,7 +10,7 @@ import accelerators
 from rlhf.engine import distributed
 from tests.reference import cases, real
 
-ROWS = {"sft": 6, "reward": 6, "ppo": 14}
+ROWS = {"sft": 6, "reward": 6, "dpo": 6, "ppo": 14}
 """Two less than fill the last batch: the second rank's share lacks them."""
 
 _SHARDED = {"zero_stage": 3, "zero_persistence_threshold": 0}
@@ -26,6 +26,14 @@ CHANGES = {
     "reward": {"micro_batch_size": 1},
     "reward, offloaded at ZeRO 2": {"micro_batch_size": 1, "engine": {"zero_stage": 2, "offload": "optimizer"}},
     "reward, offloaded at ZeRO 3": {"micro_batch_size": 1, "engine": _SHARDED | {"offload": "all"}},
+    "dpo": {"micro_batch_size": 1},
+    "dpo, sharded, the reference beside": {"micro_batch_size": 1, "engine": _SHARDED, "reference": "beside"},
+    "dpo, adapters on sharded weights": {
+        "micro_batch_size": 1,
+        "engine": _SHARDED | {"offload": "all"},
+        "lora": cases.LORA,
+        "reference": "beside",
+    },
     "ppo": {"micro_batch_size": 1},
     "ppo, with all that it may be told": {
         "micro_batch_size": 1,
@@ -64,4 +72,4 @@ def main(folder: str) -> None:
 
 
 def model(stage: str) -> torch.nn.Module:
-    return cases.language_model(1) if stage == "sft" else cases.scalar_model(1)
+    return cases.language_model(1) if stage in ("sft", "dpo") else cases.scalar_model(1)

@@ -79,7 +79,7 @@ def test_metrics_and_events_hold_every_step(finished_run):
     assert [record["step"] for record in steps] == [1, 2, 3]
     measured = {"reward", "kl", "entropy", "clip_fraction", "value_loss", "response_length", "tokens_per_second"}
     assert measured <= steps[0].keys()
-    assert any(record.get("tag") == "completion" for record in records)
+    assert any(record.get("tag") == "sample_0" for record in records)
     events = EventAccumulator(str(finished_run / "ppo" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("ppo/reward")] == [1, 2, 3]
