@@ -40,12 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"kl_in": "loss", "kl_estimator": "k3", "normalize_scores": "running", "entropy_coef": 0.05}
         | {"kl_target": None, "steps": 3, "lora": LORA},
     ),
-    "raw text": ("llama", cases.PTX),
-    "raw text, one micro-batch of it, LoRA, updates that end early": (
-        "llama",
-        cases.PTX | {"ptx_batch_size": 2, "kl_stop": 0.002, "steps": 3, "lora": LORA},
-    ),
-    "raw text, ZeRO 0": ("gpt2", cases.PTX | {"ptx_coef": 0.3, "engine": {"zero_stage": 0}}),
     "k2 in the reward": ("llama", {"kl_estimator": "k2", "steps": 1}),
     "k3 in the reward": ("llama", {"kl_estimator": "k3", "steps": 1}),
     "updates that end early": (
