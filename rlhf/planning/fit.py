@@ -145,6 +145,8 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
         cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
         for more in range(stage + 1, 4):
             yield Change({"engine.zero_stage": more}, f"{cost[more]}; the same numbers")
+    if "ppo" in stages and config.ppo.ema and not config.ppo.ema_on_host and not around.one_memory:
+        yield Change({"ppo.ema_on_host": True}, "the average is computed on the host; the same numbers")
     if config.engine.offload == "none" and not around.one_memory:
         sharded = {} if stage else {"engine.zero_stage": 1}
         yield Change({"engine.offload": "optimizer"} | sharded, "the optimizer steps on the host: slower updates")
