@@ -1,4 +1,4 @@
-"""rlhf/rl/DETAILS.md: every place, key and file that the table names exists, and every detail of the lists has a row."""
+"""rlhf/rl/DETAILS.md: every place, key and file that the table names exists; each detail of the lists has a row."""
 
 import ast
 import re
