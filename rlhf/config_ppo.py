@@ -124,7 +124,7 @@ class PPOConfig(TrainingConfig):
         description="scale scores, before they are clipped, to mean 0 and deviation 1: of each rollout (batch), or of "
         "all so far (running)",
     )
-    score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    score_clip: float = Field(5.0, gt=0, description="scores, each the weighted sum, are clipped to +- this")
     missing_eos_penalty: float | None = Field(
         None,
         ge=0,
