@@ -59,6 +59,4 @@ def run(
         load_state=ppo.load_state,
     )
     say_what_is_left(context, ppo.actor)
-    if ppo.actor.ema:
-        summary["average"] = context.directory.averages
     return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
