@@ -163,6 +163,17 @@ class DatasetConfig(Section):
         return self
 
 
+class PretrainingConfig(Section):
+    """One source of raw text."""
+
+    path: Name = Field(description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, or a hub name")
+    subset: str | None = Field(None, description="configuration of a hub data set that has several")
+    split: str = Field("train", description="split to read where the source has several")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest")
+    limit: int | None = Field(None, ge=1, description="documents to read, drawn from all by the seed; empty: all")
+    text: str = Field("text", min_length=1, description="column that holds the documents")
+
+
 class DataConfig(Section):
     """Where the rows come from and how they are shared among the stages."""
 
@@ -186,6 +197,9 @@ class DataConfig(Section):
         "drop",
         description="what becomes of rows that are too long; truncate: a prompt loses its oldest text, a completion "
         "its end (and then has no end-of-sequence token)",
+    )
+    pretraining: Annotated[tuple[PretrainingConfig, ...], BeforeValidator(as_sources)] = Field(
+        (), description="sources of raw text that PPO goes on to model (ppo.ptx_coef), each a path or a mapping"
     )
     chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template where it has one")
 

@@ -164,6 +164,20 @@ class PPOConfig(TrainingConfig):
         "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
     )
     ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
+    ptx_coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the loss of modelling the texts of data.pretraining, a mean over tokens, beside the "
+        "policy's (arXiv:2203.02155, equation 2; there and in DeepSpeed-Chat 27.8); 0: none",
+    )
+    ptx_length: int | None = Field(
+        None,
+        ge=2,
+        description="tokens of a row of these texts; empty: data.max_prompt_length + max_completion_length",
+    )
+    ptx_batch_size: int | None = Field(
+        None, ge=1, description="rows of these texts in one update, over all ranks; empty: minibatch_size"
+    )
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -240,6 +254,23 @@ class PPOConfig(TrainingConfig):
     def updates(self) -> int:
         """Updates that follow one rollout, where they do not end early."""
         return self.ppo_epochs * (self.batch_size // (self.minibatch_size or self.batch_size))
+
+    @property
+    def pretraining_rows(self) -> int:
+        """Rows of raw text in one update, over all ranks; 0: there are none."""
+        return (self.ptx_batch_size or self.minibatch_size or self.batch_size) if self.ptx_coef else 0
+
+    def pretraining(self, world_size: int) -> tuple[int, int]:
+        """(micro-batches of raw text of one rank in one update, rows of each).
+
+        Raises:
+            ConfigError: as `minibatch`; or the rows of an update do not divide so.
+        """
+        rows, micro = self.pretraining_rows, self.minibatch(world_size)[1]
+        if not rows:
+            return 0, micro
+        micro = divide(rows, min(micro, max(rows // world_size, 1)), world_size, "ppo.ptx_batch_size", "ppo")
+        return rows // (micro * world_size), micro
 
     def shows_samples(self, step: int) -> bool:
         """Whether samples of the rollout of `step`, counted from 1, are shown."""

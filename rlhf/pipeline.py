@@ -219,19 +219,28 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
         put = _put(context, holding)
         return load_causal_lm(config.model, tokenizer, attention=attention[ACTOR.key], path=actor_path, put=put)
 
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        """The critic and the reward model may begin as one model; what there is to say of it is said once."""
+        if line not in said:
+            said.append(line)
+            context.say(line)
+
     def scalar(holding: Holding) -> Any:
         start = holding.role.start
         if donor := sharing.donors.get(holding.role.name):
             base = context.bases[donor]
             return on_base(base, config.model, attention=attention[start], scalar_head=True, adapter=sharing.adapter)
-        may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto", "say": context.say}
+        may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto"} if start == CRITIC.key else {}
         return load_scalar_head(
             config.model,
             tokenizer,
             attention=attention[start],
             path=paths[start],
             put=_put(context, holding),
-            **(may_be_new if start == CRITIC.key else {}),
+            say=say,
+            **may_be_new,
         )
 
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)

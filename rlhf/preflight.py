@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf import sharing
 from rlhf.config import EVERY_STAGE, Config, Stage
-from rlhf.data import sources
+from rlhf.data import pretraining, sources
 from rlhf.engine import zero_plus_plus
 from rlhf.errors import ConfigError, RunError
 from rlhf.models.folder import check_model_folder
@@ -99,6 +99,7 @@ def check(
     zero_plus_plus.check(config, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)
+        pretraining.check(config, ranks)
         if here().rank == 0:
             check_rewards(config, ranks)
     if overwrite:
@@ -162,19 +163,22 @@ def examine(
     for stage in pending:
         models.check(stage, origins[stage])
     read = read_sources(config.data, pending, seed=config.seed, show=True)
+    documents = pretraining.read(config, show=True) if "ppo" in pending else []
     load = load_stage if whole else check_stage
     plans = []
     for stage in pending:
         tokenizer = models.tokenizer(origins[stage][0])
         ends = models.end_tokens(origins[stage][0])
         data = load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
+        if stage == "ppo" and documents:
+            pretraining.pack(config, documents, tokenizer, most=config.ppo.pretraining_rows)
         plan = StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data)
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
     needs = {plan.stage: Need(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
-    return Findings(tuple(plans), read.fingerprints(), models.attention)
+    return Findings(tuple(plans), read.fingerprints() | pretraining.fingerprint(documents), models.attention)
 
 
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
@@ -264,6 +268,8 @@ class _Models(_Tokenizers):
             if outline is None or found.path is None:
                 continue
             check_positions(found.path, outline.config, self._config.data.max_length)
+            if found.start.key == "ppo.actor" and self._config.ppo.ptx_coef:
+                check_positions(found.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
             check_fits(self.tokenizer(found), outline, found.path)
             held = [one for one in holdings(self._config, stage).values() if one.role.start == found.start.key]
             for one in held:

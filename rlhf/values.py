@@ -134,7 +134,7 @@ def names_model_or_data(values: Keys) -> bool:
 
 
 def as_sources(value: Any, key: str = "path") -> Items:
-    """What `data.datasets` is given: a path, a mapping, or a list of either; as a list of mappings.
+    """What `data.datasets` or `.pretraining` is given: a path, a mapping, or a list of either; as a list of mappings.
 
     Args:
         key: what a text alone is the value of.
@@ -215,7 +215,7 @@ def _set(values: Keys, keys: list[str], value: Any, origin: Origin) -> None:
             below = (node[key] if key != len(node) else None) if isinstance(node, Items) else node.get(key)
         except (ValueError, IndexError, AttributeError) as error:
             raise ConfigError(f"{origin.text}: {part!r} is not a key here") from error
-        if keys[:done] == ["data", "datasets"]:
+        if keys[:done] in (["data", "datasets"], ["data", "pretraining"]):
             below = as_sources(below)
         if below is None:
             below = Items() if following.isdigit() else Keys()

@@ -154,6 +154,13 @@ def encode_replies(
     return completions
 
 
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts that stand alone: each with its beginning, where the tokenizer wants one, and one end."""
+    found = tokenizer([_begun(tokenizer, text) for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in found]
+
+
 def _ended(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
     """The ids up to and including the first of `ends`; with `eos` where there is none."""
     first = next((position for position, token in enumerate(ids) if token in ends), None)

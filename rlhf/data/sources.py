@@ -98,10 +98,10 @@ def _drawn(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any
     )
 
 
-def check(source: str) -> None:
+def check(source: str, key: str = "data.datasets") -> None:
     """Raise `DataError` where a file or folder is not there; hub names pass. Opens nothing."""
     if is_path(source) and not Path(source).exists():
-        raise DataError(f"{source}: no such file or folder; check data.datasets{hint(source)}")
+        raise DataError(f"{source}: no such file or folder; check {key}{hint(source)}")
 
 
 def has_parts(source: str) -> bool:

@@ -117,6 +117,17 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp_min(0)
 
 
+def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """[B] float32: a reward model's score of each row, that of its last real token.
+
+    Where its configuration has an `unread_token` (see `rlhf.models.deepspeed_chat`), it is that of the last other one.
+    """
+    head = getattr(model, "module", model)  # under DeepSpeed
+    unread = getattr(getattr(head.model, "config", None), "unread_token", None)
+    read = attention_mask if unread is None else attention_mask * (input_ids != unread)
+    return last_token_scores(model(input_ids, attention_mask), read)
+
+
 def last_token_scores(token_scores: Tensor, attention_mask: Tensor) -> Tensor:
     """[B, T] scores and mask -> [B]: the score at each row's last real token."""
     columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)

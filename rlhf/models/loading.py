@@ -21,7 +21,7 @@ from accelerators import lack_of_memory
 from rlhf import hub
 from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import sources
+from rlhf.models import deepspeed_chat, sources
 from rlhf.models.final_norm import final_norm, reset_final_norm
 from rlhf.models.folder import check_model_folder
 from rlhf.models.reasons import reason, unreachable
@@ -109,6 +109,10 @@ def load_scalar_head(
             make_real(norm[1])
         if line := reset_final_norm(model, reset_norm):
             say(f"note: {path}: {line}")
+    unread = deepspeed_chat.unread_token(model.config, tokenizer.eos_token_id) if report["deepspeed_chat"] else None
+    if seed is None and unread is not None:
+        model.config.unread_token = unread
+        say(f"note: {path}: is a reward model of DeepSpeed-Chat; replies are scored at the token before their end")
     return fill(_fit(model, tokenizer), put or into(torch.float32))
 
 
@@ -179,7 +183,7 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """The model, its parameters to be filled, and transformers' report of what it found among the weights.
 
-    Without `weights`, all of it is on the meta device.
+    Without `weights`, all of it is on the meta device. The report also says whether DeepSpeed-Chat saved the weights.
     """
     check_model_folder(path)
     hub.ask(path, "model")
@@ -189,7 +193,7 @@ def _load(
     gguf = bool(config.gguf_file) and path == config.path
     if gguf and not weights:  # reading the names of its tensors would read them all
         with torch.device("meta"):
-            return model_class.from_config(found, attn_implementation=attention), {}
+            return model_class.from_config(found, attn_implementation=attention), {"deepspeed_chat": False}
     if gguf:
         from transformers import GgufConfig
 
@@ -207,9 +211,12 @@ def _load(
     )
     try:
         tensors = None if gguf or hasattr(found, "quantization_config") else sources.stored(path)
+        chats = deepspeed_chat.saved(tensors or ())
+        keys = deepspeed_chat.KEYS if chats and scalar_head else None
+        load = partial(load, key_mapping=keys) if keys else load
         if tensors or not weights:
             model, report = load(device_map="meta")
-        checkpoint = Checkpoint(model, tensors) if weights and tensors else None
+        checkpoint = Checkpoint(model, tensors, keys) if weights and tensors else None
         if weights and not (checkpoint and checkpoint.covers(model)):
             if checkpoint:  # neither GGUF nor quantized: nobody expects it
                 logger.warning(
@@ -225,13 +232,16 @@ def _load(
         raise ModelError(
             f"{path}: cannot be loaded as {model_class.__name__} ({reason(error)}); check its files, or name another"
         ) from error
-    _check_whole(path, report, model_class.__name__, trained=trained)
+    report |= {"deepspeed_chat": chats}
+    _check_whole(path, report, model_class.__name__, model.base_model_prefix, trained=trained)
     if scalar_head and not hasattr(model, "score"):  # an architecture of its own code
         raise ModelError(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )
     if checkpoint:
         prepare(model, checkpoint)
+    if keys:  # or the model would be saved under DeepSpeed-Chat's names (transformers 5.17 to 5.23)
+        vars(model).pop("_weight_conversions", None)
     return model, report
 
 
@@ -247,7 +257,7 @@ def _class(found: Any, config: ModelConfig, *, scalar_head: bool) -> Any:
     return (None if code else made_class(found)) or AutoModelForSequenceClassification
 
 
-def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool) -> None:
+def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, trained: bool) -> None:
     """Raise `ModelError` where weights are missing, or not of the shapes that the configuration says."""
     for name, there, expected in sorted(report["mismatched_keys"]):
         if name == "score.weight":
@@ -258,9 +268,12 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, *, trained: bool)
             )
         stored, wanted = (" x ".join(map(str, shape)) for shape in (there, expected))
         raise ModelError(f"{path}: its weights do not fit: {name} is {stored}, expected {wanted}; check config.json")
-    if "CausalLM" in kind and "score.weight" in report["unexpected_keys"]:
+    if "CausalLM" in kind and (report["deepspeed_chat"] or "score.weight" in report["unexpected_keys"]):
         raise ModelError(f"{path}: is a reward model (its weights have a scalar head); name a language model")
     missing = sorted(name for name in report["missing_keys"] if trained or not name.startswith("score."))
+    if missing and report["deepspeed_chat"]:
+        listed = ", ".join(deepspeed_chat.name_there(name, prefix) for name in missing[:3])
+        raise ModelError(f"{path}: is a reward model of DeepSpeed-Chat whose weights lack {listed}; save it there anew")
     if missing:
         raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")
 

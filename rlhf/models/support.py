@@ -43,13 +43,18 @@ def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head
     return found
 
 
-def check_positions(path: str, found: PretrainedConfig, max_length: int) -> None:
-    """Raise `ModelError` where sequences of `max_length` tokens, prompt and completion, have no room in the model."""
+def check_positions(
+    path: str,
+    found: PretrainedConfig,
+    max_length: int,
+    keys: str = "data.max_prompt_length + data.max_completion_length",
+) -> None:
+    """Raise `ModelError` where sequences of `max_length` tokens, which `keys` say, have no room in the model."""
     positions = max_positions(found)
     if positions is not None and max_length > positions:
         raise ModelError(
-            f"{path}: has {positions} positions, fewer than data.max_prompt_length + data.max_completion_length "
-            f"= {max_length}; lower these or choose a model with more"
+            f"{path}: has {positions} positions, fewer than {keys} = {max_length}; "
+            "lower that or choose a model with more"
         )
 
 

@@ -30,9 +30,9 @@ The name ends with the module's own name of it. `source_of` the parameter says w
 class Checkpoint:
     """The tensors of a checkpoint under the names of the model that they are for."""
 
-    def __init__(self, model: Any, tensors: Mapping[str, Source]) -> None:
-        """`model` is on the meta device."""
-        self._sources = _named(model, tensors)
+    def __init__(self, model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None = None) -> None:
+        """`model` is on the meta device; `keys` is transformers' `key_mapping`: patterns of names -> the model's."""
+        self._sources = _named(model, tensors, keys)
 
     def covers(self, model: Any) -> bool:
         """Whether it has all that transformers found for `model` when it made it on the meta device."""
@@ -198,7 +198,7 @@ def _place(owners: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
     return owners[path], key
 
 
-def _named(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source]:
+def _named(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
     """`tensors` by the model's names, as transformers' `convert_and_load_state_dict_in_model` finds them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -209,7 +209,7 @@ def _named(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source]:
     )
 
     state, prefix = model.state_dict(), model.base_model_prefix
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model, dict(keys) if keys else None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -101,7 +101,7 @@ def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
     """How many a rank has in one step."""
     if stage == "ppo":
         minibatch, micro = config.ppo.minibatch(ranks)
-        return minibatch // (micro * ranks)
+        return minibatch // (micro * ranks) + config.ppo.pretraining(ranks)[0]
     section = config.supervised(stage)
     return section.batch_size // (section.micro_batch(ranks, section=stage) * ranks)
 
@@ -176,6 +176,11 @@ def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surro
     for trained, columns in [(name, columns) for name, columns in updated if name in held]:
         updates = _update(trained, models, held, around, batch, columns)
         moments += [(trained, [*rollout, *items]) for items in updates]
+    if settings.ptx_coef:
+        length = settings.ptx_length or data.max_length
+        texts = batch._replace(number=settings.pretraining(around.ranks)[1], length=length)
+        updates = _update("actor", models, held, around, texts, length - 1)
+        moments += [("actor", [*rollout, *items]) for items in updates]
     return moments
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf.engine.parking import at_hand
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.models.forward import completion_log_probs, last_token_scores
+from rlhf.models.forward import completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.stages.context import StageContext
 
@@ -66,7 +66,7 @@ class Scorer:
                 found["values"] = action_values(self.critic.engine(ids, mask), length).float()
                 self._boundary("score/critic")
             if self.reward:
-                found["scores"] = last_token_scores(self.reward(ids, mask), mask)
+                found["scores"] = sequence_scores(self.reward, ids, mask)
                 self._boundary("score/reward")
         return found
 

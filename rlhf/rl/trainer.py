@@ -26,6 +26,7 @@ from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
+from rlhf.rl.ptx import Pretraining
 from rlhf.rl.rewards import Rewards
 from rlhf.rl.scoring import Scorer
 from rlhf.rl.shaping import Shaping
@@ -70,7 +71,9 @@ class PPO:
             "micro_batch_size": micro_rows,
         }
         held = context.holdings
-        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes)
+        pretraining = Pretraining.read(context, tokenizer)
+        more = settings.pretraining(context.world.size)[0]
+        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes, more=more)
         self.critic = (
             context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
         )
@@ -88,7 +91,7 @@ class PPO:
         )
         self.shaping = Shaping(settings)
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
-        self.updates = Updates(context, self.actor, self.critic)
+        self.updates = Updates(context, self.actor, self.critic, pretraining)
 
         self.collate = collate = partial(
             collate_ppo,

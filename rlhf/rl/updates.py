@@ -8,25 +8,33 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
-from rlhf.engine.overflow import step_together
+from rlhf.engine.overflow import Work, step_together
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, Loss, TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
 from rlhf.objectives.tokens import masked, masked_mean, token_weights
+from rlhf.rl.ptx import Pretraining
 from rlhf.rl.scoring import action_values
 from rlhf.rollout.experience import Experience
 from rlhf.stages.context import StageContext
 
-MEANS = ("policy_loss", "value_loss", "clip_fraction", "approx_kl", "kl_loss", "value_clip_fraction")
+MEANS = ("policy_loss", "value_loss", "clip_fraction", "approx_kl", "kl_loss", "value_clip_fraction", "ptx_loss")
 """What an update adds to a step's sums; the mean over the step's updates is recorded."""
 
 
 class Updates:
-    """The passes over a rollout; `critic` is None for an estimator that needs none."""
+    """The passes over a rollout; `critic` is None for an estimator that needs none, `pretraining` without texts."""
 
-    def __init__(self, context: StageContext, actor: TrainingEngine, critic: TrainingEngine | None) -> None:
+    def __init__(
+        self,
+        context: StageContext,
+        actor: TrainingEngine,
+        critic: TrainingEngine | None,
+        pretraining: Pretraining | None = None,
+    ) -> None:
         self.settings, self.actor, self.critic = context.config.ppo, actor, critic
+        self.pretraining = pretraining
         self._seed, world = context.config.seed, context.world.size
         self._longest = context.config.data.max_completion_length
         self.minibatch, self.micro_rows = self.settings.minibatch(world)
@@ -48,24 +56,27 @@ class Updates:
         rates, made = self.actor.rates, 0
         for epoch in range(settings.ppo_epochs):
             for minibatch in experience.split(self._rows, self.order(index, epoch)):
-                update = self._update(minibatch, weight)
+                update = self._update(minibatch, weight, index * settings.updates + made)
                 sums.extend(update, *MEANS)
                 made += 1
                 if settings.kl_stop is not None and update.read()["approx_kl"] > settings.kl_stop:
                     return {"updates": float(made), **rates}
         return {"updates": float(made), **rates}
 
-    def _update(self, minibatch: Experience, kl_coef: Tensor) -> Sums:
-        """One step of the policy and one of the critic; returns those of `MEANS` that there are."""
+    def _update(self, minibatch: Experience, kl_coef: Tensor, number: int) -> Sums:
+        """Update `number` of the run: a step of the policy, and one of the critic; returns the `MEANS` there are."""
         # Actions and sequences of the whole global minibatch: losses are means over them, however rows are split.
         mask = minibatch.action_mask
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
-        policy = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
-        losses: list[tuple[TrainingEngine, Loss]] = [(self.actor, policy)]
+        policy: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
+        work: list[Work] = [(self.actor, policy, parts)]
+        if self.pretraining:
+            texts = self.pretraining.micro_batches(number)
+            work = [(self.actor, self.pretraining.beside(policy), [*parts, *texts])]
         if self.critic:
-            losses.append((self.critic, partial(self._critic_loss, total=total)))
-        for sums in step_together(losses, parts):
+            work.append((self.critic, partial(self._critic_loss, total=total), parts))
+        for sums in step_together(work):
             found.extend(sums, *MEANS)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -82,8 +83,12 @@ class StageContext:
         total_steps: int,
         batch_size: int,
         micro_batch_size: int,
+        more: int = 0,
     ) -> TrainingEngine:
         """The role's model, loaded and held as `holdings` says, under an engine for batches of `batch_size` rows.
+
+        Args:
+            more: micro-batches of each optimizer step on a rank beside those of these rows.
 
         Raises:
             RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
@@ -107,7 +112,7 @@ class StageContext:
             optimizer=optimizer,
             total_steps=total_steps,
             micro_batch_size=micro_batch_size,
-            accumulation=batch_size // (micro_batch_size * self.world.size),
+            accumulation=batch_size // (micro_batch_size * self.world.size) + more,
         )
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
@@ -149,7 +154,7 @@ class StageContext:
         return any(id(parameter) in theirs for parameter in model.parameters())
 
     def batches(
-        self, examples: list[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool
+        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool
     ) -> Batches:
         """This rank's share of the global batches over `examples`."""
         return Batches(

@@ -72,9 +72,9 @@ def overflowed(accelerator: Accelerator, zero_stage: int, precision: Any) -> dic
         return value * (1e6 if distributed.world().rank else 1), found
 
     engines = [build(accelerator, zero_stage, precision) for _ in range(2)]
-    step_together([(engine, loss) for engine in engines], [rows()])
+    step_together([(engine, loss, [rows()]) for engine in engines])
     before = [masters(engine) for engine in engines]
-    step_together([(engines[0], loss), (engines[1], huge)], [rows()])
+    step_together([(engines[0], loss, [rows()]), (engines[1], huge, [rows()])])
     return {
         "before": before,
         "after": [masters(engine) for engine in engines],

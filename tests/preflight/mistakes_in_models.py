@@ -71,6 +71,13 @@ def too_few_positions(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def too_few_positions_for_raw_text(bench: Bench) -> tuple[list[str], list[str]]:
+    texts = bench.jsonl(*({"text": "cow " * 50} for _ in range(20)))
+    keys = {"ppo__actor": bench.model, "ppo__ptx_coef": 1, "data__pretraining": texts, "ppo__ptx_length": 129}
+    return settings(**keys), ["has 128 positions, fewer than ppo.ptx_length = 129"]
+
+
+@mistake
 def damaged_weights(bench: Bench) -> tuple[list[str], list[str]]:
     folder = bench.copy(bench.run / "reward" / "model")
     path = folder / "model.safetensors"
@@ -92,6 +99,17 @@ def a_language_model_as_reward_model(bench: Bench) -> tuple[list[str], list[str]
 @mistake
 def a_reward_model_as_language_model(bench: Bench) -> tuple[list[str], list[str]]:
     return settings(ppo__actor=bench.run / "reward" / "model"), ["is a reward model", "name a language model"]
+
+
+@mistake
+def half_a_reward_model_of_deepspeed_chat(bench: Bench) -> tuple[list[str], list[str]]:
+    import torch
+
+    folder = bench.copy(bench.model)
+    (folder / "model.safetensors").unlink()
+    torch.save({"rwtransformer.norm.weight": torch.ones(32)}, folder / "pytorch_model.bin")
+    found = ["is a reward model of DeepSpeed-Chat whose weights lack", "rwtransformer.embed_tokens.weight"]
+    return settings(ppo__reward_model=folder), found
 
 
 @mistake

@@ -63,6 +63,9 @@ PPO = {
     "optimizer": OPTIMIZER | {"learning_rate": 6e-4},
     "critic_optimizer": CRITIC_OPTIMIZER,
 }
+PTX = {"ptx_coef": 2.5, "ptx_length": 9, "ptx_batch_size": 4}
+DOCUMENTS = [" ".join(str(2 + (7 * n + 3 * k) % 58) for k in range(1 + 5 * n % 11)) for n in range(13)]
+"""Raw text as `Tokenizer` reads it: nine rows of nine tokens, and some more."""
 LORA = {"rank": 3, "alpha": 12.0}
 
 
@@ -171,9 +174,13 @@ class Tokenizer:
     # A fifth of the vocabulary ends a completion: some end at once, some never.
     all_special_ids = tuple(range(1, VOCABULARY, 5))
     added_tokens_decoder: tuple[int, ...] = ()
+    bos_token = None
 
     def __len__(self) -> int:
         return VOCABULARY
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(map(int, text.split())) for text in texts]}
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, list(ids)))

@@ -13,7 +13,7 @@ from rlhf.data.tokenization import Demonstration
 from rlhf.models.lora import add_adapters
 from tests.reference import dpo, ppo, reward, sft
 from tests.reference.adamw import AdamW
-from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, data
+from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, data
 from tests.reference.network import Network
 
 
@@ -66,6 +66,17 @@ def ppo_batch(config: Config, rows: list[Any], index: int) -> list[Any]:
     return [row for row in endless[index * size : (index + 1) * size] for _ in range(each)]
 
 
+def texts(config: Config, number: int) -> list[list[int]]:
+    """The rows of raw text of one update: documents and rows in the orders that the seed gives."""
+    length, size = config.ppo.ptx_length, config.ppo.ptx_batch_size
+    assert length and size
+    documents = random.Random(f"pretraining {config.seed}").sample(DOCUMENTS, len(DOCUMENTS))
+    whole = [token for text in documents for token in [*map(int, text.split()), Tokenizer.eos_token_id]]
+    rows = [whole[start : start + length] for start in range(0, len(whole) - length + 1, length)]
+    endless = [row for epoch in range((number + 1) * size // len(rows) + 1) for row in _epoch(config, rows, epoch)]
+    return endless[number * size : (number + 1) * size]
+
+
 def _epoch(config: Config, rows: list[Any], epoch: int) -> list[Any]:
     """The rows in the order that the seed gives."""
     order = list(range(len(rows)))
@@ -89,6 +100,7 @@ def reinforced(
         config.data.max_completion_length,
         config.lora.learning_rate,
         Tokenizer.all_special_ids,
+        lambda number: texts(config, number) if settings.ptx_coef else (),
     )
     before = ppo.evaluation(reference.observe(heldout), Tokenizer.all_special_ids)
     steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]

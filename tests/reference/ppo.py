@@ -8,7 +8,7 @@ scaled, clipped, and less a penalty where it is no end token, as the settings sa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class PPO:
         longest: tokens that a completion may have.
         adapters: as `AdamW` takes it.
         ends: tokens that end a completion.
+        texts: number of an update -> the rows of raw text that it learns from, too.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class PPO:
         longest: int,
         adapters: float | None = None,
         ends: Collection[int] = (),
+        texts: Callable[[int], Sequence[list[int]]] = lambda number: (),
     ) -> None:
-        self.config, self.longest, self.ends = config, longest, ends
+        self.config, self.longest, self.ends, self.texts = config, longest, ends, texts
         self.actor, self.critic, self.reward_model, self.reference = actor, critic, reward_model, reference
         self.actor_optimizer = AdamW(actor.trained, config.optimizer, total_updates, adapters)
         if critic:
@@ -91,12 +93,12 @@ class PPO:
         rate, coefficient = self.actor_optimizer.rate, self.kl_coef
         rows = self.collect(sequences)
         parts = [part for minibatches in passes for part in minibatches]
-        self.planned += len(parts)
         updates: list[dict[str, float]] = []
-        for part in parts:
-            updates.append(self.update([rows[index] for index in part]))
+        for number, part in enumerate(parts, self.planned):
+            updates.append(self.update([rows[index] for index in part], self.texts(number)))
             if self.config.kl_stop is not None and updates[-1]["approx_kl"] > self.config.kl_stop:
                 break
+        self.planned += len(parts)
         self.rollouts.append(rows)
         self.updates += updates
         numbers = {
@@ -116,6 +118,8 @@ class PPO:
         }
         if self.config.method.kl_in == "loss":
             numbers["kl_loss"] = _mean([update["kl_loss"] for update in updates])
+        if self.config.ptx_coef:
+            numbers["ptx_loss"] = _mean([update["ptx_loss"] for update in updates])
         if not self.critic:
             for name in ("value_loss", "value_clip_fraction", "critic_grad_norm", "explained_variance"):
                 del numbers[name]
@@ -148,8 +152,8 @@ class PPO:
                 row.advantages = [(advantage - mean) / math.sqrt(variance + 1e-8) for advantage in row.advantages]
         return rows
 
-    def update(self, rows: Sequence[Row]) -> dict[str, float]:
-        """One update of the policy and one of the critic on a minibatch."""
+    def update(self, rows: Sequence[Row], texts: Sequence[list[int]] = ()) -> dict[str, float]:
+        """One update of the policy and one of the critic on a minibatch; that of the policy on `texts` too."""
         policy = value = held_back = bonus = torch.zeros((), dtype=torch.float64)
         actions = clipped = kept_near = 0
         drift = 0.0
@@ -174,7 +178,16 @@ class PPO:
         whole = policy_loss - self.config.entropy_coef * bonus
         if self.config.method.kl_in == "loss":
             whole = whole + self.kl_coef * kl_loss
+        # PPO-ptx (arXiv:2203.02155, equation 2): each token but the first of a row, given those before it.
+        modelled = [
+            -torch.log_softmax(scores, 0)[token]
+            for row in texts
+            for scores, token in zip(self.actor.logits(row)[:-1], row[1:])
+        ]
+        ptx_loss = sum(modelled, torch.zeros((), dtype=torch.float64)) / max(len(modelled), 1)
+        whole = whole + self.config.ptx_coef * ptx_loss
         return {
+            "ptx_loss": ptx_loss.item(),
             "policy_loss": policy_loss.item(),
             "value_loss": value_loss.item(),
             "clip_fraction": clipped / actions,

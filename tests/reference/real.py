@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelerators import Accelerator, ShapePolicy
 from rlhf.config import Config
+from rlhf.data import pretraining
 from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.metrics.recorder import Recorder
@@ -26,7 +27,7 @@ from rlhf.stages import dpo, ppo, reward, sft
 from rlhf.stages.context import StageContext
 from tests.helpers import weights
 from tests.in_process import given
-from tests.reference.cases import Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
+from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
 from tests.reference.expected import ppo_batch
 
 
@@ -88,7 +89,8 @@ def reinforced(
     rows = data("ppo", count)
     names = ("actor", "reference", "critic", "reward")
     four = ppo.Models(*(given(_loaded(getattr(models, name), config)) for name in names))
-    with mock.patch.object(ppo, "PPO", Watched), around.recorder:
+    documents = mock.patch.object(pretraining, "read", return_value=DOCUMENTS)
+    with mock.patch.object(ppo, "PPO", Watched), documents, around.recorder:
         try:
             summary = ppo.run(around, four, Tokenizer(), rows)
         except StopError as stop:

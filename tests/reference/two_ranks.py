@@ -50,6 +50,8 @@ CHANGES = {
         "engine": {"zero_stage": 0, "zero_persistence_threshold": 0, "offload": "parameters"},
         "roles": _ROLES,
     },
+    "ppo, raw text": {"micro_batch_size": 1, **cases.PTX},
+    "ppo, raw text, sharded": {"engine": _SHARDED, **cases.PTX},
     "ppo, RLOO": {**_WITHOUT_CRITIC, "estimator": "rloo", "completions_per_prompt": 2},
     "ppo, GRPO": {**_WITHOUT_CRITIC, "estimator": "grpo", "completions_per_prompt": 4, "engine": _SHARDED},
     "ppo, REINFORCE++": {**_WITHOUT_CRITIC, "estimator": "reinforce++", "minibatch_size": None},

@@ -1,0 +1,154 @@
+"""Reward models that DeepSpeed-Chat saved give the scores that its own module gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf.config import ModelConfig
+from rlhf.errors import ModelError
+from rlhf.models.forward import ScalarHead, sequence_scores
+from rlhf.models.loading import load_causal_lm, load_scalar_head, outline
+from tests.helpers import build_tokenizer
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},  # as OPT-350m
+    "llama": SIZES | {"intermediate_size": 48, "num_key_value_heads": 2},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 128,
+    },
+    "gpt_neox": SIZES | {"intermediate_size": 48},
+    "granite": SIZES | {"intermediate_size": 48, "num_key_value_heads": 2},  # has no classifier in transformers
+}
+
+
+class RewardModel(nn.Module):
+    """DeepSpeed-Chat's module, as far as it scores."""
+
+    def __init__(self, base: Any, pad: int) -> None:
+        super().__init__()
+        size = getattr(base.config, "word_embed_proj_dim", None) or base.config.hidden_size
+        self.v_head = nn.Linear(size, 1, bias=False)
+        self.rwtransformer = base
+        self.pad = pad
+
+    @torch.no_grad()
+    def scores(self, row: list[int]) -> Tensor:
+        """[T], of every token."""
+        hidden = self.rwtransformer(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), use_cache=False)[0]
+        return self.v_head(hidden)[0, :, 0]
+
+    def end_score(self, prompt: list[int], reply: list[int], width: int) -> Tensor:
+        """The score of a reply, padded to `width`: it is read before the first padding after the prompt."""
+        row = prompt + reply + [self.pad] * (width - len(prompt + reply))
+        end = next((place for place in range(len(prompt), width) if row[place] == self.pad), width)
+        return self.scores(row[:end])[-1]
+
+
+def saved(
+    folder: Path, family: str, *, spelled: str = "rwtransformer.", before: str = "", **changes: Any
+) -> RewardModel:
+    """A folder as `save_hf_format` leaves it."""
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+    tokenizer = build_tokenizer()
+    size = -8 * (-len(tokenizer) // 8)
+    ids = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 1}
+    config = CONFIG_MAPPING[family](vocab_size=size, **FAMILIES[family], **ids)
+    torch.manual_seed(0)
+    model = RewardModel(MODEL_MAPPING[type(config)](config).eval(), pad=0 if family == "llama" else 1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    state = {before + name.replace("rwtransformer.", spelled): tensor for name, tensor in model.state_dict().items()}
+    folder.mkdir(parents=True)
+    torch.save(state | changes, folder / "pytorch_model.bin")
+    config.to_json_file(folder / "config.json")
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_scalar_head(ModelConfig(), build_tokenizer(), attention="eager", path=str(folder), **options).eval()
+
+
+PROMPT, REPLIES = [5, 6, 7], [[8, 9, 1], [10, 1], [1], [11, 12, 13, 14]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_and_every_reply_scores_as_there(tmp_path: Path, family: str) -> None:
+    theirs = saved(tmp_path / "reward", family)
+    said: list[str] = []
+    model = ScalarHead(load(tmp_path / "reward", say=said.append))
+    rows = [PROMPT + reply for reply in REPLIES]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        found, ends = model(ids, mask), sequence_scores(model, ids, mask)
+    for place, row in enumerate(rows):
+        expected = theirs.scores(row)
+        assert expected.std() > 0.03
+        torch.testing.assert_close(found[place, : len(row)], expected, atol=2e-5, rtol=1e-4)
+    expected = torch.stack([theirs.end_score(PROMPT, reply, width) for reply in REPLIES])
+    torch.testing.assert_close(ends, expected, atol=2e-5, rtol=1e-4)
+    note = "is a reward model of DeepSpeed-Chat; replies are scored at the token before their end"
+    assert said == ([] if family == "llama" else [f"note: {tmp_path}/reward: {note}"])
+
+
+@pytest.mark.parametrize("spelled", ["rwtransformer.", "rwtranrsformer."])
+@pytest.mark.parametrize("before", ["", "module.", "module.module."])
+def test_its_names_are_known_in_both_spellings_and_under_wrappers(tmp_path: Path, spelled: str, before: str) -> None:
+    theirs = saved(tmp_path / "reward", "opt", spelled=spelled, before=before)
+    model = ScalarHead(load(tmp_path / "reward"))
+    with torch.no_grad():
+        found = model(torch.tensor([PROMPT]), torch.ones(1, 3, dtype=torch.long))[0]
+    torch.testing.assert_close(found, theirs.scores(PROMPT), atol=2e-5, rtol=1e-4)
+
+
+def test_training_goes_on_from_its_head_and_scores_ends_again(tmp_path: Path) -> None:
+    theirs = saved(tmp_path / "reward", "opt")
+    model = load(tmp_path / "reward", seed=0)
+    assert torch.equal(model.score.weight, theirs.v_head.weight)
+    model.save_pretrained(tmp_path / "ours")
+    ids, mask = torch.tensor([PROMPT + REPLIES[0]]), torch.ones(1, 6, dtype=torch.long)
+    head = ScalarHead(load(tmp_path / "ours"))
+    with torch.no_grad():
+        assert torch.equal(sequence_scores(head, ids, mask), head(ids, mask)[:, -1])
+
+
+def test_buffers_of_old_transformers_do_not_matter(tmp_path: Path) -> None:
+    more = {"rwtransformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
+    theirs = saved(tmp_path / "reward", "gpt2", **more)
+    with torch.no_grad():
+        found = ScalarHead(load(tmp_path / "reward"))(torch.tensor([PROMPT]), torch.ones(1, 3, dtype=torch.long))[0]
+    torch.testing.assert_close(found, theirs.scores(PROMPT), atol=2e-5, rtol=1e-4)
+
+
+def test_what_it_lacks_is_said_in_its_own_words(tmp_path: Path) -> None:
+    saved(tmp_path / "reward", "opt")
+    path = tmp_path / "reward" / "pytorch_model.bin"
+    state = torch.load(path)
+    for name in ("v_head.weight", "rwtransformer.decoder.project_out.weight"):
+        torch.save({key: tensor for key, tensor in state.items() if key != name}, path)
+        with pytest.raises(ModelError) as caught:
+            outline(str(tmp_path / "reward"), ModelConfig(), attention="eager", scalar_head=True)
+        assert name in str(caught.value) and "DeepSpeed-Chat" in str(caught.value)
+
+
+def test_it_is_no_language_model(tmp_path: Path) -> None:
+    saved(tmp_path / "reward", "gpt2")
+    with pytest.raises(ModelError, match=r"is a reward model .* name a language model"):
+        load_causal_lm(ModelConfig(path=str(tmp_path / "reward")), build_tokenizer(), attention="eager")
