@@ -66,5 +66,4 @@ def measure(context: StageContext, ppo: PPO, data: StageData, when: str, judge: 
 def left(context: StageContext, ppo: PPO) -> dict[str, Any]:
     """Say what the stage has left, and what its summary says of that."""
     say_what_is_left(context, ppo.actor)
-    found: dict[str, Any] = {"average": context.directory.averages} if ppo.actor.ema else {}
-    return found | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
+    return {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
