@@ -6,6 +6,7 @@ environment when torch loads.
 """
 
 from rlhf.api import Session, session
+from rlhf.errors import RLHFError
 from rlhf.version import __version__
 
-__all__ = ["Session", "__version__", "session"]
+__all__ = ["RLHFError", "Session", "__version__", "session"]

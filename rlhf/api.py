@@ -84,6 +84,11 @@ class Session:
         self._held = ExitStack()
         atexit.register(self.close)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that talks: rank 0, or the only one."""
+        return here().rank == 0
+
     def run(self, *stages: Stage, overwrite: bool = False) -> dict[Stage, dict[str, Any]]:
         """Run stages to their end, as `rlhf` does; without names all three: SFT, reward model, PPO.
 

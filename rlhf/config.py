@@ -16,6 +16,7 @@ from rlhf.config_data import EVERY_STAGE, STAGES, ColumnsConfig, DataConfig, Dat
 from rlhf.config_dpo import DPOConfig
 from rlhf.config_engine import EngineConfig, LoraConfig, RoleConfig, RolesConfig
 from rlhf.config_ppo import PPOConfig, SamplingConfig
+from rlhf.config_rewards import RewardFunctionConfig
 from rlhf.config_training import EpochConfig, OptimizerConfig, TrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.kinds import Folder, OptionalName, Section
@@ -35,6 +36,7 @@ __all__ = [  # what mypy counts as ours
     "LoraConfig",
     "OptimizerConfig",
     "PPOConfig",
+    "RewardFunctionConfig",
     "RoleConfig",
     "RolesConfig",
     "SamplingConfig",

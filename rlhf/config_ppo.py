@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rlhf.config_rewards import RewardFunctionConfig
 from rlhf.config_training import OptimizerConfig, TrainingConfig, divide
 from rlhf.errors import ConfigError
 from rlhf.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
 from rlhf.kinds import Fraction, OptionalName, Section
 from rlhf.problems import at, shown
+from rlhf.values import as_sources
 
 
 class SamplingConfig(Section):
@@ -30,6 +33,19 @@ class PPOConfig(TrainingConfig):
     actor: OptionalName = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
     reward_model: OptionalName = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
+    )
+    reward_weight: float = Field(
+        1.0, ge=0, description="weight of the reward model's score; 0: no reward model is loaded or needed"
+    )
+    reward_functions: Annotated[
+        tuple[RewardFunctionConfig, ...], BeforeValidator(lambda value: as_sources(value, "function"))
+    ] = Field(
+        (),
+        description="Python functions whose values, weighted, are added to the score: each module:function, "
+        "rewards.py:function, plugin:name, or a mapping; they run in a process of their own (rlhf/rewards)",
+    )
+    reward_timeout: float = Field(
+        60.0, gt=0, description="seconds that the functions may take for a rank's share of one batch, or to be imported"
     )
     critic: OptionalName = Field(
         None,
@@ -154,6 +170,14 @@ class PPOConfig(TrainingConfig):
     ptx_batch_size: int | None = Field(
         None, ge=1, description="rows of these texts in one update, over all ranks; empty: minibatch_size"
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
+        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
+    )
+    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -166,15 +190,26 @@ class PPOConfig(TrainingConfig):
         return name
 
     @model_validator(mode="after")
-    def _criticized(self) -> PPOConfig:
-        if self.critic and not self.method.critic:
-            raise at("critic", f"the estimator {self.estimator} has no critic; leave it out")
+    def _rewarded(self) -> PPOConfig:
+        if not self.reward_weight and not any(function.weight for function in self.reward_functions):
+            raise at("reward_weight", "0 leaves nothing to learn from; name ppo.reward_functions with a weight")
+        if not self.reward_weight and self.reward_model:
+            raise at("reward_model", "is not used where ppo.reward_weight is 0; leave it out, or give it a weight")
+        for label, count in Counter(function.label for function in self.reward_functions).items():
+            if count > 1:
+                raise at("reward_functions", f"{count} functions are called {label}; give each a `name` of its own")
         return self
 
     @model_validator(mode="after")
     def _samples(self) -> PPOConfig:
         if self.sampling.temperature == 0:
             raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+        return self
+
+    @model_validator(mode="after")
+    def _average(self) -> PPOConfig:
+        if self.ema_on_host and self.ema is None:
+            raise at("ema_on_host", "true, but there is no average to wait there; set ppo.ema, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -193,9 +228,13 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _kl_has_a_gradient(self) -> PPOConfig:
+    def _kl_acts(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
             raise at("kl_estimator", "k1 in the loss has a gradient of mean 0 and holds nothing back; use k2 or k3")
+        if self.kl_stop is not None and self.updates == 1:
+            raise at(
+                "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"
+            )
         return self
 
     @property
@@ -210,6 +249,11 @@ class PPOConfig(TrainingConfig):
             "whiten_advantages": self.whiten_advantages,
         }
         return replace(entry, **{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def updates(self) -> int:
+        """Updates that follow one rollout, where they do not end early."""
+        return self.ppo_epochs * (self.batch_size // (self.minibatch_size or self.batch_size))
 
     @property
     def pretraining_rows(self) -> int:

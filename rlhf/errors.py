@@ -25,6 +25,10 @@ class ModelError(RLHFError):
     """A model or tokenizer cannot be loaded, or two of them do not fit together."""
 
 
+class RewardError(RLHFError):
+    """A reward function cannot be found or imported, or fails with a sample."""
+
+
 class RunError(RLHFError):
     """A run directory or a checkpoint is not what the command needs."""
 

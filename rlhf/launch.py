@@ -279,6 +279,8 @@ def _announce(
         "accelerator": f"{selection.name} ({selection.summary})",
         "output": str(config.output),
     }
+    if "ppo" in stages and "reward" in pending and not config.ppo.reward_weight:
+        facts["note"] = "ppo.reward_weight is 0: PPO makes no use of the reward model (`rlhf sft`, `rlhf ppo`: none)"
     console.print(f"[bold]rlhf {__version__}[/]")
     for name, value in facts.items():
         console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)

@@ -45,12 +45,12 @@ Reward = Callable[[str, str, Row], float]
 class Score:
     """What the models make of one completion.
 
-    `reward` is the reward model's score, None without one. `log_prob` is the policy's, in nats, summed over the
-    completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely the
-    completion is to the policy than to its reference, log p - log p_ref.
+    `reward` is its score, by the reward model and `ppo.reward_functions`. `log_prob` is the policy's, in nats, summed
+    over the completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely
+    the completion is to the policy than to its reference, log p - log p_ref.
     """
 
-    reward: float | None
+    reward: float
     kl: float
     log_prob: float
     tokens: int
@@ -100,7 +100,7 @@ class Learner:
 
         Args:
             index: the step's number from 0, to be sure of it; default: the next.
-            reward: scores this rollout's completions in place of the reward model:
+            reward: scores this rollout's completions in place of the reward model and `ppo.reward_functions`:
                 (prompt, completion, row of the data) -> number.
 
         Returns:
@@ -163,7 +163,7 @@ class Learner:
     @overload
     def score(self, prompts: Batch) -> Batch: ...
     def score(self, prompts: Sequence[Conversation] | Batch, completions: Sequence[str] = ()) -> list[Score] | Batch:
-        """What the reward model, the policy and its reference make of completions.
+        """What the reward model and functions, the policy and its reference make of completions.
 
         Args:
             prompts: as `generate` takes them. Or tensors: what `PPO.generate` gives.
@@ -184,7 +184,7 @@ class Learner:
             examples = [self._texts.prompt(prompt) for prompt in prompts]
             replies = [self._texts.reply(*pair) for pair in zip(examples, completions)]
             batches = self._texts.batches(examples)
-            return [score for place, batch in batches for score in self._judged(batch, replies[place])]
+            return [score for place, batch in batches for score in self._judged(batch, examples[place], replies[place])]
 
     def evaluate(self) -> Numbers:
         """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
@@ -256,22 +256,19 @@ class Learner:
                 raise lack from error
             raise
 
-    def _judged(self, prompts: Batch, replies: Sequence[list[int]]) -> list[Score]:
+    def _judged(self, prompts: Batch, examples: Sequence[Prompt], replies: Sequence[list[int]]) -> list[Score]:
         """Scores of replies to the real rows of a batch."""
         sequences = self._texts.sequences(prompts, replies)
-        scored, mask = self.trainer.score(sequences), sequences["action_mask"]
+        scored, mask = self.trainer.score(sequences, examples), sequences["action_mask"]
         log_probs = masked(scored["log_probs"], mask)
         kl = log_probs - masked(scored["ref_log_probs"], mask)
-        rewards: list[Any] = scored["scores"].tolist() if "scores" in scored else [None] * len(mask)
-        columns = rewards, kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
+        columns = scored["scores"].tolist(), kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
         return [Score(*values) for values in zip(*columns)]
 
     def _scores_of(self, reward: Reward, index: int) -> Callable[[Batch], Tensor]:
         """What scores the sequences of rollout `index` by `reward`."""
-        trainer, texts, rank = self.trainer, self._texts, self._context.world.rank
-        times, share = trainer.settings.method.completions, trainer.settings.prompts(self._context.world.size)
-        examples = trainer.batches.examples(index)[rank * share : (rank + 1) * share]
-        rows = [example.row for example in examples for _ in range(times)]
+        trainer, texts = self.trainer, self._texts
+        rows = [example.row for example in trainer.examples(index)]
 
         def scores(sequences: Batch) -> Tensor:
             found = [_number(reward, row, text) for row, text in zip(rows, texts.completions(sequences), strict=True)]

@@ -295,7 +295,8 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
 def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None) -> StageData:
     """The stage's examples; what ends a reply is what ends generation."""
     config, stage = context.config, context.directory.name
-    sources = read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main)
+    judged = stage == "ppo" and bool(config.ppo.reward_functions)
+    sources = read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main, records=judged)
     with distributed.on_main("comparing the rows") as main:
         if main:  # an earlier stage may have taken days
             context.run.check_rows(config, sources.fingerprints())

@@ -18,6 +18,7 @@ from rlhf.engine import zero_plus_plus
 from rlhf.errors import ConfigError, RunError
 from rlhf.models.folder import check_model_folder
 from rlhf.place import here
+from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import check as check_roles
 from rlhf.roles import holdings
 from rlhf.rollout.choice import check as check_rollouts
@@ -99,6 +100,8 @@ def check(
     if "ppo" in pending:
         check_rollouts(config, ranks)
         pretraining.check(config, ranks)
+        if here().rank == 0:
+            check_rewards(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
     sharing.check(config, pending, directory)

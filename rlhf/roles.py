@@ -253,3 +253,8 @@ def _check_nvme(config: Config, held: Sequence[Holding]) -> None:
             "engine.nvme: DeepSpeed uses a disk at ZeRO-3 only, and no model that is offloaded is held so; "
             "set engine.zero_stage=3, or leave engine.nvme out for the host's memory"
         )
+    if config.ppo.ema and any(one.role.name == "actor" and one.zero_stage == 3 for one in offloading):
+        raise ConfigError(
+            "ppo.ema: an average follows weights in memory, and engine.nvme has the actor's on a disk; leave one of "
+            "them out, or set roles.actor.offload=none"
+        )

@@ -17,6 +17,10 @@ STATE = "state-rank{rank}.pt"
 """In a checkpoint, what a rank has saved beside its engines."""
 
 
+AVERAGE = "-ema"
+"""What follows the name of a model's folder, or its adapter's, in that of its moving average."""
+
+
 @dataclass(frozen=True)
 class StageDirectory:
     """One stage's folder in a run."""
@@ -28,6 +32,16 @@ class StageDirectory:
     def model(self) -> Path:
         """The trained model, in Hugging Face format."""
         return self.path / "model"
+
+    @property
+    def average(self) -> Path:
+        """The moving average of the trained model, in the same format, where one was asked for."""
+        return self.path / f"model{AVERAGE}"
+
+    @property
+    def averages(self) -> list[str]:
+        """Names of the folders of moving averages that are here: of the model, of its adapter."""
+        return sorted(path.name for path in self.path.glob(f"*{AVERAGE}"))
 
     @property
     def best(self) -> Path:

@@ -133,12 +133,16 @@ def names_model_or_data(values: Keys) -> bool:
     return bool(at(at(values, "model"), "path")) or any(path not in (None, names.WORLD) for path in paths)
 
 
-def as_sources(value: Any) -> Items:
-    """What `data.datasets` or `.pretraining` is given: a path, a mapping or a list of either; as a list of mappings."""
+def as_sources(value: Any, key: str = "path") -> Items:
+    """What `data.datasets` or `.pretraining` is given: a path, a mapping, or a list of either; as a list of mappings.
+
+    Args:
+        key: what a text alone is the value of.
+    """
     several = isinstance(value, list | tuple)
     items = value if several else [] if value is None else [value]
     origins = getattr(value, "origins", {}) if several else {}
-    return Items([Keys({"path": item}) if isinstance(item, str) else item for item in items], origins)
+    return Items([Keys({key: item}) if isinstance(item, str) else item for item in items], origins)
 
 
 class _Loader(yaml.SafeLoader):

@@ -74,7 +74,7 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe(model_folder: Path, data_file: Path) -> dict[str, Any]:
-    """A run of the three stages in a few steps each, in fp32 and static shapes; AdamW needs no warm-up here."""
+    """A run of every stage in a few steps each, in fp32 and static shapes; AdamW needs no warm-up here."""
     optimizer = {"learning_rate": 1e-3, "warmup": 0}
     return {
         "precision": "fp32",
@@ -88,6 +88,7 @@ def recipe(model_folder: Path, data_file: Path) -> dict[str, Any]:
         },
         "sft": {"batch_size": 4, "max_steps": 3, "eval_rows": 8, "optimizer": optimizer},
         "reward": {"batch_size": 4, "max_steps": 3, "eval_rows": 8, "optimizer": optimizer},
+        "dpo": {"batch_size": 4, "max_steps": 3, "eval_rows": 8, "optimizer": optimizer},
         "ppo": {
             "batch_size": 4,
             "minibatch_size": 2,
@@ -136,4 +137,12 @@ def finished_run(rlhf: Rlhf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a complete run of the tiny recipe."""
     output = tmp_path_factory.mktemp("finished") / "run"
     rlhf("--output", output)
+    return output
+
+
+@pytest.fixture(scope="session")
+def finished_dpo(rlhf: Rlhf, finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose one stage is DPO, from the SFT model of `finished_run`."""
+    output = tmp_path_factory.mktemp("finished-dpo") / "run"
+    rlhf("dpo", "--output", output, "--set", f"dpo.model={finished_run / 'sft' / 'model'}")
     return output

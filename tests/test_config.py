@@ -229,6 +229,20 @@ def test_a_rollout_must_divide_into_minibatches() -> None:
         PPOConfig(batch_size=8, minibatch_size=3).minibatch(1)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.ema_on_host=true", "true, but there is no average to wait there; set ppo.ema, or leave it out"),
+        ("ppo.ema=1", "expected a number below 1, found 1"),
+        ("ppo.ema=0", "expected a number above 0, found 0"),
+    ],
+)
+def test_an_average_that_would_not_move_or_is_not_there_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        load_config(None, [override])
+    assert str(found.value) == f"--set {override}: {message}"
+
+
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().seed = 3  # type: ignore[misc]

@@ -186,11 +186,18 @@ def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
 
 
 @pytest.mark.parametrize(
-    "override", ["ppo.log_every=3", "ppo.micro_batch_size=1", "ppo.checkpoint_every=7", "ppo.generation_batch_size=1"]
+    "override",
+    [
+        "ppo.log_every=3",
+        "ppo.micro_batch_size=1",
+        "ppo.checkpoint_every=7",
+        "ppo.generation_batch_size=1",
+        "ppo.ema_on_host=true",
+    ],
 )
 def test_what_changes_no_result_is_no_other_setting(tmp_path: Path, override: str) -> None:
-    run_stages(config_in(tmp_path / "run"), *STAGES)
-    RunDirectory.check(config_in(tmp_path / "run", override), resume=True)
+    run_stages(config_in(tmp_path / "run", "ppo.ema=0.9"), *STAGES)
+    RunDirectory.check(config_in(tmp_path / "run", "ppo.ema=0.9", override), resume=True)
 
 
 def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ def refusal(stages=STAGES, ranks=1, **sections):
             "engine.nvme: nothing is offloaded; set engine.offload=all, or leave engine.nvme out",
         ),
         (
+            {"engine": {"offload": "optimizer", "zero_stage": 3, "nvme": "/tmp"}, "ppo": {"ema": 0.9}},
+            "ppo.ema: an average follows weights in memory, and engine.nvme has the actor's on a disk; leave one of "
+            "them out, or set roles.actor.offload=none",
+        ),
+        (
             {"roles": {"reference": {"zero_stage": 1}}},
             "roles.reference.zero_stage: 1 shards an optimizer, and the reference is frozen; set 0, or 3 to shard its "
             "weights",

@@ -39,6 +39,20 @@ def test_all_four_where_the_reward_model_was_trained_on_the_actor_s_base(folders
     assert line == "actor, reference, critic and reward share one frozen base"
 
 
+def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folders, tmp_path):
+    def decided(folders):
+        config = build_config({"lora": {"rank": 4}, "ppo": {"estimator": "rloo"}})
+        sharing = decide(config, holdings(config, "ppo"), *folders)
+        return dict(sharing.donors), sharing.adapter, sharing.line(holdings(config, "ppo"))
+
+    line = "actor, reference and reward share one frozen base"
+    assert decided(folders) == ({"reward": "actor"}, adapter_of(folders[1]), line)
+    shutil.rmtree(adapter_of(folders[1]))
+    donors, adapter, line = decided(folders)
+    assert (donors, adapter) == ({}, None)
+    assert line.startswith("actor and reference share one frozen base; not more: ")
+
+
 def test_a_run_that_was_moved_is_known_by_its_weights(folders, tmp_path):
     actor, reward = (shutil.move(folder, tmp_path / f"moved-{index}") for index, folder in enumerate(folders))
     (tmp_path / "there").mkdir()

@@ -36,6 +36,9 @@ def chat(
     stage: Annotated[
         Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving average of the policy's weights (ppo.ema), not the last ones.")
+    ] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the most likely token.", metavar="T")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")] = 256,
     memory: Annotated[
@@ -56,7 +59,7 @@ def chat(
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
-    folder = model_folder(run_or_model, stage)
+    folder = model_folder(run_or_model, stage, ema=ema)
     interactive = sys.stdin.isatty()
     with console.status(Text(f"loading {folder}")) if interactive else nullcontext():
         model = ChatModel(folder, options, temperature=temperature, max_tokens=max_tokens)
@@ -68,8 +71,11 @@ def chat(
                 _answer(model, [("user", line.strip())])
 
 
-def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None) -> Path:
+def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None, *, ema: bool = False) -> Path:
     """The model to talk to: of a run the one of `stage`, or of its last finished stage; else `path` itself.
+
+    Args:
+        ema: the moving average of PPO's policy.
 
     Raises:
         RunError: the run has no such model.
@@ -82,6 +88,8 @@ def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None) 
     for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
         with suppress(RunError):  # a living process writes there; what is complete may be talked to
             RunDirectory(folder).recover()
+    if ema:
+        return _average(path, stage)
     if run.description.is_file():
         wanted = [run.stage(stage)] if stage else [run.stage("ppo"), run.stage("dpo"), run.stage("sft")]
         for candidate in wanted:
@@ -105,12 +113,30 @@ def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None) 
     return path
 
 
+def _average(path: Path, stage: Literal["sft", "dpo", "ppo"] | None) -> Path:
+    """The moving average that PPO has left in the run at `path`, or in the folder of its stage."""
+    from rlhf.sharing import ADAPTER
+    from rlhf.stage_directory import AVERAGE, StageDirectory
+
+    if stage not in (None, "ppo"):
+        raise RunError("--ema: of PPO's policy alone a run has an average; leave --stage out")
+    ppo = StageDirectory(path / "ppo" if (path / "run.json").is_file() else path, "ppo")
+    if (ppo.path / f"{ADAPTER}{AVERAGE}").is_dir() and not ppo.average.exists():
+        raise RunError(
+            f"{path}: the ppo stage has left the average as an adapter alone (lora.save); "
+            "merge it with peft and name that folder without --ema"
+        )
+    if not ppo.done or not ppo.average.is_dir():
+        raise RunError(f"{path}: holds no average of a finished ppo stage; train with ppo.ema, or leave --ema out")
+    return ppo.average
+
+
 def trained_format(folder: Path) -> PromptFormat | None:
     """How prompts were written in the training that left the model in `folder`; None where no stage left it."""
     from rlhf.run import read_json
 
     summary = folder.parent / "stage.json"
-    if folder.name != "model" or not summary.is_file():
+    if folder.name not in ("model", "model-ema") or not summary.is_file():
         return None
     found: PromptFormat | None = read_json(summary).get("prompt_format")
     return found

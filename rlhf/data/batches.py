@@ -166,6 +166,10 @@ class Batches(Generic[E]):
         epoch, position = divmod(index, len(self))
         return [self._example(epoch, place) for place in range(position * size, min((position + 1) * size, rows))]
 
+    def share(self, index: int) -> list[E]:
+        """The real examples of global batch `index` that this rank has, in the order of their rows."""
+        return self.examples(index)[self._share.start : self._share.stop]
+
     def _example(self, epoch: int, place: int) -> E:
         if epoch != self._epoch:
             self._order = list(range(len(self._examples)))

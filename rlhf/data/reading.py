@@ -127,10 +127,12 @@ class SourceRows:
     Attributes:
         seed: decides the rows of the embedded world.
         show: tell of reading that takes long.
+        records: keep with each row its record, as the source has it.
     """
 
     seed: int
     show: bool = False
+    records: bool = False
     _read: dict[Source, Rows] = field(default_factory=dict)
 
     def __getitem__(self, source: Source) -> Rows:
@@ -140,7 +142,7 @@ class SourceRows:
             DataError: it cannot be read, or its columns are of no known format.
         """
         if source not in self._read:
-            self._read[source] = _rows(source, self.seed, self.show)
+            self._read[source] = _rows(source, self.seed, self.show, self.records)
         return self._read[source]
 
     def fingerprints(self) -> dict[str, dict[str, object]]:
@@ -153,12 +155,15 @@ class SourceRows:
         }
 
 
-def read_sources(config: DataConfig, stages: Sequence[Stage], *, seed: int, show: bool = False) -> SourceRows:
+def read_sources(
+    config: DataConfig, stages: Sequence[Stage], *, seed: int, show: bool = False, records: bool = False
+) -> SourceRows:
     """Read what `stages` need, each source once.
 
     Args:
         seed: decides the rows of the embedded world.
         show: tell of reading that takes long; True on the one rank that talks.
+        records: keep with each row its record, for reward functions.
 
     Raises:
         DataError: a stage has no source or no share, or a source cannot be read or is of no known format.
@@ -166,7 +171,7 @@ def read_sources(config: DataConfig, stages: Sequence[Stage], *, seed: int, show
     needed = list(dict.fromkeys(source for stage in stages for source in _needed(config, stage)))
     for source in needed:  # before the first of them is read, which may take long
         check(source.path)
-    sources = SourceRows(seed, show)
+    sources = SourceRows(seed, show, records)
     for source in needed:
         sources[source]
     return sources
@@ -194,7 +199,7 @@ def _needed(config: DataConfig, stage: Stage) -> list[Source]:
     return [*map(Source.trained, datasets), *named, *map(Source.trained, others)]
 
 
-def _rows(asked: Source, seed: int, show: bool) -> Rows:
+def _rows(asked: Source, seed: int, show: bool, keep: bool) -> Rows:
     source, entry = asked.with_what_is_known()
     with console.status(f"reading {source.path}") if show else nullcontext():
         records = read(
@@ -219,7 +224,8 @@ def _rows(asked: Source, seed: int, show: bool) -> Rows:
             try:
                 if columns is None or found is None:
                     raise Rejected(record.fault or EMPTY_PROMPT)
-                rows.append(parse(found, columns, record.source))
+                row = parse(found, columns, record.source)
+                rows.append(replace(row, record=record.values) if keep and record.values else row)
             except Rejected as error:
                 count(dropped, error.reason, record.source)
             if not number % _PACE:

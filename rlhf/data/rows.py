@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.data.formats import CONVERSATIONS, PROMPTS, Columns
@@ -43,6 +43,7 @@ class Row:
         source: where the record came from, for messages ("file.jsonl:17").
         undecided: why a record with two replies prefers neither of them; empty: it does, or has no two.
         margin: by how much more the preferred reply should score; None: the record's is no such number.
+        record: the columns as the source has them, where they were asked for.
     """
 
     prompt: tuple[Message, ...]
@@ -53,6 +54,13 @@ class Row:
     source: str
     undecided: str = ""
     margin: float | None = 0.0
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record's columns and, where it has none of that name, what was read in them."""
+        found = {name: getattr(self, name) for name in ("response", "chosen", "rejected", "source")}
+        messages = [{"role": message.role, "content": message.content} for message in self.prompt]
+        return {"messages": messages, **found, **self.record}
 
 
 class Rejected(Exception):

@@ -8,6 +8,7 @@ at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,36 @@ def restore_precision(engine: Any) -> None:
             remember(parameter, None)
 
 
+def masters(optimizer: Any) -> list[Tensor]:
+    """The float32 numbers that a DeepSpeed optimizer updates on this rank, each tensor contiguous.
+
+    They are flat shares of groups of parameters at ZeRO 1-3; at ZeRO 0 one for each parameter: a copy of it, or in fp32
+    itself.
+    """
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO 1-2, ZeRO 3
+        if shares := getattr(optimizer, name, None):
+            return [share.data for share in shares]
+    return [master.data for group in optimizer.param_groups for master in group["params"]]
+
+
+@torch.no_grad()
+def round_masters(optimizer: Any) -> None:
+    """Compute from now on with the weights that the masters are when rounded; every rank calls it.
+
+    As a step of deepspeed 0.19.8 does it, whose own means these are.
+    """
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer._partition_all_parameters()  # what is whole yet would stay what it is
+        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer._post_step(())  # parameters that stay whole are so again
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    else:
+        for rounded, master in _pairs(optimizer):
+            rounded.copy_(master)
+
+
 def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
     """Whether a number of type `one` may not be a number of the `other`."""
     return torch.promote_types(one, other) != other
@@ -59,6 +90,11 @@ def _set(parameter: nn.Parameter, found: sources.Source, master: Tensor | None) 
 
 
 def _whole_masters(optimizer: Any) -> dict[int, Tensor]:
-    """At ZeRO 0, the master of each parameter, by the parameter's id (deepspeed 0.19: FP16_UnfusedOptimizer)."""
-    groups = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()))
-    return {id(mine): master for rounded, masters in groups for mine, master in zip(rounded, masters)}
+    """At ZeRO 0, the master of each parameter, by the parameter's id."""
+    return {id(rounded): master for rounded, master in _pairs(optimizer)}
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """At ZeRO 0, each parameter and its master (deepspeed 0.19: FP16_UnfusedOptimizer); in fp32 there are none."""
+    for rounded, masters_of_group in zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ())):
+        yield from zip(rounded, masters_of_group)

@@ -54,9 +54,11 @@ def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precisi
         checkpoint = 0 if adapters_only else state * sum(counts)
         every = getattr(config, stage).checkpoint_every
         written = -(-need.steps // every) if every else 1
+        averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
+        checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
         # The newest two stay, and a third is written beside them; the model comes when two are left.
-        trained = width * sum(counts[:1])
-        best = width * sum(counts[:1]) if getattr(config, stage).kept_by else 0  # lies there while others are tried
+        trained = width * (1 + averaged) * sum(counts[:1])
+        best = trained if getattr(config, stage).kept_by else 0  # lies there while others are tried
         most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
         left += trained
     return most

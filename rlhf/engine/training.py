@@ -32,6 +32,7 @@ from rlhf.roles import Holding
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
+    from rlhf.engine.ema import EMA
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -66,6 +67,7 @@ class TrainingEngine:
         self.left_out = 0  # steps of the schedule that were not taken
         self.zero_stage = holding.zero_stage
         self.precision = precision
+        self.ema: EMA | None = None
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
         self._clips_itself = self.zero_stage == 0 and precision.name == "fp32"
         self._max_grad_norm = optimizer.max_grad_norm
@@ -108,14 +110,25 @@ class TrainingEngine:
         return self.engine.module
 
     @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's, around the accelerator's."""
+        return self.engine.optimizer
+
+    @property
     def steps(self) -> int:
-        """Optimizer steps taken."""
+        """Optimizer steps, `skipped` ones among them."""
         return self.engine.global_steps
 
     @property
+    def skipped(self) -> int:
+        """Optimizer steps not taken because gradients overflowed."""
+        return self.engine.skipped_steps
+
+    @property
     def scheduled_rate(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self.optimizer_config, self.steps + self.left_out, self.total_steps)
+        """Learning rate of the next step; like Adam's moments it knows nothing of steps that were skipped."""
+        steps = self.steps + self.left_out - self.skipped
+        return learning_rate(self.optimizer_config, steps, self.total_steps)
 
     @property
     def rates(self) -> dict[str, float]:
@@ -130,6 +143,12 @@ class TrainingEngine:
         Returns:
             The statistics of `loss`, summed on the device; the loss itself is one of them.
         """
+        sums = self.backward(micro_batches, loss)
+        self.apply()
+        return sums
+
+    def backward(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
+        """The first part of `step`: the gradients, for `apply` to use."""
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
         for group in self.engine.optimizer.param_groups:
@@ -137,7 +156,7 @@ class TrainingEngine:
         self.engine.train()
         self._record_order()
         sums = Sums()
-        for batch in micro_batches:
+        for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches):
             boundary(f"{self.name}/before-forward")
             with self.precision.autocast():
                 value, statistics = loss(self.engine, batch)
@@ -146,14 +165,24 @@ class TrainingEngine:
             self._scale = self._missing_scale()
             self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)
             boundary(f"{self.name}/backward")
-            if self._clips_itself and self.engine.is_gradient_accumulation_boundary():
-                clip = self.accelerator.kernel("clip_grad_norm", required=True)
-                trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-                self._norm = clip(trained, self._max_grad_norm)
-            self.engine.step()
-            boundary(f"{self.name}/step")
+            if left:
+                self.engine.step()  # counts the micro-batch
+                boundary(f"{self.name}/step")
             sums.add(loss=value, **statistics)
         return sums
+
+    def apply(self) -> None:
+        """The second part of `step`: change the weights, unless gradients overflowed."""
+        if self._clips_itself:
+            clip = self.accelerator.kernel("clip_grad_norm", required=True)
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            self._norm = clip(trained, self._max_grad_norm)
+        skipped = self.skipped
+        self.engine.step()
+        self.accelerator.step_boundary(f"{self.name}/step")
+        if self.ema and self.skipped == skipped:
+            self.ema.follow()
+            self.accelerator.step_boundary(f"{self.name}/average")
 
     def grad_norm(self) -> float:
         """Norm of the last step's gradient, before clipping."""

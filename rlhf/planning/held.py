@@ -15,6 +15,7 @@ Kind = Literal[
     "gradients",
     "masters",
     "moments",
+    "average",
     "activations",
     "logits",
     "KV cache",
@@ -152,6 +153,11 @@ class Model:
         if stage == 3 and not (fresh and around.one_memory):  # a bucket for good; a host gives pages when they are used
             items.append(in_blocks(self.role, "communication", around.sums * _bucket(holding, trained, around)))
         return items
+
+    def average(self, holding: Holding, around: Surroundings, *, on_host: bool) -> Item:
+        """A moving average of what is trained, in float32, shared among ranks as masters are."""
+        size = 4 * self.counts(holding)[1] // _part(holding, around)
+        return self._each(holding)("average", size, 4, _host(on_host, around))
 
     def making(self, holding: Holding, around: Surroundings) -> list[Item]:
         """Loading: the weights, and the most that setting up the engine adds for a moment."""

@@ -77,6 +77,8 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], aroun
     parts = _micro_batches(config, stage, around.ranks) > 1
     models = {name: replace(model, parts=parts) for name, model in models.items()}
     resting = [item for name in held for item in models[name].resting(held[name], around)]
+    if stage == "ppo" and config.ppo.ema:
+        resting.append(models["actor"].average(held["actor"], around, on_host=config.ppo.ema_on_host))
     base = [Item("process", "libraries", around.base, host=not around.one_memory)]
     stages = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}
     moments = [("loading", [*base, *items]) for items in _loading(models, held, around)]

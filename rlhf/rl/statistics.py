@@ -12,6 +12,7 @@ from rlhf.engine import distributed
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch
 from rlhf.objectives.tokens import masked
+from rlhf.rl.rewards import is_part
 
 
 def rollout_statistics(scored: Batch, sequences: Batch, row_mask: Tensor) -> Batch:
@@ -26,6 +27,7 @@ def rollout_statistics(scored: Batch, sequences: Batch, row_mask: Tensor) -> Bat
         "kl": log_ratio.sum(),
         "entropy": masked(scored["entropy"], mask).sum(),
         "ended": (sequences["ended"] * rows).sum(),
+        **{name: (part * rows).sum() for name, part in scored.items() if is_part(name)},
     }
 
 
@@ -41,6 +43,7 @@ def means(sums: Numbers) -> Numbers:
         "entropy": sums["entropy"] / max(sums["tokens"], 1),
         "response_length": sums["tokens"] / rows,
         "truncated_share": 1 - sums["ended"] / rows,
+        **{name: number / rows for name, number in sums.items() if is_part(name)},
     }
 
 

@@ -6,7 +6,7 @@ is that of arXiv:2203.02155).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from rlhf.data.batches import collate_ppo
+from rlhf.data.examples import Prompt
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
+from rlhf.engine.ema import EMA
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
@@ -25,6 +27,7 @@ from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
 from rlhf.rl.ptx import Pretraining
+from rlhf.rl.rewards import Rewards
 from rlhf.rl.scoring import Scorer
 from rlhf.rl.shaping import Shaping
 from rlhf.rl.statistics import critic_statistics, explained_variance, means, rollout_statistics
@@ -55,14 +58,18 @@ class PPO:
     def __init__(self, context: StageContext, models: Models, tokenizer: Any, data: StageData) -> None:
         self.context = context
         self.settings = settings = context.config.ppo
+        self.rewards = Rewards(settings, tokenizer)  # before the models, which take longer
         self.accelerator = context.accelerator
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
         self.own_scores: Callable[[Batch], Tensor] | None = None
-        """(what `generate` gives) -> float32 scores [B], in place of the reward model's; for loops of one's own."""
+        """(what `generate` gives) -> float32 scores [B], in place of `rewards`; for loops of one's own."""
         minibatch, micro_rows = settings.minibatch(context.world.size)
-        updates = settings.steps * settings.ppo_epochs * (settings.batch_size // minibatch)
-        sizes = {"total_steps": updates, "batch_size": minibatch, "micro_batch_size": micro_rows}
+        sizes = {
+            "total_steps": settings.steps * settings.updates,
+            "batch_size": minibatch,
+            "micro_batch_size": micro_rows,
+        }
         held = context.holdings
         pretraining = Pretraining.read(context, tokenizer)
         more = settings.pretraining(context.world.size)[0]
@@ -70,6 +77,8 @@ class PPO:
         self.critic = (
             context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
         )
+        if settings.ema:
+            self.actor.ema = EMA(self.actor, settings.ema, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.reference) if "reference" in held else None
         self.reward = context.frozen("reward", models.reward) if "reward" in held else None
         self.scorer = Scorer(
@@ -116,7 +125,8 @@ class PPO:
     def step(self, index: int) -> Numbers:
         """One rollout and the updates that follow from it."""
         sums = Sums()
-        self.experience = experience = self.collect(self.accelerator.to_device(self.prompts(index)), sums)
+        prompts = self.accelerator.to_device(self.prompts(index))
+        self.experience = experience = self.collect(prompts, sums, self.examples(index))
         made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef)
         found = sums.read()
         numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
@@ -133,6 +143,10 @@ class PPO:
         """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
         (prompts,) = self.batches.step(index)
         return {key: rows.repeat_interleave(self.settings.method.completions, 0) for key, rows in prompts.items()}
+
+    def examples(self, index: int) -> list[Prompt]:
+        """What the rows of `prompts(index)` are made of."""
+        return [example for example in self.batches.share(index) for _ in range(self.settings.method.completions)]
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Batch:
@@ -160,22 +174,29 @@ class PPO:
             "ended": ends_with(completions.ids, action_mask, self.decoder.eos_ids),
         }
 
-    def score(self, sequences: Batch) -> Batch:
-        """What the models make of `generate`'s sequences.
+    def score(self, sequences: Batch, examples: Sequence[Prompt] = ()) -> Batch:
+        """What the models, and the reward functions, make of `generate`'s sequences.
+
+        Args:
+            examples: of the sequences that do not only fill up the batch, for reward functions; see `examples`.
 
         Returns:
-            `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A], and with a reward
-            model its `scores` [B]. All float32.
-        """
-        return self.scorer(sequences)
+            `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A]; the `scores` [B],
+            and with reward functions the parts that they are the weighted sum of (`Rewards`). All float32.
 
-    def collect(self, prompts: Batch, sums: Sums) -> Experience:
+        Raises:
+            RewardError: a reward function failed.
+        """
+        return self.rewards(self.scorer(sequences), sequences, examples)
+
+    def collect(self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = ()) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
         sequences = self.generate(prompts)
         self.decoder.make_room()
-        scored = self.score(sequences)
         if self.own_scores:
-            scored["scores"] = self.own_scores(sequences)
+            scored = {**self.scorer(sequences), "scores": self.own_scores(sequences)}
+        else:
+            scored = self.score(sequences, examples)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])
@@ -199,10 +220,12 @@ class PPO:
         )
 
     def save_state(self) -> dict[str, Any]:
-        return self.shaping.save_state()
+        return self.shaping.save_state() | ({"ema": self.actor.ema.save_state()} if self.actor.ema else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.shaping.load_state(state)
+        if self.actor.ema:
+            self.actor.ema.load_state(state["ema"])
 
 
 def _norm_of(role: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
+from rlhf.engine.overflow import step_together
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, Loss, TrainingEngine
 from rlhf.models.forward import completion_log_probs
@@ -50,13 +53,12 @@ class Updates:
             How many `updates` that were, and the policy's learning rates in the first.
         """
         settings, weight = self.settings, torch.tensor(kl_coef, device=experience.action_mask.device)
-        planned = settings.ppo_epochs * (settings.batch_size // self.minibatch)
         for engine in filter(None, (self.actor, self.critic)):
-            engine.left_out = index * planned - engine.steps
+            engine.left_out = index * settings.updates - engine.steps
         rates, made = self.actor.rates, 0
         for epoch in range(settings.ppo_epochs):
             for minibatch in experience.split(self._rows, self.order(index, epoch)):
-                update = self._update(minibatch, weight, index * planned + made)
+                update = self._update(minibatch, weight, index * settings.updates + made)
                 sums.extend(update, *MEANS)
                 made += 1
                 if settings.kl_stop is not None and update.read()["approx_kl"] > settings.kl_stop:
@@ -70,13 +72,13 @@ class Updates:
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
         policy: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
-        if self.pretraining:
-            texts = self.pretraining.micro_batches(number)
-            found.extend(self.actor.step([*parts, *texts], self.pretraining.beside(policy)), *MEANS)
-        else:
-            found.extend(self.actor.step(parts, policy), *MEANS)
+        texts = self.pretraining.micro_batches(number) if self.pretraining else []
+        policy = self.pretraining.beside(policy) if self.pretraining else policy
+        work: list[tuple[TrainingEngine, Sequence[Any], Loss]] = [(self.actor, [*parts, *texts], policy)]
         if self.critic:
-            found.extend(self.critic.step(parts, partial(self._critic_loss, total=total)), *MEANS)
+            work.append((self.critic, parts, partial(self._critic_loss, total=total)))
+        for sums in step_together(work):
+            found.extend(sums, *MEANS)
         return found
 
     def _actor_loss(

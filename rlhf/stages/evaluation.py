@@ -33,7 +33,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
         for index in range(len(ppo.held_out)):
             (prompts,) = (context.accelerator.to_device(batch) for batch in ppo.held_out.step(index))
             sequences = ppo.generate(prompts)
-            scored = ppo.score(sequences)
+            scored = ppo.score(sequences, ppo.held_out.share(index))
             mask = sequences["action_mask"]
             sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]))
             ids = sequences["input_ids"][:, -mask.shape[1] :]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.models.adapters import save_adapter
 from rlhf.models.export import save_model
-from rlhf.sharing import adapter_of
+from rlhf.sharing import ADAPTER
+from rlhf.stage_directory import AVERAGE
 from rlhf.starts import starts
 
 if TYPE_CHECKING:
@@ -23,20 +24,32 @@ def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTo
     """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
 
     A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
-    models can stand on one base.
+    models can stand on one base. Beside all that, the same of the weights' moving average where there is one.
     """
-    save, stage, model = context.config.lora.save, context.directory.name, folder / context.directory.model.name
+    _write(context, engine, tokenizer, folder, "")
+    if engine.ema:
+        with engine.ema.in_place():
+            _write(context, engine, tokenizer, folder, AVERAGE)
+
+
+def _write(
+    context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path, suffix: str
+) -> None:
+    save, stage, model = context.config.lora.save, context.directory.name, folder / f"model{suffix}"
     adapted = engine.holding.lora.rank > 0
     merged = None if adapted and save == "adapter" and stage in _LAST else str(model)
     if merged:
         save_model(engine, tokenizer, model)
     if adapted and (save != "merged" or stage == "reward"):
-        save_adapter(engine, adapter_of(str(model)), _start(context), merged)
+        save_adapter(engine, folder / f"{ADAPTER}{suffix}", _start(context), merged)
 
 
 def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
     """Say where `leave` writes more than `lora.save` asks for."""
     stage = context.directory.name
+    if engine.ema:
+        folders = " and ".join(f"{context.directory.path / name}" for name in context.directory.averages)
+        context.say(f"{stage}: the moving average of its weights is left in {folders}")
     if engine.holding.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
         context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
 

@@ -112,7 +112,7 @@ def measured(
     Raises:
         DivergedError: one of them is not finite.
     """
-    begun = time.perf_counter()
+    begun, skipped = time.perf_counter(), _skipped(engines)
     numbers = step(index)
     context.accelerator.synchronize()  # so that the time is that of the work
     numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
@@ -121,6 +121,7 @@ def measured(
         numbers["compilations"] = float(compilations)
     if context.precision.loss_scaling:
         numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
+        numbers["skipped_steps"] = float(_skipped(engines) - skipped)
     _check_finite(numbers, context, index + 1)
     return numbers
 
@@ -170,6 +171,11 @@ def ending_signals() -> Iterator[list[int]]:
 
     with signals.heard(receive):
         yield arrived
+
+
+def _skipped(engines: dict[str, TrainingEngine]) -> int:
+    """Optimizer steps that were skipped so far; engines that step together skip together."""
+    return max((engine.skipped for engine in engines.values()), default=0)
 
 
 def anywhere(arrived: list[int], context: StageContext) -> bool:

@@ -14,7 +14,8 @@ from rlhf.rl.samples import tell
 from rlhf.rl.trainer import PPO, Models
 from rlhf.stages.context import StageContext
 from rlhf.stages.evaluation import Judge, evaluate
-from rlhf.stages.leaving import leave
+from rlhf.stages.keeping import Found
+from rlhf.stages.leaving import leave, say_what_is_left
 from rlhf.stages.loop import run_steps
 
 
@@ -36,11 +37,19 @@ def run(
             tell(context, ppo, index + 1)
         return numbers
 
+    def measure(when: str) -> Found:
+        found = evaluate(context, ppo, examples, when, judge)
+        if not ppo.actor.ema or when == "before":  # which it begins at
+            return found
+        with ppo.actor.ema.in_place():
+            average = evaluate(context, ppo, examples, f"{when}, by the average", judge)
+        return found._replace(numbers=found.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
+
     summary = run_steps(
         context,
         total_steps=settings.steps,
         step=step,
-        measure=lambda when: evaluate(context, ppo, examples, when, judge),
+        measure=measure,
         leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
         engines=ppo.engines,
         settings=settings,
@@ -49,4 +58,7 @@ def run(
         save_state=ppo.save_state,
         load_state=ppo.load_state,
     )
+    say_what_is_left(context, ppo.actor)
+    if ppo.actor.ema:
+        summary["average"] = context.directory.averages
     return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}

@@ -45,16 +45,18 @@ def test_every_zero_stage_takes_the_same_steps(train, sharded, zero_stage):
     for found, expected in zip(steps(run, "sft"), steps(sharded, "sft")):
         assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
-        assert found["model_loss_scale"] == 65536
+        assert found["model_loss_scale"] == 65536 and found["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_a_step_that_overflows_is_skipped_and_the_scale_halved(train, model_folder, zero_stage):
     run = train("--set", f"engine.zero_stage={zero_stage}", env={"HALVES_SCALE_POWER": "40"})
     assert [entry["model_loss_scale"] for entry in steps(run, "sft")] == [2.0**39, 2.0**38, 2.0**37]
+    assert [entry["skipped_steps"] for entry in steps(run, "sft")] == [1, 1, 1]
     assert_same_weights(run / "sft" / "model", model_folder, atol=1e-3)  # as they were, but for the rounding to fp16
     for entry in steps(run, "ppo"):
         assert entry["actor_loss_scale"] < 2.0**40
         assert entry["critic_loss_scale"] < 2.0**40
+        assert entry["skipped_steps"] == 4  # all updates
         assert entry["grad_norm"] is None  # no number: the gradient overflowed
         assert math.isfinite(entry["reward"])

@@ -100,12 +100,28 @@ def test_the_folder_of_a_stage_answers(finished_run: RunDirectory) -> None:
     assert model_folder(finished_run.stage("sft").path) == finished_run.stage("sft").model
 
 
+def test_a_run_answers_with_its_average_where_it_has_one(finished_run: RunDirectory) -> None:
+    for named in (finished_run.path, finished_run.stage("ppo").path, finished_run.stage("ppo").model):
+        with pytest.raises(RunError, match=r"holds no average of a finished ppo stage; train with ppo\.ema, or"):
+            model_folder(named, ema=True)
+    finished_run.stage("ppo").average.mkdir()
+    for named in (finished_run.path, finished_run.stage("ppo").path):
+        assert (
+            model_folder(named, ema=True) == model_folder(named, "ppo", ema=True) == finished_run.path / "ppo/model-ema"
+        )
+    with pytest.raises(RunError, match="of PPO's policy alone a run has an average; leave --stage out"):
+        model_folder(finished_run.path, "sft", ema=True)
+    (finished_run.stage("ppo").path / "stage.json").unlink()
+    with pytest.raises(RunError, match="holds no average of a finished ppo stage"):
+        model_folder(finished_run.path, ema=True)
+
+
 def test_a_run_without_a_finished_stage_is_named(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.opened(Config()):
         run.stage("sft").metrics.parent.mkdir()
         run.stage("sft").metrics.write_text('{"step": 1}\n')
-    with pytest.raises(RunError, match="no finished ppo or sft stage"):
+    with pytest.raises(RunError, match="no finished ppo or dpo or sft stage"):
         model_folder(tmp_path / "run")
 
 

@@ -16,6 +16,7 @@ from rlhf.config import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.tokenization import Pair, StageData
 from rlhf.engine.statistics import Sums
+from rlhf.rl.samples import samples
 from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.stages import loop, ppo, reward
 from rlhf.stages.evaluation import distinct_2, evaluate
@@ -163,7 +164,7 @@ def build_ppo(accelerator, tmp_path, monkeypatch):
         built = ppo.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
         built.batches._endless = False  # here a row fills the batch up, and must count nowhere
         monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))
-        built.score = lambda sequences: SCORED
+        built.score = lambda sequences, examples: SCORED
         return built
 
     return build
@@ -229,7 +230,7 @@ def quiet(built: ppo.PPO) -> ppo.PPO:
 
 def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
-    built.score = lambda sequences: (
+    built.score = lambda sequences, examples: (
         SCORED | {"values": torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])}
     )
     # Returns [0, .5, .5], [3.5, 4], [5], their mean 2.25: squares 5.0625 + 2 * 3.0625 + 1.5625 + 3.0625 + 7.5625
@@ -244,11 +245,47 @@ def test_scores_are_scaled_then_clipped_then_less_a_penalty_where_there_is_no_en
     assert built.experience.returns[:, 0].tolist() == pytest.approx([-1.5, -0.5, 1.0, 0.0])
 
 
+def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_ppo):
+    settings = {"normalize_scores": "running", "score_clip": 9, "kl_coef": 0, "lam": 1.0}
+    first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
+    first.step(0)
+    second.load_state(first.save_state())
+    second.score = lambda sequences: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
+    second.step(1)
+    # 1, 4, 7 and three times 10: mean 7, squares 36 + 9 + 0 + 3 * 9 = 72, deviation sqrt(12)
+    assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_the_coefficient_alone(build_ppo):
+    built = quiet(build_ppo(kl_coef=0.5))
+    built.load_state({"kl_coef": 0.25})
+    numbers = built.step(0)
+    assert numbers["kl_coef"] == 0.25 and numbers["reward_ema"] == pytest.approx(4.0)
+
+
 def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
     built = quiet(build_ppo())
     rewards = [4.0, 1.0, 10.0]
     found = [built.shaping.learn({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
     assert found == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
+
+
+def test_samples_of_a_rollout_are_its_texts_with_the_score_and_the_kl_of_each(build_ppo):
+    built = build_ppo()
+    assert samples(built, 3) == [], "there is no rollout yet"
+    (prompts,) = built.batches.step(0)
+    built.experience = built.collect(prompts, Sums())
+    asked = [" ".join(language.WORDS[token] for token in row if token) for row in prompts["prompt_ids"].tolist()]
+    assert set(asked[:3]) == {example.row.text for example in PROMPTS}
+    expected = [("a b c", 1.0, 2.0, 3), ("a b", 4.0, 1.0, 2), ("", 7.0, 0.0, 1)]  # an end is not shown
+    found = samples(built, 3)
+    assert [sample.prompt for sample in found] == asked[:3]
+    assert [sample[1:] for sample in found] == [
+        (text, score, pytest.approx(kl, abs=1e-5), tokens) for text, score, kl, tokens in expected
+    ]
+    assert found[0].numbers == "score 1, KL 2, 3 tokens"
+    assert samples(built, 2) == [found[0], found[2]], "as far apart as can be"
+    assert len(samples(built, 9)) == 4
 
 
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):

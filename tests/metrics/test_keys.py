@@ -12,14 +12,14 @@ import pytest
 import rlhf
 
 KEYS = Path(rlhf.__file__).parent / "metrics" / "KEYS.md"
-STAGES = ("sft", "reward", "ppo")
+STAGES = ("sft", "reward", "dpo", "ppo")
 
 
 def table(*headings: str) -> Iterator[tuple[str, str, str]]:
     """(stage, key, definition) of the rows under these headings."""
     for section in KEYS.read_text(encoding="utf-8").split("\n## ")[1:]:
         if section.startswith(headings):
-            for key, stage, definition in re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \| [^|]+ \|$", section, re.M):
+            for key, stage, definition in re.findall(r"^\| `([\w/<>]+)` \| (\w+) \| (.+) \| [^|]+ \|$", section, re.M):
                 yield from ((name, key, definition) for name in (STAGES if stage == "all" else (stage,)))
 
 
@@ -34,30 +34,37 @@ RECORDS = ("Every record", "Numbers of a training step", "Held-out numbers")
 def test_every_row_of_the_table_is_read():
     rows = [line for line in KEYS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     defined = [*table(*RECORDS), *table("stage.json")]
-    assert len(defined) == sum(3 if "| all |" in line else 1 for line in rows) > 50
+    assert len(defined) == sum(len(STAGES) if "| all |" in line else 1 for line in rows) > 50
     assert len({row[:2] for row in table(*RECORDS)}) == len([*table(*RECORDS)]), "a key is defined twice"
 
 
+@pytest.fixture
+def folder_of(finished_run, finished_dpo):
+    """Stage -> the run that has it."""
+    return lambda stage: finished_dpo if stage == "dpo" else finished_run
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_records_the_keys_of_the_table_and_no_others(finished_run, stage):
+def test_a_run_records_the_keys_of_the_table_and_no_others(folder_of, stage):
     always = {key for name, key, definition in table(*RECORDS) if name == stage and not definition.startswith("Only ")}
-    assert keys_of_records(finished_run, stage) == always
+    assert keys_of_records(folder_of(stage), stage) == always
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_ends_with_the_keys_of_the_table_and_no_others(finished_run, stage):
-    summary = json.loads((finished_run / stage / "stage.json").read_text())
-    assert summary.keys() == {key for name, key, _ in table("stage.json") if name == stage}
-    heldout = {key.removeprefix("heldout_") for key in keys_of_records(finished_run, stage) if "heldout_" in key}
+def test_a_stage_ends_with_the_keys_of_the_table_and_no_others(folder_of, stage):
+    summary = json.loads((folder_of(stage) / stage / "stage.json").read_text())
+    rows = [row for row in table("stage.json") if row[0] == stage]
+    assert summary.keys() == {key for _, key, definition in rows if not definition.startswith("Only with")}
+    heldout = {key.removeprefix("heldout_") for key in keys_of_records(folder_of(stage), stage) if "heldout_" in key}
     assert summary["before"].keys() == summary["after"].keys() == heldout
 
 
-def test_events_have_the_names_of_the_records(finished_run):
+def test_events_have_the_names_of_the_records(folder_of):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for stage in STAGES:
-        events = EventAccumulator(str(finished_run / stage / "tensorboard"))
+        events = EventAccumulator(str(folder_of(stage) / stage / "tensorboard"))
         events.Reload()
         bookkeeping = {"stage", "step", "time", "tag", "text"}
-        expected = {f"{stage}/{key}" for key in keys_of_records(finished_run, stage) - bookkeeping}
+        expected = {f"{stage}/{key}" for key in keys_of_records(folder_of(stage), stage) - bookkeeping}
         assert set(events.Tags()["scalars"]) == expected

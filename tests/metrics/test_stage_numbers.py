@@ -21,7 +21,7 @@ from rlhf.engine.training import TrainingEngine
 from rlhf.metrics.recorder import Recorder
 from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.run import RunDirectory
-from rlhf.stages import ppo, reward, sft
+from rlhf.stages import dpo, ppo, reward, sft
 from tests.helpers import llama
 from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
 from tests.metrics.test_keys import RECORDS, STAGES, keys_of_records, table
@@ -64,7 +64,8 @@ def run_stage(accelerator, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, Recorder(RunDirectory(folder).stage(stage)) as recorder:
             patch.setattr(accelerator, "compilations", lambda: 7)
             patch.setattr(TrainingEngine, "loss_scale", lambda engine: 1.0)
-            values = {"precision": "fp32", "data": data, stage: values}
+            # ZeRO 1: an optimizer that can overflow
+            values = {"precision": "fp32", "engine": {"zero_stage": 1}, "data": data, stage: values}
             context = stage_context(accelerator, folder, stage, values, precision=precision, recorder=recorder)
             summary = call(context)
         return Ran(folder, stage, summary)
@@ -218,6 +219,62 @@ def test_the_heldout_scores_are_those_of_plain_transformers(reward_ran):
     }
 
 
+@pytest.fixture(scope="module")
+def dpo_ran(run_stage):
+    values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "beta": 0.3, "optimizer": OPTIMIZER}
+    data = StageData(PAIRS, HELDOUT_PAIRS, [])
+    return run_stage("dpo", values, lambda context: dpo.run(context, given(policy()), language.tokenizer(), data))
+
+
+def plain_log_probs(model: Any, pairs: list[Pair]) -> Tensor:
+    """[2, pairs]: of the chosen and the rejected replies, each alone and without padding."""
+
+    def log_prob(prompt: list[int], reply: list[int]) -> Tensor:
+        found = model(input_ids=torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
+        return sum(found[len(prompt) - 1 + place, token] for place, token in enumerate(reply))
+
+    return torch.stack(
+        [torch.stack([log_prob(p.prompt_ids, ids) for ids in (p.chosen_ids, p.rejected_ids)]) for p in pairs]
+    ).T
+
+
+def test_a_step_of_dpo_begins_at_its_reference(dpo_ran):
+    model = policy()
+    now, then = plain_log_probs(model, PAIRS), plain_log_probs(model, PAIRS).detach()
+    chosen, rejected = now - then
+    loss = -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+    assert dpo_ran.step["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert dpo_ran.step["grad_norm"] == pytest.approx(gradient_norm(model, loss), rel=1e-3)
+    assert [dpo_ran.step[key] for key in ("pairs", "accuracy", "margin", "drift")] == [3, 0.5, 0, 0]
+    assert dpo_ran.step["chosen_log_prob"] == pytest.approx(then[0].mean().item(), rel=1e-5)
+    assert dpo_ran.step["rejected_log_prob"] == pytest.approx(then[1].mean().item(), rel=1e-5)
+
+
+def test_the_heldout_rewards_of_dpo_are_those_of_plain_transformers(dpo_ran):
+    from transformers import AutoModelForCausalLM
+
+    before, after = dpo_ran.heldout
+    assert before["step"] == 0 and after["step"] == 1
+    assert before["heldout_loss"] == pytest.approx(math.log(2)) and before["heldout_accuracy"] == 0.5
+    now = plain_log_probs(AutoModelForCausalLM.from_pretrained(dpo_ran.model), HELDOUT_PAIRS).detach()
+    ratios = now - plain_log_probs(policy(), HELDOUT_PAIRS).detach()
+    chosen, rejected = 0.3 * ratios
+    wanted = {
+        "loss": -(chosen - rejected).sigmoid().log().mean(),
+        "accuracy": (chosen > rejected).float().mean(),
+        "margin": (chosen - rejected).mean(),
+        "drift": ratios.mean(),
+        "chosen_reward": chosen.mean(),
+        "rejected_reward": rejected.mean(),
+        "chosen_log_prob": now[0].mean(),
+        "rejected_log_prob": now[1].mean(),
+    }
+    assert abs(wanted["margin"].item()) > 0.01, "nothing changed, so the moment is not tested"
+    for key, value in wanted.items():
+        assert after[f"heldout_{key}"] == pytest.approx(value.item(), rel=1e-3), key
+    assert dpo_ran.summary["after"] == {key: after[f"heldout_{key}"] for key in wanted}
+
+
 class Echo:
     """Completes every prompt with itself: backwards in the first `backwards` batches, then as it is."""
 
@@ -236,7 +293,7 @@ class Echo:
 @pytest.fixture(scope="module")
 def ppo_ran(run_stage):
     """On the embedded data's terms: with a judge."""
-    values = {"batch_size": 2, "steps": 1, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER}
+    values = {"batch_size": 2, "steps": 1, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, "ema": 0.5}
     heldout = [
         language.prompt(2, 1),
         language.prompt(3),
@@ -284,9 +341,9 @@ def test_heldout_numbers_are_recorded_before_the_first_step_and_after_the_last(p
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ran, ppo_ran, stage):
+def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ran, dpo_ran, ppo_ran, stage):
     """An accelerator that counts compilations, a precision that scales losses, data with a judge; without the rest."""
-    ran = {"sft": sft_ran, "reward": reward_ran, "ppo": ppo_ran}[stage]
+    ran = {"sft": sft_ran, "reward": reward_ran, "dpo": dpo_ran, "ppo": ppo_ran}[stage]
     only = {key for name, key, definition in table(*RECORDS) if name == stage and definition.startswith("Only ")}
     assert ran.keys >= only - {"lora_learning_rate", "kl_loss"}
     assert ran.keys <= {key for name, key, _ in table(*RECORDS) if name == stage}

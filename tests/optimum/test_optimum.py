@@ -1,10 +1,15 @@
-"""The policy that PPO ends with is the best one: in a language whose completions can all be listed, it is known.
+"""The policy that an algorithm ends with is the known one: in a language whose completions can all be listed.
 
-A further algorithm, or another way of running this one, is one more row of `ALGORITHMS`.
+With the KL penalty in the reward (k1) that is the best policy of all, known in closed form. In the loss, a penalty is
+that of each token; where it ends is computed from the definition (`language.Update`), and is not the same place.
+
+A further algorithm, or another way of running one, is one more row of `ALGORITHMS`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +29,11 @@ from tests.optimum.language import (
     WORDS,
     Distance,
     TableOfRewards,
+    Update,
     log_probabilities,
+    of_words,
     optimum,
+    table,
     tokenizer,
 )
 
@@ -35,10 +43,11 @@ SIZES = {"initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id":
 
 
 class Algorithm(NamedTuple):
-    """How to run, and how near the best policy it must come."""
+    """How to run, where that ends if it is not the best policy, and how near it must come."""
 
     name: str
     ppo: dict[str, Any]  # settings that differ from those of `build`
+    update: Update | None = None
     nats: float = 0.01  # KL either way
     reward: float = 0.01
 
@@ -46,7 +55,52 @@ class Algorithm(NamedTuple):
 ALGORITHMS = [
     Algorithm("ppo", {}),
     Algorithm("ppo at another temperature", {"sampling": {"temperature": 1.5}}),
+    Algorithm("rloo", {"estimator": "rloo"}),
+    # A group of three is the largest whose members can all be listed; it needs batches that three divides.
+    Algorithm(
+        "grpo",
+        {"estimator": "grpo", "completions_per_prompt": 3, "batch_size": 252, "minibatch_size": 126},
+        Update("k3", BETA, "sequence", group=3, divided=True),
+    ),
+    Algorithm("reinforce++", {"estimator": "reinforce++"}),
 ]
+_UNSCALED = {"whiten_advantages": False, "kl_in": "loss"}  # a penalty beside whitened advantages would be another
+OTHERS = [
+    Algorithm(
+        "grpo, not divided by deviations",
+        {"estimator": "grpo", "group_std": False},
+        Update("k3", BETA, "sequence", group=8),
+    ),
+    Algorithm("rloo, k2", {"estimator": "rloo", "kl_in": "loss", "kl_estimator": "k2"}, Update("k2", BETA)),
+    Algorithm("rloo, k3", {"estimator": "rloo", "kl_in": "loss", "kl_estimator": "k3"}, Update("k3", BETA)),
+    Algorithm("rloo, mean over tokens", {"estimator": "rloo", "loss_mean": "token"}),
+    Algorithm(
+        "rloo, mean over sequences",
+        {"estimator": "rloo", "loss_mean": "sequence"},
+        Update("k1", BETA, "sequence"),
+    ),
+    Algorithm(
+        "Dr. GRPO",
+        {"estimator": "grpo", "group_std": False, "loss_mean": "constant"},
+        Update("k3", BETA, "constant", group=8),
+    ),
+    Algorithm(
+        "Dr. GRPO, k1",
+        {"estimator": "grpo", "group_std": False, "loss_mean": "constant", "kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    Algorithm(
+        "grpo, k2",
+        {"estimator": "grpo", "kl_estimator": "k2", "completions_per_prompt": 2},
+        Update("k2", BETA, "sequence", group=2, divided=True),
+    ),
+    Algorithm("reinforce++, k2", {"estimator": "reinforce++", "kl_estimator": "k2", **_UNSCALED}, Update("k2", BETA)),
+    Algorithm("reinforce++, k3", {"estimator": "reinforce++", "kl_estimator": "k3", **_UNSCALED}, Update("k3", BETA)),
+    Algorithm("ppo, several completions of a prompt", {"completions_per_prompt": 4}),
+    # With lambda 1 what a critic knows is a baseline only, and how well it does not matter.
+    Algorithm("ppo, k2", {"kl_estimator": "k2", "lam": 1.0, **_UNSCALED}, Update("k2", BETA)),
+    Algorithm("ppo, k3", {"kl_estimator": "k3", "lam": 1.0, **_UNSCALED}, Update("k3", BETA)),
+]
+"""The same in other ways."""
 
 
 def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int) -> PPO:
@@ -55,7 +109,7 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
         "batch_size": 256,
         "minibatch_size": 128,
         "ppo_epochs": 2,
-        "steps": 100,
+        "steps": 130,
         "kl_coef": BETA,
         "score_clip": 100.0,
         "optimizer": adamw,
@@ -72,19 +126,37 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
     return PPO(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
-def test_the_policy_becomes_the_best_one(algorithm: Algorithm, accelerator: Accelerator, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [*ALGORITHMS, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_the_policy_becomes_the_known_one(algorithm: Algorithm, accelerator: Accelerator, tmp_path: Path) -> None:
     ppo = build(accelerator, tmp_path, algorithm.ppo, seed=0)
     rewards = TableOfRewards(seed=0).rewards()
 
     def found() -> torch.Tensor:
         return log_probabilities(ppo.actor.module, ppo.settings.sampling.temperature)
 
-    best = optimum(found(), rewards, BETA)
-    before = Distance.between(found(), best, rewards)
-    assert min(before.forward, before.backward) > 0.5, "there is nothing to learn"
+    known = optimum(found(), rewards, BETA)
+    if algorithm.update:
+        known = algorithm.update.ended(table(ppo.actor.module, ppo.settings.sampling.temperature), rewards)
+    before = Distance.between(found(), known, rewards)
+    assert min(before.forward, before.backward) > 0.4, "there is nothing to learn"
     for index in range(ppo.settings.steps):
         ppo.step(index)
-    after = Distance.between(found(), best, rewards)
+    after = Distance.between(found(), known, rewards)
     assert max(after.forward, after.backward) < algorithm.nats, (before, after)
     assert after.reward < algorithm.reward, (before, after)
+
+
+def test_the_update_with_the_penalty_in_the_reward_ends_at_the_best_policy() -> None:
+    """The solver against the closed form; and the forms in the loss end elsewhere, so that they can be told apart."""
+    rewards, choices = TableOfRewards(seed=0).rewards(), table(llama(len(WORDS), seed=0, **SIZES))
+    best = optimum(of_words(choices).sum(1), rewards, BETA)
+    for group in (3, math.inf):
+        ended = Distance.between(Update("k1", BETA, group=group).ended(choices, rewards), best, rewards)
+        assert max(abs(ended.forward), abs(ended.backward), ended.reward) < 1e-8
+    ends = [Update(kl, BETA, mean).ended(choices, rewards) for kl in ("k2", "k3") for mean in ("token", "sequence")]
+    for one, other in itertools.combinations([best, *ends], 2):
+        assert Distance.between(one, other, rewards).forward > 0.01

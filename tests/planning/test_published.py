@@ -107,3 +107,18 @@ def test_zero_takes_sixteen_bytes_a_number_and_shares_them_as_its_paper_says() -
         held = sum(item.size for item in found.fullest.items if item.kind in ("weights", "masters", "moments"))
         gradients = {0: 2, 1: 2, 2: 2 / 64, 3: 2 / 64}[stage]  # which come and go
         assert held / numbers + gradients == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (2, 64), (3, 64)])
+def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_shared_as_masters_are(
+    stage: int, ranks: int
+) -> None:
+    def averages(**ppo: Any) -> list[tuple[int, bool]]:
+        config = seven(engine={"zero_stage": stage}, ppo={"batch_size": 64, **ppo})
+        (found,) = plan(config, ["ppo"], Surroundings(ranks, "bf16"))
+        return [(item.size, item.host) for item in found.fullest.items if item.kind == "average"]
+
+    share = 4 * 6_738_415_616 // (ranks if stage else 1)
+    assert averages() == []
+    assert averages(ema=0.992) == [(share, False)]
+    assert averages(ema=0.992, ema_on_host=True) == [(share, True)]

@@ -10,6 +10,7 @@ from tests.preflight import (  # noqa: F401 - they enter theirs
     mistakes_in_holding,
     mistakes_in_models,
     mistakes_in_pretraining,
+    mistakes_in_rewards,
     mistakes_in_rollouts,
 )
 from tests.preflight.bench import MISTAKES, Bench, mistake, settings

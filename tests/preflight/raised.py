@@ -17,6 +17,9 @@ ERRORS = {
     "AcceleratorError",
     "CaptureError",
     "PluginDefect",
+    "RewardError",
+    "Unknown",  # rlhf.rewards: of a plugin's function
+    "Unusable",  # rlhf.rewards: of any function, in its own process
     "error",  # rlhf.hub: of a model or of a data set
     "ValueError",  # in the schema: pydantic turns it into a ConfigError
 }

@@ -15,16 +15,8 @@ TABLE = Path(__file__).with_name("errors.yaml")
 RLHF = ("data", "models", "engine", "rollout", "stages", "metrics", "config.py", "config_data.py", "kinds.py")
 RLHF += ("files.py", "lock.py", "outcome.py", "pipeline.py", "preflight.py", "ranks.py", "run.py", "settings.py")
 RLHF += ("stage_directory.py", "launch.py", "values.py", "hub.py", "place.py", "nodes.py", "companions.py")
-RLHF += (
-    "connections.py",
-    "config_engine.py",
-    "config_dpo.py",
-    "config_ppo.py",
-    "config_training.py",
-    "roles.py",
-    "sharing.py",
-)
-RLHF += ("planning", "rl", "api.py", "learner.py")
+RLHF += ("connections.py", "config_engine.py", "config_dpo.py", "config_ppo.py", "config_rewards.py")
+RLHF += ("config_training.py", "roles.py", "sharing.py", "planning", "rl", "rewards", "api.py", "learner.py")
 CODE = [f"rlhf/{name}" for name in RLHF]
 CODE += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "accelerators").glob("*.py"))]
 

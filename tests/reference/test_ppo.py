@@ -140,8 +140,13 @@ def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran)
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"lora": LORA}, {"normalize_scores": "running", "kl_stop": 0.001, "optimizer": cases.OPTIMIZER | LATE}],
-    ids=["ZeRO 1", "LoRA", "scores of all rollouts scaled, updates that end early"],
+    [
+        {},
+        {"lora": LORA},
+        DEFAULTS | {"estimator": "rloo"},
+        {"normalize_scores": "running", "kl_stop": 0.001, "optimizer": cases.OPTIMIZER | LATE},
+    ],
+    ids=["ZeRO 1", "LoRA", "RLOO", "scores of all rollouts scaled, updates that end early"],
 )
 def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, changes):
     config = cases.configuration("ppo", **changes)

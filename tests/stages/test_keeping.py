@@ -202,14 +202,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, accelerator, monkeypatch, place):
-    folder, (expected, summary) = killed / place, whole
+    folder, (expected, summary), (_, step) = killed / place, whole, PLACES[place]
     evaluate, again = sft.evaluate, []
     monkeypatch.setattr(sft, "evaluate", lambda *arguments: again.append(arguments[-1]) or evaluate(*arguments))
     place_ = RunDirectory(folder).stage("sft")
-    assert place_.latest_checkpoint and place_.latest_checkpoint.name == f"step-{PLACES[place]:08d}"
-    known = [int(step) for step in json.loads((place_.path / "evaluations.json").read_text())]
+    assert place_.latest_checkpoint and place_.latest_checkpoint.name == f"step-{step:08d}"
+    known = map(int, json.loads((place_.path / "evaluations.json").read_text()))
     assert tune(accelerator, folder) == summary
-    assert len(again) == STEPS - max(step for step in known if step <= PLACES[place]), "measured twice, or not at all"
+    assert len(again) == STEPS - max(done for done in known if done <= step), "measured twice, or not at all"
     assert measured(folder) == measured(expected)
     assert_same_weights(folder / "sft" / "model", expected / "sft" / "model")
     same_training(folder, expected, "sft")

@@ -60,7 +60,7 @@ def _nth(count: int, function: Callable[..., Any], instead: Callable[..., Any]) 
 
 
 def _patch(place: str) -> None:
-    from rlhf.stages import keeping, sft
+    from rlhf.stages import keeping, sft, supervised
 
     if place == "its model is written, and what was found is not":
         keeping.atomic_write_json = _nth(1 + 5, keeping.atomic_write_json, _kill)
@@ -68,18 +68,21 @@ def _patch(place: str) -> None:
         sft.evaluate = _nth(1 + 8, sft.evaluate, _kill)
     elif place == "a checkpoint is written, and its model is not measured":
         sft.evaluate = _nth(1 + 6, sft.evaluate, _kill)
+    elif place == "its model is not written, and is the best":
+        supervised.leave = _nth(6, supervised.leave, _kill)
     else:
         publish = keeping.publish
         keeping.publish = lambda *paths: (publish(*paths), _kill())
 
 
 PLACES = {
-    "its model is written, and what was found is not": 3,
-    "a better model is kept than the checkpoint knows": 6,
-    "a checkpoint is written, and its model is not measured": 6,
-    "the kept model is in its place, and the stage not finished": 12,
+    "its model is written, and what was found is not": (3, 3),
+    "a better model is kept than the checkpoint knows": (3, 6),
+    "a checkpoint is written, and its model is not measured": (3, 6),
+    "its model is not written, and is the best": (7, 7),
+    "the kept model is in its place, and the stage not finished": (3, 12),
 }
-"""Where the process is killed, and the step of its newest checkpoint then."""
+"""Where the process is killed: steps between its checkpoints, and the step of the newest one then."""
 
 
 def main(folder: Path) -> None:
@@ -90,12 +93,12 @@ def main(folder: Path) -> None:
     import accelerators
     from rlhf.engine import distributed
 
-    for place in PLACES:
+    for place, (every, _) in PLACES.items():
         process = os.fork()
         if process == 0:
             _patch(place)
             with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
-                tune(accelerator, folder / place)
+                tune(accelerator, folder / place, checkpoint_every=every)
             os._exit(0)
         _, status = os.waitpid(process, 0)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, place

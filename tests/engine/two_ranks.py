@@ -1,0 +1,83 @@
+"""What two processes of one group run for `test_two_ranks`: averages and overflows, and what each rank saw of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accelerators
+from accelerators import Accelerator
+from rlhf.engine import distributed
+from rlhf.engine.ema import EMA
+from rlhf.engine.overflow import step_together
+from rlhf.models.export import save_model
+from tests.engine import halves
+from tests.engine.averages import DECAY, IDS, Plain, build, loss, masters
+from tests.helpers import build_tokenizer
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
+    "ZeRO 1, bf16": {"zero_stage": 1, "precision": "bf16"},
+    "ZeRO 3, bf16": {"zero_stage": 3, "precision": "bf16"},
+    "ZeRO 2, offloaded": {"zero_stage": 2, "offload": "optimizer"},
+    "ZeRO 3, offloaded": {"zero_stage": 3, "offload": "all"},
+    "ZeRO 2, LoRA": {"zero_stage": 2, "lora": 4},
+    "ZeRO 3, LoRA": {"zero_stage": 3, "lora": 4},
+}
+
+
+def main(folder: str) -> None:
+    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+        rank = distributed.world().rank
+        found = {name: averaged(accelerator, Path(folder) / name, **how) for name, how in AVERAGES.items()}
+        torch.save(found, Path(folder) / f"averages, rank {rank}")
+        with halves.accepted() as precision:
+            skipped = {stage: overflowed(accelerator, stage, precision) for stage in range(4)}
+        torch.save(skipped, Path(folder) / f"overflows, rank {rank}")
+
+
+def rows() -> Any:
+    """Other rows on each rank."""
+    return IDS if distributed.world().rank == 0 else IDS.flip(1)
+
+
+def averaged(accelerator: Accelerator, folder: Path, *, precision: str = "fp32", **how: Any) -> dict[str, Any]:
+    """Three steps, and the average in the weights' place; it is saved to `folder`."""
+    engine = build(accelerator, how.pop("zero_stage"), precision, **how)
+    plain, engine.ema = Plain(engine), EMA(engine, DECAY)
+    for _ in range(3):
+        engine.step([rows()], loss)
+        plain.follow(engine)
+    before = masters(engine)
+    with engine.ema.in_place():
+        average = masters(engine)
+        save_model(engine, build_tokenizer(), folder)
+    return {
+        "expected": plain.average,
+        "average": average,
+        "before": before,
+        "after": masters(engine),
+        "held": sum(tensor.numel() for tensor in engine.ema.save_state()),
+        "trained": engine.parameter_counts["trainable"],
+    }
+
+
+def overflowed(accelerator: Accelerator, zero_stage: int, precision: Any) -> dict[str, Any]:
+    """One step of two engines; then one in which the second's gradients overflow, by what the second rank has."""
+
+    def huge(model: Any, ids: Any) -> Any:
+        value, found = loss(model, ids)
+        return value * (1e6 if distributed.world().rank else 1), found
+
+    engines = [build(accelerator, zero_stage, precision) for _ in range(2)]
+    step_together([(engine, [rows()], loss) for engine in engines])
+    before = [masters(engine) for engine in engines]
+    step_together([(engines[0], [rows()], loss), (engines[1], [rows()], huge)])
+    return {
+        "before": before,
+        "after": [masters(engine) for engine in engines],
+        "scales": [engine.loss_scale() for engine in engines],
+        "skipped": [engine.skipped for engine in engines],
+    }

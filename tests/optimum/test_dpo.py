@@ -1,0 +1,129 @@
+"""The policy that DPO ends with is the best one by its loss: in a language whose completions can all be listed.
+
+Preferences are in the exact proportions of Bradley and Terry's model of known rewards, P(y over z) =
+exp(r(y)) / (exp(r(y)) + exp(r(z))): exp(r) is a whole number for every completion, so the proportions are too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator
+from rlhf.data.tokenization import Pair, StageData
+from rlhf.stages import dpo
+from tests.helpers import llama
+from tests.in_process import ROW, stage_context
+from tests.optimum.language import (
+    COMPLETIONS,
+    END,
+    LENGTH,
+    PROMPT,
+    PROMPT_COLUMNS,
+    WORDS,
+    Distance,
+    log_probabilities,
+    optimum,
+    tokenizer,
+)
+
+BETA = 0.5
+SIZES = {"initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": END}
+STRENGTHS = random.Random(5).choices((1, 2, 4), k=len(COMPLETIONS))
+REWARDS = torch.tensor(STRENGTHS).double().log()
+# In a ring, each completion against the two after it.
+COMPARED = [(place, (place + ahead) % len(COMPLETIONS)) for place in range(len(COMPLETIONS)) for ahead in (1, 2)]
+
+
+def votes(first: int, second: int, *, flipped: bool = False) -> tuple[int, int]:
+    """How often each of two completions is the preferred one; `flipped`: where a third of the labels is."""
+    for_first, for_second = STRENGTHS[first], STRENGTHS[second]
+    if flipped:
+        for_first, for_second = 2 * for_first + for_second, for_first + 2 * for_second
+    common = math.gcd(for_first, for_second)
+    return for_first // common, for_second // common
+
+
+def pairs(*, flipped: bool) -> list[Pair]:
+    found = []
+    for first, second in COMPARED:
+        replies = [[*COMPLETIONS[place]] for place in (first, second)]
+        for count, (chosen, rejected) in zip(
+            votes(first, second, flipped=flipped), (replies, replies[::-1]), strict=True
+        ):
+            found += [Pair(PROMPT.prompt_ids, chosen, rejected, ROW)] * count
+    return found
+
+
+def least_squares(compared: Sequence[tuple[int, int]], tau: float) -> Tensor:
+    """log (best / reference) by the ipo loss, up to a constant: the nearest to (2 P - 1) / (2 tau) for every pair."""
+    differences, wanted = torch.zeros(len(compared), len(COMPLETIONS)).double(), torch.zeros(len(compared), 1).double()
+    for row, (first, second) in enumerate(compared):
+        ayes, noes = votes(first, second)
+        weight = math.sqrt(ayes + noes)
+        differences[row, first], differences[row, second] = weight, -weight
+        wanted[row] = weight * (ayes - noes) / (ayes + noes) / (2 * tau)
+    return torch.linalg.lstsq(differences, wanted, driver="gelsd").solution[:, 0]
+
+
+def trained(accelerator: Accelerator, folder: Path, **changes: Any) -> tuple[Tensor, Tensor]:
+    """[completions]: log-probabilities before and after."""
+    rows = pairs(flipped="label_smoothing" in changes)
+    settings = {
+        "beta": BETA,
+        "batch_size": len(rows),
+        "epochs": 90,
+        "eval_rows": 1,
+        "checkpoint_every": 0,
+        "optimizer": {"learning_rate": 1e-2, "warmup": 0.02, "min_lr_ratio": 0.0},
+        **changes,
+    }
+    data = {"max_prompt_length": PROMPT_COLUMNS, "max_completion_length": LENGTH}
+    context = stage_context(accelerator, folder, "dpo", {"data": data, "dpo": settings})
+    model = llama(len(WORDS), **SIZES)
+    before = log_probabilities(model)
+    dpo.run(context, lambda holding: model, tokenizer(), StageData(rows, rows[:1], []))
+    return before, log_probabilities(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loss": "robust", "label_smoothing": 1 / 3}],
+    ids=["sigmoid", "robust, a third of the labels flipped"],
+)
+def test_the_policy_becomes_the_one_that_rewards_and_a_penalty_would_make(
+    accelerator: Accelerator, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """arXiv:2305.18290, equation 4; arXiv:2403.00409: flipped labels move the noise, not the optimum."""
+    before, after = trained(accelerator, tmp_path, **changes)
+    best = optimum(before, REWARDS, BETA)
+    at_first, found = (Distance.between(policy, best, REWARDS) for policy in (before, after))
+    assert min(at_first.forward, at_first.backward) > 0.3, "there is nothing to learn"
+    assert max(found.forward, found.backward) < 0.01, (at_first, found)
+
+
+def test_with_ipo_the_policy_comes_as_near_to_its_margins_as_any(accelerator: Accelerator, tmp_path: Path) -> None:
+    tau = 0.12
+    before, after = trained(accelerator, tmp_path, loss="ipo", beta=tau)
+    best = (before + least_squares(COMPARED, tau)).log_softmax(-1)
+    at_first, found = (Distance.between(policy, best, REWARDS) for policy in (before, after))
+    assert min(at_first.forward, at_first.backward) > 0.3, "there is nothing to learn"
+    assert max(found.forward, found.backward) < 0.01, (at_first, found)
+
+
+def test_where_all_are_compared_ipos_margins_are_those_of_its_paper() -> None:
+    """arXiv:2310.12036, equation 10: reference exp(E[P(y over another)] / tau), the other drawn like those compared."""
+    everyone = range(len(COMPLETIONS))
+    # As often each: the votes of a pair are shares of one.
+    shares = torch.tensor([[STRENGTHS[a] / (STRENGTHS[a] + STRENGTHS[b]) for b in everyone] for a in everyone]).double()
+    wanted = shares.mean(1) / BETA
+    differences = torch.tensor([[(a == c) - (b == c) for c in everyone] for a in everyone for b in everyone]).double()
+    nearest = torch.linalg.lstsq(differences, ((2 * shares - 1) / (2 * BETA)).reshape(-1, 1), driver="gelsd").solution
+    torch.testing.assert_close(nearest[:, 0], wanted - wanted.mean())

@@ -1,0 +1,60 @@
+"""Reward functions that an installed plugin offers are named `plugin:...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import RewardFunctionConfig
+from rlhf.errors import RewardError
+from rlhf.rewards.process import RewardProcess, Sample
+
+MODULE = """
+from rlhf.rewards.hookspecs import hookimpl
+
+@hookimpl
+def rlhf_reward_functions():
+    return {"brevity": "%s:brevity"}
+
+def brevity(prompt, completion, row):
+    return -len(completion)
+"""
+
+
+def install(folder: Path, name: str) -> None:
+    """A distribution as pip leaves it, in a folder on Python's path."""
+    (folder / f"{name}.py").write_text(MODULE % name)
+    about = folder / f"{name}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[rlhf.rewards]\n{name} = {name}\n")
+
+
+def begin(name: str) -> RewardProcess:
+    return RewardProcess([RewardFunctionConfig(function=name)], 20)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "one_plugin")
+    return tmp_path
+
+
+def test_a_plugin_s_function_is_found_by_its_name(site: Path) -> None:
+    process = begin("plugin:brevity")
+    assert process([Sample("p", "abc", {})]) == [[-3.0]]
+    process.close()
+    assert RewardFunctionConfig(function="plugin:brevity").label == "brevity"
+
+
+def test_what_is_offered_is_said(site: Path) -> None:
+    with pytest.raises(RewardError, match="plugin:length: no plugin offers length; offered: brevity"):
+        begin("plugin:length")
+
+
+def test_a_name_that_two_offer_is_refused(site: Path) -> None:
+    install(site, "two_plugin")
+    with pytest.raises(RewardError, match=r"the plugins (one|two)_plugin and (one|two)_plugin both offer brevity"):
+        begin("plugin:brevity")
