@@ -28,7 +28,8 @@ from rlhf.objectives.tokens import masked
 from rlhf.outcome import shortage
 from rlhf.rl.texts import Conversation, Texts, shown
 from rlhf.rl.trainer import PPO
-from rlhf.stages import evaluation, loop
+from rlhf.stages import loop
+from rlhf.stages import ppo as stage
 from rlhf.stages.context import StageContext
 from rlhf.stages.keeping import Found, record
 from rlhf.stages.leaving import leave
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from accelerators import Accelerator
     from rlhf.run import RunDirectory
 
-Reward = Callable[[str, str, Row], float]
-"""(prompt, completion, row of the data) -> score: a reward of one's own."""
+Reward = Callable[[str, str, dict[str, Any]], float]
+"""(prompt, completion, row of the data) -> score, as `ppo.reward_functions` have it, but in this process."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,9 @@ class Learner:
             Means of `reward`, `kl`, `entropy`, `response_length`, `distinct_2`, ... (rlhf/metrics/KEYS.md).
         """
         self._check_open()
-        examples = [example for example in self._data.heldout if isinstance(example, Prompt)]
         with self._working():
-            rows = examples[: self._context.config.ppo.eval_rows]
             when = f"after {self.done:,} steps" if self.done else "before"
-            found = evaluation.evaluate(self._context, self.trainer, rows, when, self._judge)
+            found = stage.measure(self._context, self.trainer, self._data, when, self._judge)
             record(self._context, self.done, found)
         self._measured.append(found)
         return found.numbers
@@ -213,12 +212,11 @@ class Learner:
         self._check_open()
         context, trainer = self._context, self.trainer
         summary: dict[str, Any] = {"steps": self.done, "prompt_format": self._data.prompt_format}
-        summary["parameters"] = {name: engine.parameter_counts for name, engine in trainer.engines.items()}
         if self._measured:
             summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
         with self._working():
             leave(context, trainer.actor, self._tokenizer, context.directory.path)
-            pipeline.finish(context, summary | self._planned)
+            pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
             context.settle()
         self._saved = True
         return context.directory.model
@@ -278,7 +276,7 @@ class Learner:
 
 
 def _number(reward: Reward, row: Row, completion: str) -> float:
-    value = reward(row.text, completion, row)
+    value = reward(row.text, completion, row.as_dict())
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -115,7 +115,7 @@ class StageDirectory:
         with more steps either, and its model is in `model`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(self._summary, summary)
+        atomic_write_json(self._summary, summary | ({"average": self.averages} if self.averages else {}))
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         shutil.rmtree(self.best, ignore_errors=True)
 

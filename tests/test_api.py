@@ -38,7 +38,7 @@ scores = [vars(score) for score in ppo.score(prompts, completions)]
 print(json.dumps([scores, ppo.evaluate() == ppo.evaluate(), str(session.save())]))
 """
 GREEDY = """
-with rlhf.session({**settings["recipe"], "ppo.sampling.temperature": 0, "ppo.actor": settings["actor"],
+with rlhf.session({**settings["recipe"], "ppo.sampling.top_k": 1, "ppo.actor": settings["actor"],
                    "ppo.reward_model": settings["reward"]}) as other:
     folder = other.output
     there = folder.is_dir()
@@ -48,7 +48,7 @@ print(json.dumps([drawn, there, folder.exists()]))
 REWARDS = """
 asked = []
 def reward(prompt, completion, row):
-    asked.append((prompt, completion, row.text, row.source))
+    asked.append((prompt, completion, row["chosen"], row["rejected"]))
     return len(asked)
 third = rlhf.session({**settings["recipe"], "ppo.completions_per_prompt": 2, "ppo.sampling.temperature": 1.0,
                       "ppo.actor": settings["actor"], "ppo.reward_model": settings["reward"]}, output="third")
@@ -200,13 +200,14 @@ def test_texts_are_what_transformers_generates(found: dict[str, Any], folder: Pa
         assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
-def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any]) -> None:
+def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any], data_file: Path) -> None:
     """It is asked once for each completion, with the row of its prompt; the step's reward is its mean."""
     asked, reward = found["rewards"]
     assert reward == pytest.approx(sum(range(1, len(asked) + 1)) / len(asked))
     prompts = [prompt for prompt, *_ in asked]
     assert len(asked) == 4 and prompts[0] == prompts[1] != prompts[2] == prompts[3], "two completions of each prompt"
-    assert all(prompt == row for prompt, _, row, _ in asked) and all("rows.jsonl" in source for *_, source in asked)
+    known = {(row["prompt"], row["chosen"], row["rejected"]) for row in map(json.loads, data_file.open())}
+    assert {(prompt, chosen, rejected) for prompt, _, chosen, rejected in asked} <= known
 
 
 def test_an_interrupted_step_is_finished_and_the_next_one_follows(found: dict[str, Any]) -> None:
@@ -247,10 +248,10 @@ def test_settings_in_every_form(settings: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_setting_holds_arrives_as_it_is(tmp_path: Path) -> None:
-    values = {"output": tmp_path, "model": {"path": None}, "lora": {"targets": ["a", "b"]}, "precision": "fp32"}
+    values = {"output": tmp_path, "model": {"path": None}, "lora": {"target_modules": ["a", "b"]}, "precision": "fp32"}
     with package.session({**values, "ppo.kl_coef": 1e-7, "seed": 3}) as session:
         config = session.config
-    assert (config.output, config.model.path, list(config.lora.targets)) == (tmp_path, None, ["a", "b"])
+    assert (config.output, config.model.path, list(config.lora.target_modules)) == (tmp_path, None, ["a", "b"])
     assert (config.ppo.kl_coef, config.seed, config.precision) == (1e-7, 3, "fp32")
 
 

@@ -129,6 +129,32 @@ def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dpo.loss=kto"], "dpo.loss=kto: "),
+        (["dpo.beta=0"], "dpo.beta=0: "),
+        (["dpo.label_smoothing=0.5"], "dpo.label_smoothing=0.5: expected a number below 0.5, found 0.5"),
+        (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1: the ipo loss has none; set 0, or "),
+        (["dpo.loss=robust"], "dpo.label_smoothing: 0 makes the robust loss the sigmoid one; say what share of labels"),
+        (["dpo.keep=best(margin)"], r"no model is best by 'margin'; use best\(loss\) or best\(accuracy\), or last"),
+        (
+            ["data.datasets=[{path: a, stages: [dpo]}]"],
+            r"data.datasets.0.stages.0: expected 'sft', 'reward' or 'ppo', found 'dpo'",
+        ),
+    ],
+)
+def test_what_dpo_cannot_do_is_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(None, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_key_of_its_optimizer_leaves_dpo_its_low_learning_rate() -> None:
+    config = build_config({"dpo": {"optimizer": {"schedule": "linear"}}})
+    assert config.dpo.optimizer.learning_rate == 1e-6 < config.sft.optimizer.learning_rate
+
+
 @pytest.mark.parametrize("every", ["0", "7", "epoch"])
 def test_a_stage_of_epochs_is_evaluated_every_so_many_steps_or_epochs(every: str) -> None:
     config = load_config(None, [f"sft.eval_every={every}"])

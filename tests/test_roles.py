@@ -81,6 +81,27 @@ def test_what_cannot_be_held_so_is_refused_with_the_nearest_that_can(sections, s
     assert refusal(**sections) == said
 
 
+def test_dpo_has_a_reference_where_it_is_held_beside_the_policy_and_is_not_the_policy_itself():
+    def roles(**sections):
+        return [*holdings(configuration(**sections), "dpo")]
+
+    assert roles() == ["dpo"]
+    beside = {"reference": "beside"}
+    assert roles(dpo=beside) == ["dpo", "reference"]
+    assert roles(dpo=beside, lora={"rank": 4}) == ["dpo"]
+    assert roles(dpo=beside, lora={"rank": 4, "also_train": ["norms"]}) == ["dpo", "reference"]
+    offloaded = {"reference": {"offload": "parameters"}}
+    check(configuration(roles=offloaded), ["dpo"], 1)  # meant for PPO
+    check(configuration(roles=offloaded, dpo=beside), ["dpo"], 1)
+    assert refusal(["dpo"], roles=offloaded, dpo=beside, lora={"rank": 4}) == (
+        "roles.reference.offload: with LoRA the reference is the policy without its adapters, held as the policy is; "
+        "leave it out, or set roles.dpo.lora_rank=0"
+    )
+    held = holdings(configuration(dpo=beside | {"dropout": 0.3}, roles={"dpo": {"zero_stage": 2}}), "dpo")
+    assert (held["dpo"].zero_stage, held["dpo"].dropout) == (2, 0.3)
+    assert (held["reference"].zero_stage, held["reference"].dropout) == (0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("stages", "sections"),
     [

@@ -105,6 +105,7 @@ def ppo(context: typer.Context, options: Options) -> None:
     """Stage 3: PPO against the reward model.
 
     It takes the SFT and reward models in the folder, or [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
+    Python functions may score beside the model ([bold]ppo.reward_functions[/]), or alone: [bold]ppo.reward_weight=0[/].
     """
     _start(options, ("ppo",))
 

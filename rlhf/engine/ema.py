@@ -1,6 +1,6 @@
 """An exponential moving average of the weights that an engine trains (arXiv:1412.6980, section 7.2).
 
-An engine flows in; its average follows each step that the engine takes. For saving and evaluating it changes places
+An optimizer flows in; the average follows each step that it takes. For saving and evaluating it changes places
 with the weights. A rank holds the average of its own masters only, so at ZeRO 1-3 its share, and with LoRA that of the
 adapters.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf.engine.masters import masters, round_masters
 
 if TYPE_CHECKING:
-    from rlhf.engine.training import TrainingEngine
+    from accelerators import Accelerator
 
 CHUNK = 1 << 24
 """Elements that are on their way between the host and the device at a time."""
@@ -27,30 +27,30 @@ class EMA:
     """average := decay * average + (1 - decay) * weights, in float32, beginning at the weights.
 
     Args:
+        optimizer: an engine's, which has the weights.
         on_host: it waits in the host's memory, and is computed there; else on the device.
     """
 
-    def __init__(self, engine: TrainingEngine, decay: float, *, on_host: bool = False) -> None:
+    def __init__(self, optimizer: Any, decay: float, accelerator: Accelerator, *, on_host: bool = False) -> None:
         self.decay = decay
-        self._engine = engine
-        accelerator = engine.accelerator
+        self._optimizer = optimizer
         self._host = accelerator.host_device()
         place = self._host if on_host else accelerator.device()
-        self._average = [master.to(place, copy=True) for master in self._masters()]
+        self._average = [master.to(place, copy=True) for master in masters(optimizer)]
         if on_host and accelerator.pins_memory():
             self._average = [average.pin_memory() for average in self._average]
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Follow a step that the engine has taken."""
-        for average, master in _pieces(self._average, self._masters()):
+        """Follow a step that the optimizer has taken."""
+        for average, master in _pieces(self._average, masters(self._optimizer)):
             average.lerp_(master.to(average.device), 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The engine's weights are the average's for the block, and afterwards bit for bit what they were.
+        """The weights are the average's for the block, and afterwards bit for bit what they were.
 
-        Every rank enters it; the engine takes no step in it.
+        Every rank enters it; no step is taken in it.
         """
         self._exchange()
         try:
@@ -68,14 +68,11 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, master in _pieces(self._average, self._masters()):
+        for average, master in _pieces(self._average, masters(self._optimizer)):
             kept = average.to(master.device, copy=True)
             average.copy_(master)
             master.copy_(kept)
-        round_masters(self._engine.optimizer)
-
-    def _masters(self) -> list[Tensor]:
-        return masters(self._engine.optimizer)
+        round_masters(self._optimizer)
 
 
 def _pieces(averages: list[Tensor], of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

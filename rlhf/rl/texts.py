@@ -86,6 +86,7 @@ class Texts:
             "input_ids": torch.cat([prompts["prompt_ids"], ids], dim=1),
             "attention_mask": torch.cat([prompts["prompt_mask"], mask], dim=1),
             "action_mask": (mask * prompts["row_mask"].unsqueeze(1)).float(),
+            "ended": prompts["row_mask"].float(),
         }
 
     def completions(self, sequences: Batch) -> list[str]:

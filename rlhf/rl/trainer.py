@@ -78,7 +78,7 @@ class PPO:
             context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
         )
         if settings.ema:
-            self.actor.ema = EMA(self.actor, settings.ema, on_host=settings.ema_on_host)
+            self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.reference) if "reference" in held else None
         self.reward = context.frozen("reward", models.reward) if "reward" in held else None
         self.scorer = Scorer(

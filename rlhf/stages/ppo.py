@@ -29,7 +29,6 @@ def run(
     """
     ppo = PPO(context, models, tokenizer, data)
     settings = context.config.ppo
-    examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
 
     def step(index: int) -> Numbers:
         numbers = ppo.step(index)
@@ -37,19 +36,11 @@ def run(
             tell(context, ppo, index + 1)
         return numbers
 
-    def measure(when: str) -> Found:
-        found = evaluate(context, ppo, examples, when, judge)
-        if not ppo.actor.ema or when == "before":  # which it begins at
-            return found
-        with ppo.actor.ema.in_place():
-            average = evaluate(context, ppo, examples, f"{when}, by the average", judge)
-        return found._replace(numbers=found.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
-
     summary = run_steps(
         context,
         total_steps=settings.steps,
         step=step,
-        measure=measure,
+        measure=lambda when: measure(context, ppo, data, when, judge),
         leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
         engines=ppo.engines,
         settings=settings,
@@ -58,7 +49,21 @@ def run(
         save_state=ppo.save_state,
         load_state=ppo.load_state,
     )
+    return summary | left(context, ppo)
+
+
+def measure(context: StageContext, ppo: PPO, data: StageData, when: str, judge: Judge | None) -> Found:
+    """What the policy does on the held-out prompts, and its moving average where there is one."""
+    examples = [example for example in data.heldout if isinstance(example, Prompt)][: context.config.ppo.eval_rows]
+    found = evaluate(context, ppo, examples, when, judge)
+    if not ppo.actor.ema or when == "before":  # which it begins at
+        return found
+    with ppo.actor.ema.in_place():
+        average = evaluate(context, ppo, examples, f"{when}, by the average", judge)
+    return found._replace(numbers=found.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
+
+
+def left(context: StageContext, ppo: PPO) -> dict[str, Any]:
+    """Say what the stage has left, and what its summary says of that."""
     say_what_is_left(context, ppo.actor)
-    if ppo.actor.ema:
-        summary["average"] = context.directory.averages
-    return summary | {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}
+    return {"parameters": {name: engine.parameter_counts for name, engine in ppo.engines.items()}}

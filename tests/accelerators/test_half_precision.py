@@ -48,6 +48,13 @@ def test_every_zero_stage_takes_the_same_steps(train, sharded, zero_stage):
         assert found["model_loss_scale"] == 65536 and found["skipped_steps"] == 0
 
 
+def test_dpo_begins_at_its_reference(train, sharded):
+    run = train("dpo", "--set", "engine.zero_stage=1", "--set", f"dpo.model={sharded / 'sft' / 'model'}")
+    first, *_, last = steps(run, "dpo")
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-5) and first["model_loss_scale"] == 65536
+    assert last["margin"] != 0 and math.isfinite(last["grad_norm"])
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_a_step_that_overflows_is_skipped_and_the_scale_halved(train, model_folder, zero_stage):
     run = train("--set", f"engine.zero_stage={zero_stage}", env={"HALVES_SCALE_POWER": "40"})

@@ -41,6 +41,12 @@ def test_each_stage_gets_its_kind_of_example(tokenizer: Any, pairs: str) -> None
     assert kinds == {"sft": {Demonstration}, "reward": {Pair}, "ppo": {Prompt}}
 
 
+def test_dpo_gets_the_pairs_of_the_reward_model(tokenizer: Any, pairs: str) -> None:
+    for dataset in ({"path": pairs}, {"path": pairs, "stages": ["reward"]}):
+        reward, dpo = (load(tokenizer, dataset, stage=stage) for stage in ("reward", "dpo"))
+        assert (dpo.train, dpo.heldout) == (reward.train, reward.heldout)
+
+
 def test_stages_and_held_out_parts_share_no_prompt(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", PAIRS + [{**row, "prompt": row["prompt"].upper()} for row in PAIRS])
     data = [load(tokenizer, {"path": path}, stage=stage, heldout_fraction=0.2) for stage in STAGES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ BF16 = pytest.param("bf16", marks=pytest.mark.skipif("not __import__('accelerato
 
 def followed(engine, steps=5):
     """An engine with its average, after some steps, and the plain one."""
-    plain, engine.ema = Plain(engine), EMA(engine, DECAY)
+    plain, engine.ema = Plain(engine), EMA(engine.optimizer, DECAY, engine.accelerator)
     for _ in range(steps):
         step(engine)
         plain.follow(engine)
@@ -85,16 +86,14 @@ def test_parameters_that_zero_3_keeps_whole_change_places_too(accelerator):
     assert_equal(computed_with(engine), before)
 
 
-def test_an_average_on_the_host_is_computed_there(accelerator, monkeypatch):
+def test_an_average_on_the_host_is_computed_there(accelerator):
     """On a device other than the host, here one without memory, nothing of it lies."""
     engine, plain = build(accelerator, 1), Plain(build(accelerator, 1))
     real = accelerator.host_device()
-    places = SimpleNamespace(
-        device=lambda: torch.device("meta"), host_device=lambda: real, pins_memory=lambda: False, kernel=None
+    places: Any = SimpleNamespace(
+        device=lambda: torch.device("meta"), host_device=lambda: real, pins_memory=lambda: False
     )
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "accelerator", places)
-        there, here = EMA(engine, DECAY, on_host=True), EMA(engine, DECAY)
+    there, here = (EMA(engine.optimizer, DECAY, places, on_host=on_host) for on_host in (True, False))
     assert all(tensor.device == real for tensor in there._average)
     assert all(tensor.device.type == "meta" for tensor in here._average)
     step(engine)
@@ -106,7 +105,7 @@ def test_an_average_on_the_host_is_computed_there(accelerator, monkeypatch):
 
 def test_with_lora_it_holds_the_adapters_alone(accelerator):
     engine = build(accelerator, 0, lora=4)
-    held = sum(tensor.numel() for tensor in EMA(engine, DECAY).save_state())
+    held = sum(tensor.numel() for tensor in EMA(engine.optimizer, DECAY, engine.accelerator).save_state())
     assert held == engine.parameter_counts["trainable"] < engine.parameter_counts["all"] / 2
 
 

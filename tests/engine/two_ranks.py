@@ -46,7 +46,7 @@ def rows() -> Any:
 def averaged(accelerator: Accelerator, folder: Path, *, precision: str = "fp32", **how: Any) -> dict[str, Any]:
     """Three steps, and the average in the weights' place; it is saved to `folder`."""
     engine = build(accelerator, how.pop("zero_stage"), precision, **how)
-    plain, engine.ema = Plain(engine), EMA(engine, DECAY)
+    plain, engine.ema = Plain(engine), EMA(engine.optimizer, DECAY, engine.accelerator)
     for _ in range(3):
         engine.step([rows()], loss)
         plain.follow(engine)

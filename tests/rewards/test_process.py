@@ -16,6 +16,7 @@ from rlhf.config import RewardFunctionConfig
 from rlhf.errors import RewardError
 from rlhf.rewards.process import RewardProcess, Sample
 
+ROOT = Path(__file__).parents[2]
 FUNCTIONS = '''
 import asyncio, ctypes, math, os, re, subprocess, sys, time
 
@@ -203,6 +204,23 @@ def test_one_that_never_ends_is_ended(begin, functions: Path, name: str) -> None
 def test_the_sample_is_the_one_that_failed(begin) -> None:
     message = refusal(begin, "second_fails")
     assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; mend it" in message
+
+
+def test_after_a_failure_the_next_batch_has_a_new_process(begin, functions: Path) -> None:
+    """As in a notebook, where the file has been mended."""
+    process = begin("raises")
+    with pytest.raises(RewardError, match="KeyError: 'answer'"):
+        process(SAMPLES)
+    assert process([Sample("p", "c", {"answer": 2})]) == [[2.0]]
+
+
+def test_the_example_s_functions() -> None:
+    names = [f"{ROOT}/example_scripts/rewards/rewards.py:{name}" for name in ("form", "exact", "brief")]
+    process = RewardProcess([RewardFunctionConfig(function=name) for name in names], 20)
+    said = ["The answer is: 42.", "the answer is 41", "42", "so " * 30 + "the answer is 42"]
+    found = process([Sample("6 x 7?", completion, {"answer": 42}) for completion in said])
+    assert found == [[1, 1, 0, 1], [1, 0, 0, 1], [0, 0, 0, -0.7]]
+    process.close()
 
 
 def test_a_long_sample_is_shortened(begin) -> None:

@@ -146,3 +146,26 @@ def test_a_critic_may_begin_as_another_model(rlhf: Callable[..., Any], finished_
         rlhf("ppo", *settings(**keys), "--output", tmp_path / f"run-{number}")
         losses.append(records(tmp_path / f"run-{number}", "value_loss")[0])
     assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["engine.zero_stage=0", "engine.zero_stage=3"])
+def test_without_a_reward_model_under_lora_and_when_weights_are_sharded(
+    rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path, engine: str
+) -> None:
+    """The critic has a base of its own, and a head that is trained and kept."""
+    lora = ["--set", "lora.rank=2"] if engine.endswith("0") else []
+    found = rlhf(*alone("words"), "--set", engine, *lora)
+    assert ("actor and reference share one frozen base; not more: the critic" in found.stdout) == bool(lora)
+    assert len(records(rewards.parent / "run", "critic_grad_norm")) == 3
+
+
+@pytest.mark.slow
+def test_an_estimator_without_a_critic_and_a_reward_without_a_model(
+    rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
+) -> None:
+    """Each completion of a prompt is seen, and only the policy and its reference are loaded."""
+    rlhf(*alone("please", ppo__estimator="rloo", ppo__completions_per_prompt=2))
+    run = rewards.parent / "run"
+    assert max(records(run, "reward")) <= 1.0 and not records(run, "value_loss")
+    assert json.loads((run / "ppo" / "stage.json").read_text())["parameters"].keys() == {"actor"}

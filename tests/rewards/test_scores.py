@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from accelerators import Accelerator
+from accelerators import Accelerator, ShapePolicy
 from rlhf.config import build_config
 from rlhf.config_data import DataConfig
+from rlhf.data.batches import Batches, collate_ppo
 from rlhf.data.examples import Prompt
 from rlhf.data.reading import read_sources
 from rlhf.data.tokenization import load_stage
@@ -114,6 +116,28 @@ def test_records_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
     ]
     assert [rows.rows[0].record for rows in kept] == [{}, {"prompt": "a b", "answer": "c"}]
     assert kept[0].rows == kept[1].rows and kept[0].fingerprint() == kept[1].fingerprint()
+
+
+@pytest.mark.parametrize("endless", [True, False])
+def test_a_rank_s_examples_are_those_of_its_rows(endless: bool) -> None:
+    """Five prompts in batches of four: the last one is filled up, with rows that are not real or of the next epoch."""
+    prompts = [prompt(*[1] * (number + 1)) for number in range(5)]
+    collate = partial(collate_ppo, policy=ShapePolicy("static"), maximum=5, pad_token_id=0)
+    for rank in range(2):
+        sizes = {"batch_size": 4, "micro_batch_size": 2, "rank": rank, "world_size": 2}
+        batches = Batches(prompts, collate, seed=0, endless=endless, **sizes)
+        for index in range(4):
+            (batch,) = batches.step(index)
+            lengths = batch["prompt_mask"].sum(1)[batch["row_mask"]].tolist()
+            assert [len(example.prompt_ids) for example in batches.share(index)] == lengths
+
+
+def test_each_completion_of_a_prompt_comes_with_its_example(accelerator: Accelerator, tmp_path: Path) -> None:
+    ppo = build(accelerator, tmp_path, {"batch_size": 8, "minibatch_size": 8, "completions_per_prompt": 2}, seed=0)
+    ppo.batches._examples = [prompt(*ids) for ids in ((1,), (2, 3), (3, 3, 3), (3, 1))]  # type: ignore[misc]
+    rows, examples = ppo.prompts(0), ppo.examples(0)
+    found = [ids[mask].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"].bool(), strict=True)]
+    assert found == [example.prompt_ids for example in examples] and len(set(map(tuple, found))) == 4
 
 
 @pytest.mark.slow
