@@ -190,7 +190,7 @@ def step_of(models: list[Any]) -> Any:
 def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     built = build_ppo(ppo_epochs=2, kl_coef=0.5, lam=1.0, whiten_advantages=False, micro_batch_size=2)
     built.actor.step = step_of([KnownLogits(0.25, 0.25, 0.25, 0.25), KnownLogits(1 / 6, 1 / 2, 1 / 6, 1 / 6)])
-    built.critic.step = step_of([lambda ids, mask: torch.ones(ids.shape)] * 2)
+    built.critic.step = step_of([lambda ids, mask: torch.full(ids.shape, 0.4)] * 2)
     built.actor.grad_norm, built.critic.grad_norm = (lambda: 3.0), (lambda: 4.0)
     # Rewards: -0.5 of the log-ratio, and the score, clipped to 5, on the last token. With gamma = lambda = 1 a return
     # is the sum of the rewards from its token on: [0, .5, .5], [3.5, 4], [5]; the values are 0, so is the advantage.
@@ -198,19 +198,18 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     #   0 + 1.2 * .5 + .5 + .5 * 3.5 + 4 + 5 = 11.85
     # second update, where word 1 has become twice as likely and the others 2/3 times: [2, 1, 2/3], [1, 2/3], [2/3]
     #   0 + .5 + 1/3 + 3.5 + 8/3 + 10/3 = 31/3
-    # Critic: the value is 1, clipped to .2; the greater of (1 - R)^2 and (.2 - R)^2:
-    #   1 + .25 + .25 + 10.89 + 14.44 + 23.04 = 49.87
-    #   its loss is that of the clipped value for the last three
+    # Critic: the value is .4, clipped to .2; the greater of (.4 - R)^2 and (.2 - R)^2, the latter but for the first:
+    #   .16 + .09 + .09 + 10.89 + 14.44 + 23.04 = 48.71
     # Approximate KL, the sum of ratio - 1 - log ratio: first .5 - log 1.5 - .5 + log 2, then 1 - log 2 - 1 + 3 log 1.5
     assert built.step(0) == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "tokens": 6,
         "returns": pytest.approx(13.5 / 6),
         "policy_loss": pytest.approx(-(11.85 + 31 / 3) / 6 / 2, rel=1e-5),
-        "value_loss": pytest.approx(49.87 / 6 / 2, rel=1e-5),
+        "value_loss": pytest.approx(48.71 / 6 / 2, rel=1e-5),
         "clip_fraction": pytest.approx((2 / 6 + 4 / 6) / 2),  # 1.5 and .5; then 2 and three of 2/3
         "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
-        "value_clip_fraction": pytest.approx(3 / 6),
+        "value_clip_fraction": pytest.approx(5 / 6),
         "updates": 2,
         "explained_variance": 0.0,  # the values do not differ
         "reward_ema": pytest.approx(4.0),
