@@ -124,7 +124,7 @@ class PPOConfig(TrainingConfig):
         description="scale scores, before they are clipped, to mean 0 and deviation 1: of each rollout (batch), or of "
         "all so far (running)",
     )
-    score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    score_clip: float = Field(5.0, gt=0, description="scores, each the weighted sum, are clipped to +- this")
     missing_eos_penalty: float | None = Field(
         None,
         ge=0,
@@ -221,6 +221,8 @@ class PPOConfig(TrainingConfig):
                 f"{self.estimator} compares the completions of a prompt, and {self.method.completions} is too few; "
                 f"use {entry.least_completions} or more",
             )
+        if self.critic and not entry.critic:
+            raise at("critic", f"{self.estimator} has no critic; leave it out, or choose another ppo.estimator")
         for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(entry.keys)):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
                 able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)

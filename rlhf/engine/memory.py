@@ -89,6 +89,8 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append(f"engine.offload={wish}")
     elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
         of_the_stage.append("engine.zero_stage=1 --set engine.offload=optimizer")
+    if stage == "dpo" and "reference" in holdings(config, stage):
+        of_the_stage.append("dpo.reference=precomputed")
     if phase == "generation" and (rows := _smaller_rollout(situation)):
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
