@@ -221,6 +221,8 @@ class PPOConfig(TrainingConfig):
                 f"{self.estimator} compares the completions of a prompt, and {self.method.completions} is too few; "
                 f"use {entry.least_completions} or more",
             )
+        if self.critic and not entry.critic:
+            raise at("critic", f"{self.estimator} has no critic; leave it out, or choose another ppo.estimator")
         for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(entry.keys)):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
                 able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)

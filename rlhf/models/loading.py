@@ -148,7 +148,7 @@ def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedToke
     raise ModelError(
         f"{reward_path}: this model's vocabulary ({len(theirs)} tokens) is not the actor's ({len(mine)}); "
         f"they differ in {example!r} (id {theirs.get(example)} against {mine.get(example)}); "
-        "name one that was trained with the actor's tokenizer"
+        "name one that was trained with the actor's tokenizer, or call this one in a function of ppo.reward_functions"
     )
 
 
@@ -265,6 +265,7 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
                 continue  # drawn anew
             raise ModelError(
                 f"{path}: its head has {there[0]} outputs, a reward model has one; name one that `rlhf reward` trained"
+                ", or call this one in a function of ppo.reward_functions"
             )
         stored, wanted = (" x ".join(map(str, shape)) for shape in (there, expected))
         raise ModelError(f"{path}: its weights do not fit: {name} is {stored}, expected {wanted}; check config.json")
@@ -274,6 +275,12 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
     if missing and report["deepspeed_chat"]:
         listed = ", ".join(deepspeed_chat.name_there(name, prefix) for name in missing[:3])
         raise ModelError(f"{path}: is a reward model of DeepSpeed-Chat whose weights lack {listed}; save it there anew")
+    others = sorted(name for name in report["unexpected_keys"] if not name.startswith("lm_head."))
+    if missing == ["score.weight"] and others:  # a head by another name: TRL's v_head.summary, with its bias
+        raise ModelError(
+            f"{path}: its weights lack score.weight and hold {', '.join(others[:2])}, another kind of head; name a "
+            f"model that was saved as {kind}, or call this one in a function of ppo.reward_functions"
+        )
     if missing:
         raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")
 

@@ -39,6 +39,7 @@ def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head
         raise ModelError(
             f"{path}: the architecture {found.model_type} is not supported yet: {why}; "
             "choose another decoder-only architecture"
+            + (", or call this one in a function of ppo.reward_functions" if scalar_head else "")
         )
     return found
 

@@ -21,6 +21,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
     **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
     "ZeRO 1, bf16": {"zero_stage": 1, "precision": "bf16"},
     "ZeRO 3, bf16": {"zero_stage": 3, "precision": "bf16"},
+    "ZeRO 3, small parameters whole": {"zero_stage": 3, "zero_persistence_threshold": 1500},
     "ZeRO 2, offloaded": {"zero_stage": 2, "offload": "optimizer"},
     "ZeRO 3, offloaded": {"zero_stage": 3, "offload": "all"},
     "ZeRO 2, LoRA": {"zero_stage": 2, "lora": 4},

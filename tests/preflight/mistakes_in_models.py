@@ -113,6 +113,30 @@ def half_a_reward_model_of_deepspeed_chat(bench: Bench) -> tuple[list[str], list
 
 
 @mistake
+def a_value_head_of_trl(bench: Bench) -> tuple[list[str], list[str]]:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = bench.copy(bench.model)
+    head = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.ones(1)}
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors", {"format": "pt"})
+    words = ["lack score.weight and hold v_head.summary.bias, v_head.summary.weight", "ppo.reward_functions"]
+    return settings(ppo__reward_model=folder), words
+
+
+@mistake
+def an_encoder_as_reward_model(bench: Bench) -> tuple[list[str], list[str]]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    folder = bench.copy(bench.model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(build_tokenizer()), num_labels=1, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    words = ["the architecture bert is not supported yet: it is no decoder-only", "a function of ppo.reward_functions"]
+    return settings(ppo__reward_model=folder), words
+
+
+@mistake
 def a_classifier_of_two_labels(bench: Bench) -> tuple[list[str], list[str]]:
     from transformers import LlamaForSequenceClassification
 
@@ -120,7 +144,10 @@ def a_classifier_of_two_labels(bench: Bench) -> tuple[list[str], list[str]]:
     config = llama(len(build_tokenizer())).config
     config.num_labels = 2
     LlamaForSequenceClassification(config).save_pretrained(folder)
-    return settings(ppo__reward_model=folder), ["its head has 2 outputs, a reward model has one"]
+    return settings(ppo__reward_model=folder), [
+        "its head has 2 outputs, a reward model has one",
+        "ppo.reward_functions",
+    ]
 
 
 @mistake
