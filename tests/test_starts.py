@@ -86,7 +86,7 @@ def test_a_run_of_an_earlier_version_goes_on() -> None:
         ({"reward_functions": ["a:f", "b:f"]}, "ppo.reward_functions: 2 functions are called f; give each a `name`"),
         ({"reward_functions": ["f"]}, "ppo.reward_functions.0.function: expected module:function"),
         ({"reward_functions": [{"function": "a:f", "name": "x y"}]}, "expected letters, digits and any of _.-"),
-        ({"critic": "c", "estimator": "rloo"}, "ppo.critic: is for ppo.estimator=gae, which is rloo"),
+        ({"critic": "c", "estimator": "rloo"}, "ppo.critic: rloo has no critic; leave it out"),
         ({"reward_weight": -1}, "ppo.reward_weight: expected a number of at least 0"),
     ],
 )
