@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
@@ -66,10 +66,14 @@ def session(
 class Session:
     """A run's settings and folder, and PPO in a loop of your own; `rlhf.session` makes it.
 
+    A process has one PPO at a time: what another session of it has open ends when this one begins to work.
+
     Attributes:
         config: every setting, as it will be recorded.
         output: the run's folder.
     """
+
+    _working: ClassVar[Session | None] = None  # the one whose PPO holds this process's devices
 
     def __init__(self, config: Config, *, quiet: bool = True) -> None:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -81,7 +85,8 @@ class Session:
         self.config, self.output = config, config.output
         self._quiet, self._closed = quiet, False
         self._learner: Learner | None = None
-        self._held = ExitStack()
+        self._held = ExitStack()  # what PPO holds
+        self._around = ExitStack()  # and the session
         atexit.register(self.close)
 
     @property
@@ -108,7 +113,6 @@ class Session:
         from rlhf.run import RunDirectory
 
         self._ready()
-        self._leave_ppo(None)
         wanted: Sequence[Stage] = stages or STAGES
         resume = not overwrite and any(RunDirectory(self.output).stage(stage).begun for stage in wanted)
         directory = launch.run(self.config, stages=wanted, resume=resume, overwrite=overwrite)
@@ -132,7 +136,6 @@ class Session:
         from rlhf.run import RunDirectory
 
         self._ready()
-        self._leave_ppo(None)
         directory = RunDirectory(self.output)
         resume = not overwrite and directory.stage("ppo").begun
         with ExitStack() as held:
@@ -142,6 +145,7 @@ class Session:
 
             self._learner = held.enter_context(Learner.of(config, accelerator, directory))
             self._held = held.pop_all()
+            Session._working = self
         return self._learner
 
     def save(self) -> Path:
@@ -172,11 +176,14 @@ class Session:
         try:
             self._leave_ppo(error)
         finally:
+            self._around.close()
             if self._temporary:
                 self._temporary.cleanup()
 
     def _leave_ppo(self, error: BaseException | None) -> None:
         """End PPO; where it ends by an error, what it was to replace comes back as far as nothing took its place."""
+        if Session._working is self:
+            Session._working = None
         held, self._held, self._learner = self._held, ExitStack(), None
         held.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
@@ -186,7 +193,10 @@ class Session:
         if self._quiet:
             from rlhf import quiet
 
-            quiet.session()
+            self._around.enter_context(quiet.session())
+            self._quiet = False
+        if Session._working:
+            Session._working._leave_ppo(None)
 
 
 def _overrides(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:

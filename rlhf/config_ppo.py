@@ -124,7 +124,7 @@ class PPOConfig(TrainingConfig):
         description="scale scores, before they are clipped, to mean 0 and deviation 1: of each rollout (batch), or of "
         "all so far (running)",
     )
-    score_clip: float = Field(5.0, gt=0, description="reward-model scores are clipped to +- this")
+    score_clip: float = Field(5.0, gt=0, description="scores, each the weighted sum, are clipped to +- this")
     missing_eos_penalty: float | None = Field(
         None,
         ge=0,
@@ -156,6 +156,14 @@ class PPOConfig(TrainingConfig):
     whiten_advantages: bool | None = Field(
         None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
+        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
+    )
+    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
     ptx_coef: float = Field(
         0.0,
         ge=0,
@@ -170,14 +178,6 @@ class PPOConfig(TrainingConfig):
     ptx_batch_size: int | None = Field(
         None, ge=1, description="rows of these texts in one update, over all ranks; empty: minibatch_size"
     )
-    ema: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
-        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
-    )
-    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -221,6 +221,8 @@ class PPOConfig(TrainingConfig):
                 f"{self.estimator} compares the completions of a prompt, and {self.method.completions} is too few; "
                 f"use {entry.least_completions} or more",
             )
+        if self.critic and not entry.critic:
+            raise at("critic", f"{self.estimator} has no critic; leave it out, or choose another ppo.estimator")
         for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(entry.keys)):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
                 able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)

@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 import warnings
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 _VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -61,13 +62,20 @@ def command(*, debug: bool) -> None:
     libraries()
 
 
-def session() -> None:
-    """Let libraries speak of errors only in a program of somebody else's, whose own logging stays as it is."""
+@contextmanager
+def session() -> Iterator[None]:
+    """In this block of somebody else's program libraries speak of errors only; its own logging stays as it is."""
     global _quiet
-    _quiet = True
-    for variable, value in _VARIABLES.items():
-        os.environ.setdefault(variable, value)
+    before, _quiet = _quiet, True
+    added = _VARIABLES.keys() - os.environ.keys()
+    os.environ.update({name: _VARIABLES[name] for name in added})
     libraries()
+    try:
+        yield
+    finally:
+        _quiet = before
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def libraries() -> None:

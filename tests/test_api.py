@@ -20,7 +20,7 @@ from tests.helpers import assert_same_weights, user_environment
 START = """
 import json, logging, os, signal, sys
 import rlhf
-before = dict(os.environ), signal.getsignal(signal.SIGINT), sys.stdout, logging.getLogger().level
+before = dict(os.environ), signal.getsignal(signal.SIGINT), logging.getLogger().level
 settings = json.loads(PLACES)
 session = rlhf.session(settings["recipe"], output="mine")
 """
@@ -89,7 +89,7 @@ again = third.ppo()
 lines += [said(lambda: ppo.step()), said(lambda: again.step(reward=lambda *given: None))]
 lines += [said(lambda: again.step(reward=lambda *given: float("nan")))]
 third.save()
-lines += [said(lambda: again.step()), said(third.ppo), said(lambda: session.save() and session.save())]
+lines += [said(lambda: again.step()), said(third.ppo), said(session.save)]
 third.close()
 lines += [said(lambda: third.run("sft")), said(lambda: rlhf.session(["ppo.steps=1"]).save())]
 print(json.dumps(lines))
@@ -97,7 +97,7 @@ print(json.dumps(lines))
 AFTERWARDS = """
 session.close()
 session.close()
-after = dict(os.environ), signal.getsignal(signal.SIGINT), sys.stdout, logging.getLogger().level
+after = dict(os.environ), signal.getsignal(signal.SIGINT), logging.getLogger().level
 same = [left == right for left, right in zip(before, after)]
 import torch
 print(json.dumps([same[0] or [name for name in {*before[0], *after[0]} if before[0].get(name) != after[0].get(name)],
@@ -156,11 +156,11 @@ def test_steps_by_hand_are_those_of_the_stage(found: dict[str, Any], folder: Pat
     assert [row["policy_loss"] for row in records(folder / "mine")] == [step["policy_loss"] for step in steps]
 
 
-def _whole(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
-    """Ids of prompt and completion with its end, as rows are trained, and where the completion begins."""
-    ids = tokenizer(f"{prompt} {completion}", add_special_tokens=False)["input_ids"]
-    begin = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    return [*ids, tokenizer.eos_token_id], begin
+def _ids(tokenizer: Any, *turns: str) -> list[int]:
+    """What the tokenizer's chat template makes of a prompt, or of a prompt and a reply with its end."""
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(turns) == 1)
+    return tokenizer(text.rstrip() if len(turns) > 1 else text, add_special_tokens=False)["input_ids"]
 
 
 def test_scores_are_what_transformers_makes_of_the_texts(found: dict[str, Any], folder: Path, tokenizer: Any) -> None:
@@ -173,7 +173,8 @@ def test_scores_are_what_transformers_makes_of_the_texts(found: dict[str, Any], 
     reference = AutoModelForCausalLM.from_pretrained(folder / "mine/sft/model").eval()
     reward = AutoModelForSequenceClassification.from_pretrained(folder / "mine/reward/model").eval()
     for (prompt, completion), score in zip(texts, scores):
-        ids, begin = _whole(tokenizer, prompt, completion)
+        ids, begin = _ids(tokenizer, prompt, completion), len(_ids(tokenizer, prompt))
+        assert ids[-1] == tokenizer.eos_token_id
         row, targets = torch.tensor([ids]), torch.tensor(ids[begin:])
         with torch.no_grad():
             sums = [
@@ -194,7 +195,7 @@ def test_texts_are_what_transformers_generates(found: dict[str, Any], folder: Pa
     assert there and not still_there, "a session without an output has a folder of its own, until it is closed"
     model = AutoModelForCausalLM.from_pretrained(folder / "mine/sft/model").eval()
     for prompt, text in zip(("red cow", "dog dog owl moo please", "no"), drawn, strict=True):
-        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = torch.tensor([_ids(tokenizer, prompt)])
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         whole = model.generate(ids, max_new_tokens=16, do_sample=False, **ends)
         assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).strip()
@@ -226,17 +227,17 @@ def test_every_mistake_is_one_line_that_says_what_to_do(found: dict[str, Any]) -
         "reward: gave nan",
         "session.ppo(overwrite=True)",
         "third: ppo is complete",
-        None,
+        "there is no policy yet",
         "the session is closed",
         "there is no policy yet",
     ]
     for line, part in zip(found["errors"], parts, strict=True):
-        assert line is None if part is None else part in line and "\n" not in line, (line, part)
+        assert part in line and "\n" not in line, (line, part)
 
 
 def test_the_program_goes_on_as_it_was(found: dict[str, Any]) -> None:
-    """Environment, signals, standard output and logging are its own again; there is no process group."""
-    assert found["afterwards"] == [True, True, True, True, False, False]
+    """Environment, signals and logging are its own again; there is no process group."""
+    assert found["afterwards"] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("settings", [["ppo.steps=7"], {"ppo.steps": 7}, {"ppo": {"steps": 7}}, "ppo.steps=7"])

@@ -196,6 +196,7 @@ def test_samples_are_shown_ten_times_a_run_or_as_often_as_is_said(every: int | N
         ("rloo", "lam=0.9", "ppo.lam=0.9: is for ppo.estimator=gae, which is rloo; change one of them"),
         ("grpo", "gamma=0.9", r"ppo.gamma=0.9: is for ppo.estimator=gae, reinforce\+\+, which is grpo"),
         ("gae", "group_std=false", "ppo.group_std=false: is for ppo.estimator=grpo, which is gae"),
+        ("rloo", "critic=folder", "ppo.critic=folder: rloo has no critic; leave it out"),
         ("rloo", "completions_per_prompt=1", "rloo compares the completions of a prompt, and 1 is too few; use 2"),
         ("grpo", "completions_per_prompt=1", "grpo compares the completions of a prompt, and 1 is too few; use 2"),
     ],

@@ -93,8 +93,10 @@ def reward(context: typer.Context, options: Options) -> None:
 def dpo(context: typer.Context, options: Options) -> None:
     """DPO: learn from the preferences themselves, in place of a reward model and PPO.
 
-    It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the pairs that the reward model
-    would learn from. [bold]dpo.beta[/] says how far it may go from there; see [cyan]rlhf config[/] for all keys.
+    It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the reward model's pairs.
+    [bold]dpo.beta[/] says what it costs to go far from there, [bold]dpo.loss[/] which loss: sigmoid, ipo or robust.
+
+    PPO goes on from what it leaves with [bold]--set ppo.actor=RUN/dpo/model[/].
     """
     _start(options, ("dpo",))
 

@@ -29,6 +29,9 @@ class EMA:
     Args:
         optimizer: an engine's, which has the weights.
         on_host: it waits in the host's memory, and is computed there; else on the device.
+
+    Attributes:
+        tensors: this rank's part of the average.
     """
 
     def __init__(self, optimizer: Any, decay: float, accelerator: Accelerator, *, on_host: bool = False) -> None:
@@ -36,14 +39,14 @@ class EMA:
         self._optimizer = optimizer
         self._host = accelerator.host_device()
         place = self._host if on_host else accelerator.device()
-        self._average = [master.to(place, copy=True) for master in masters(optimizer)]
+        self.tensors = [master.to(place, copy=True) for master in masters(optimizer)]
         if on_host and accelerator.pins_memory():
-            self._average = [average.pin_memory() for average in self._average]
+            self.tensors = [average.pin_memory() for average in self.tensors]
 
     @torch.no_grad()
     def follow(self) -> None:
         """Follow a step that the optimizer has taken."""
-        for average, master in _pieces(self._average, masters(self._optimizer)):
+        for average, master in _pieces(self.tensors, masters(self._optimizer)):
             average.lerp_(master.to(average.device), 1 - self.decay)
 
     @contextmanager
@@ -60,15 +63,15 @@ class EMA:
 
     def save_state(self) -> list[Tensor]:
         """This rank's part of the average, in the host's memory."""
-        return [average.to(self._host) for average in self._average]
+        return [average.to(self._host) for average in self.tensors]
 
     def load_state(self, state: list[Tensor]) -> None:
-        for average, saved in zip(self._average, state, strict=True):
+        for average, saved in zip(self.tensors, state, strict=True):
             average.copy_(saved)
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, master in _pieces(self._average, masters(self._optimizer)):
+        for average, master in _pieces(self.tensors, masters(self._optimizer)):
             kept = average.to(master.device, copy=True)
             average.copy_(master)
             master.copy_(kept)

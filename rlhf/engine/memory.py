@@ -36,7 +36,8 @@ PHASES = {
     "rlhf.stages.loop.sum_over": "evaluation",
     "rlhf.rl.trainer.generate": "generation",
     "rlhf.rl.trainer.score": "scoring",
-    "rlhf.engine.training.step": "update",
+    "rlhf.engine.training.backward": "update",
+    "rlhf.engine.training.apply": "update",
     "rlhf.engine.checkpoint.restore": "reading a checkpoint",
     "rlhf.engine.checkpoint.save": "writing a checkpoint",
     "rlhf.models.export.save_model": "saving the model",
@@ -82,10 +83,14 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append(f"ppo.generation_batch_size={rows}")
     if phase == "generation" and _gathers_more(situation):
         free.append("ppo.generation_weights=layerwise")
+    if situation.host and stage == "ppo" and config.ppo.ema and not config.ppo.ema_on_host:
+        free.append("ppo.ema_on_host=true")
     if situation.host and (wish := _more_offload(situation)):
         free.append(f"engine.offload={wish}")
     elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
         of_the_stage.append("engine.zero_stage=1 --set engine.offload=optimizer")
+    if stage == "dpo" and "reference" in holdings(config, stage):
+        of_the_stage.append("dpo.reference=precomputed")
     if phase == "generation" and (rows := _smaller_rollout(situation)):
         of_the_stage.append(f"ppo.batch_size={rows}")
     if situation.precision == "fp32" != situation.best:
@@ -188,6 +193,7 @@ def _storages(model: TrainingEngine | nn.Module, place: torch.device | None) -> 
         optimizer = model.engine.optimizer
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
+        tensors += model.ema.tensors if model.ema else []
     # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
     there = [tensor for tensor in tensors if not tensor.is_meta and place in (None, tensor.device)]
     return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}

@@ -15,8 +15,11 @@ from typing import Any
 from rlhf.engine.statistics import Sums
 from rlhf.engine.training import Loss, TrainingEngine
 
+Work = tuple[TrainingEngine, Loss, Sequence[Any]]
+"""(engine, loss, micro-batches): what one optimizer step is made of."""
 
-def step_together(work: Sequence[tuple[TrainingEngine, Sequence[Any], Loss]]) -> list[Sums]:
+
+def step_together(work: Sequence[Work]) -> list[Sums]:
     """One optimizer step of each engine over its micro-batches, or with loss scaling perhaps of none.
 
     Without it each engine steps before the next one's gradients are there: those of one model are in memory at a time.
@@ -25,8 +28,8 @@ def step_together(work: Sequence[tuple[TrainingEngine, Sequence[Any], Loss]]) ->
         For each engine what `TrainingEngine.step` returns.
     """
     if len(work) == 1 or not any(engine.precision.loss_scaling for engine, *_ in work):
-        return [engine.step(micro_batches, loss) for engine, micro_batches, loss in work]
-    sums = [engine.backward(micro_batches, loss) for engine, micro_batches, loss in work]
+        return [engine.step(parts, loss) for engine, loss, parts in work]
+    sums = [engine.backward(parts, loss) for engine, loss, parts in work]
     overflowed = [_overflows(engine.optimizer) for engine, *_ in work]
     for (engine, *_), own in zip(work, overflowed):
         with _decided(engine.optimizer, skip=any(overflowed), lower=own):

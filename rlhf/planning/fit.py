@@ -136,6 +136,9 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
     if "ppo" in stages and share > 1:
         for rows in _parts(config.ppo.generation_batch_size or share):
             yield Change({"ppo.generation_batch_size": rows}, f"rollouts in parts of {rows} rows; the same samples")
+    besides = "dpo" in stages and "reference" in roles.holdings(config, "dpo")
+    if besides:
+        yield Change({"dpo.reference": "precomputed"}, "one pass over the pairs before training; the same numbers")
     for smaller in _smaller_micro_batches(config, stages, around):
         yield Change(smaller, "more passes for a step; the same numbers")
     if not config.model.gradient_checkpointing:
@@ -145,6 +148,8 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
         cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
         for more in range(stage + 1, 4):
             yield Change({"engine.zero_stage": more}, f"{cost[more]}; the same numbers")
+    if "ppo" in stages and config.ppo.ema and not config.ppo.ema_on_host and not around.one_memory:
+        yield Change({"ppo.ema_on_host": True}, "the average is computed on the host; the same numbers")
     if config.engine.offload == "none" and not around.one_memory:
         sharded = {} if stage else {"engine.zero_stage": 1}
         yield Change({"engine.offload": "optimizer"} | sharded, "the optimizer steps on the host: slower updates")
@@ -154,7 +159,7 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
     rank = config.lora.rank or _LORA_RANK
     if not config.lora.rank:
         yield Change({"lora.rank": rank}, "adapters are trained in place of all weights: other results")
-    if config.engine.frozen == "auto" and (config.lora.rank or "ppo" in stages):
+    if config.engine.frozen == "auto" and (config.lora.rank or "ppo" in stages or besides):
         yield Change({"engine.frozen": "int8"}, "frozen weights are rounded to 8 bits")
         yield Change({"engine.frozen": "int4"}, "frozen weights are rounded to 4 bits")
     if config.engine.frozen == "auto" and not config.lora.rank:

@@ -76,7 +76,7 @@ class RewardProcess:
             file = function.function.rpartition(":")[0]
             if file.endswith(".py") and not Path(file).is_file():
                 raise RewardError(f"ppo.reward_functions: {file}: no such file; check its path{names.hint(file)}")
-        self._at: tuple[int, int | None] = 0, None  # function, and sample
+        self._at: tuple[int, int | None]  # function, and sample
         pipes = [os.pipe() for _ in range(3)]
         (asked, self._requests), (self._replies, answers), (lifeline, held) = pipes
         self._process = subprocess.Popen(
@@ -100,12 +100,17 @@ class RewardProcess:
         """
         if not self.close.alive:
             self._begin()
-        found: list[list[float]] = self._exchange([tuple(sample) for sample in samples], samples)
+        try:
+            found: list[list[float]] = self._exchange([tuple(sample) for sample in samples], samples)
+        except BaseException:  # Ctrl-C in a notebook: what is still to come would be taken for the next answer
+            self.close()
+            raise
         return found
 
     def _exchange(self, message: Any, samples: Sequence[Sample]) -> Any:
         """Send a message, and wait for what becomes of it."""
         unsent, arrived = memoryview(worker.packed(message)), bytearray()
+        self._at = 0, None
         deadline = time.monotonic() + self._timeout
         while (left := deadline - time.monotonic()) > 0:
             poll = select.poll()
@@ -120,7 +125,7 @@ class RewardProcess:
             except BrokenPipeError:
                 received = b""
             if received == b"" or (received is None and self._process.poll() is not None):
-                raise self._error(_ending(self._process.wait()), samples)
+                raise self._error(_ending(self._process), samples)
             arrived += received or b""
             for kind, *content in _complete(arrived):
                 if kind == "at":
@@ -156,8 +161,13 @@ def _complete(arrived: bytearray) -> list[tuple[Any, ...]]:
     return found
 
 
-def _ending(code: int) -> str:
-    """How a process has ended, by its exit code."""
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    """How a process has ended that says nothing more."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_OFTEN)
+    code = process.returncode
+    if code is None:
+        return "closed its process's connection with the run"
     if code >= 0:
         return f"ended its process with exit code {code}"
     hint = ", which may be for lack of memory" if -code == signal.SIGKILL else ""

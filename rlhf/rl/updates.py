@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.engine import distributed
-from rlhf.engine.overflow import step_together
+from rlhf.engine.overflow import Work, step_together
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, Loss, TrainingEngine
 from rlhf.models.forward import completion_log_probs
@@ -72,11 +70,12 @@ class Updates:
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
         parts, found = minibatch.split(self.micro_rows), Sums()
         policy: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
-        texts = self.pretraining.micro_batches(number) if self.pretraining else []
-        policy = self.pretraining.beside(policy) if self.pretraining else policy
-        work: list[tuple[TrainingEngine, Sequence[Any], Loss]] = [(self.actor, [*parts, *texts], policy)]
+        work: list[Work] = [(self.actor, policy, parts)]
+        if self.pretraining:
+            texts = self.pretraining.micro_batches(number)
+            work = [(self.actor, self.pretraining.beside(policy), [*parts, *texts])]
         if self.critic:
-            work.append((self.critic, parts, partial(self._critic_loss, total=total)))
+            work.append((self.critic, partial(self._critic_loss, total=total), parts))
         for sums in step_together(work):
             found.extend(sums, *MEANS)
         return found

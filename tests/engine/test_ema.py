@@ -94,8 +94,8 @@ def test_an_average_on_the_host_is_computed_there(accelerator):
         device=lambda: torch.device("meta"), host_device=lambda: real, pins_memory=lambda: False
     )
     there, here = (EMA(engine.optimizer, DECAY, places, on_host=on_host) for on_host in (True, False))
-    assert all(tensor.device == real for tensor in there._average)
-    assert all(tensor.device.type == "meta" for tensor in here._average)
+    assert all(tensor.device == real for tensor in there.tensors)
+    assert all(tensor.device.type == "meta" for tensor in here.tensors)
     step(engine)
     there.follow()
     plain.follow(engine)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.config import ModelConfig, load_config
 from rlhf.engine import memory
+from rlhf.engine.ema import EMA
 from rlhf.engine.memory import Situation, advice
 from rlhf.engine.training import freeze
 from rlhf.models.loading import load_causal_lm
@@ -87,6 +88,9 @@ ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
         (["engine.zero_stage=3", "engine.offload=all"], {}, [LORA]),
         ([], {"stage": "ppo"}, ["engine.offload=parameters", LORA]),
         (["engine.offload=parameters"], {"stage": "ppo"}, [ON_HOST, LORA]),
+        (["ppo.ema=0.9"], {"stage": "ppo"}, ["ppo.ema_on_host=true", "engine.offload=parameters", LORA]),
+        (["ppo.ema=0.9", "ppo.ema_on_host=true"], {"stage": "ppo"}, ["engine.offload=parameters", LORA]),
+        (["ppo.ema=0.9"], {}, [ON_HOST, LORA]),
         (["engine.zero_stage=1"], {"stage": "ppo"}, ["engine.offload=all", LORA]),
         (["lora.rank=4"], {}, [INT8]),
         (
@@ -99,7 +103,8 @@ ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
 )
 def test_what_could_wait_on_the_host_is_advised_where_there_is_one(settings, facts, expected):
     assert advice(situation(*settings, **HOST | facts))[0] == expected
-    assert not any("offload" in key for key in advice(situation(*settings, **HOST | facts | {"host": False}))[0])
+    without = advice(situation(*settings, **HOST | facts | {"host": False}))[0]
+    assert not any("offload" in key or "on_host" in key for key in without)
 
 
 def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
@@ -175,6 +180,8 @@ def test_a_trained_model_holds_weights_two_moments_and_what_it_is_stepped_in(
     master = 4 if zero_stage or precision == "bf16" else 0
     least = width + master + 8
     assert least <= bytes_held(engine) / parameters <= (least + 4) * 1.01  # and gradients, where they are kept
+    before, engine.ema = bytes_held(engine), EMA(engine.optimizer, 0.9, accelerator)
+    assert (bytes_held(engine) - before) / parameters == pytest.approx(4, rel=0.01)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

@@ -50,16 +50,16 @@ PLACES = [*((zero_stage, "none") for zero_stage in range(4)), *((zero_stage, "op
 def test_either_both_step_or_neither(accelerator, zero_stage, overflows, offload):
     with halves.accepted() as precision:
         first, second = (build(accelerator, zero_stage, precision, offload=offload) for _ in range(2))
-        step_together([(first, [IDS], loss), (second, [IDS], loss)])
+        step_together([(first, loss, [IDS]), (second, loss, [IDS])])
         before = state(first), state(second)
         losses = [huge if overflows in (name, "both") else loss for name in ("first", "second")]
-        sums = step_together([(first, [IDS], losses[0]), (second, [IDS], losses[1])])
+        sums = step_together([(first, losses[0], [IDS]), (second, losses[1], [IDS])])
         assert [found.read()["loss"] > 1e5 for found in sums] == [each is huge for each in losses]
         for engine, earlier, its_loss in zip((first, second), before, losses):
             assert changed(earlier, engine) == set()
             assert engine.loss_scale() == (SCALE / 2 if its_loss is huge else SCALE)
             assert (engine.skipped, engine.steps) == (1, 2)
-        step_together([(first, [IDS], loss), (second, [IDS], loss)])
+        step_together([(first, loss, [IDS]), (second, loss, [IDS])])
         for engine, earlier in zip((first, second), before):
             assert changed(earlier, engine) == ALL
             assert (engine.skipped, engine.steps) == (1, 3)
@@ -72,7 +72,7 @@ def test_without_overflow_steps_are_those_that_each_takes_alone(accelerator, zer
         together = [build(accelerator, zero_stage, precision) for _ in range(2)]
         alone = build(accelerator, zero_stage, precision)
         for _ in range(3):
-            step_together([(engine, [IDS], loss) for engine in together])
+            step_together([(engine, loss, [IDS]) for engine in together])
             alone.step([IDS], loss)
     for engine in together:
         assert changed(state(alone), engine) == set()
@@ -83,7 +83,7 @@ def test_without_overflow_steps_are_those_that_each_takes_alone(accelerator, zer
 def test_an_engine_alone_skips_and_counts_by_itself(accelerator):
     with halves.accepted() as precision:
         engine = build(accelerator, 1, precision)
-        step_together([(engine, [IDS], huge)])
+        step_together([(engine, huge, [IDS])])
     assert (engine.skipped, engine.steps, engine.loss_scale()) == (1, 1, SCALE / 2)
 
 
@@ -96,7 +96,7 @@ def test_without_loss_scaling_one_models_gradients_are_gone_before_the_next_ones
         seen.append([parameter.grad is None or not parameter.grad.any() for parameter in first.module.parameters()])
         return loss(model, ids)
 
-    step_together([(first, [IDS], loss), (second, [IDS], looking)])
+    step_together([(first, loss, [IDS]), (second, looking, [IDS])])
     assert all(seen[0])
 
 

@@ -21,6 +21,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
     **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
     "ZeRO 1, bf16": {"zero_stage": 1, "precision": "bf16"},
     "ZeRO 3, bf16": {"zero_stage": 3, "precision": "bf16"},
+    "ZeRO 3, small parameters whole": {"zero_stage": 3, "zero_persistence_threshold": 1500},
     "ZeRO 2, offloaded": {"zero_stage": 2, "offload": "optimizer"},
     "ZeRO 3, offloaded": {"zero_stage": 3, "offload": "all"},
     "ZeRO 2, LoRA": {"zero_stage": 2, "lora": 4},
@@ -72,9 +73,9 @@ def overflowed(accelerator: Accelerator, zero_stage: int, precision: Any) -> dic
         return value * (1e6 if distributed.world().rank else 1), found
 
     engines = [build(accelerator, zero_stage, precision) for _ in range(2)]
-    step_together([(engine, [rows()], loss) for engine in engines])
+    step_together([(engine, loss, [rows()]) for engine in engines])
     before = [masters(engine) for engine in engines]
-    step_together([(engines[0], [rows()], loss), (engines[1], [rows()], huge)])
+    step_together([(engines[0], loss, [rows()]), (engines[1], huge, [rows()])])
     return {
         "before": before,
         "after": [masters(engine) for engine in engines],

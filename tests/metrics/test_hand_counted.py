@@ -250,7 +250,7 @@ def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_p
     first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
     first.step(0)
     second.load_state(first.save_state())
-    second.score = lambda sequences: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
+    second.score = lambda sequences, examples: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
     second.step(1)
     # 1, 4, 7 and three times 10: mean 7, squares 36 + 9 + 0 + 3 * 9 = 72, deviation sqrt(12)
     assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)

@@ -49,7 +49,7 @@ class Algorithm(NamedTuple):
     ppo: dict[str, Any]  # settings that differ from those of `build`
     update: Update | None = None
     nats: float = 0.01  # KL either way
-    reward: float = 0.01
+    reward: float = 0.03  # 0.01 nat would allow about 0.1
 
 
 ALGORITHMS = [

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf.config import build_config
+from rlhf.engine.memory import Situation, advice
 from rlhf.planning.duration import operations
-from rlhf.planning.fit import plan
+from rlhf.planning.fit import Room, changes, plan, remedy
 from rlhf.planning.held import Surroundings
 from rlhf.planning.models import models_of
 from rlhf.roles import holdings
@@ -49,6 +50,17 @@ def test_a_reference_is_counted_where_one_is_held_beside_the_policy() -> None:
     assert weights == pytest.approx(2 * 125e6, rel=0.01)
     assert beside["update"].device - alone["update"].device == pytest.approx(weights, rel=0.2)
     assert sizes(beside["scoring"], "reference")["logits"]
+
+
+def test_where_a_reference_beside_the_policy_does_not_fit_it_is_found_beforehand() -> None:
+    beside = configuration(reference="beside")
+    room = Room(phases("dpo")["update"].device + 2**20, None)
+    (change,) = remedy(beside, ["dpo"], AROUND, room)
+    assert change.settings == {"dpo.reference": "precomputed"}
+    assert advice(Situation(beside, "dpo", "update", 1))[0][2] == "dpo.reference=precomputed"
+    alone = configuration()
+    assert not any("reference" in str(one) for one in changes(alone, ["dpo"], AROUND))
+    assert "dpo.reference=precomputed" not in advice(Situation(alone, "dpo", "update", 1))[0]
 
 
 def test_the_references_pass_is_counted_once_for_all_epochs_or_with_every_step() -> None:

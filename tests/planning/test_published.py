@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.config import build_config
 from rlhf.planning.activations import Rows, kept, kept_by_checkpoints
-from rlhf.planning.fit import Room, fits, plan
+from rlhf.planning.fit import Room, changes, fits, plan
 from rlhf.planning.held import Surroundings
 from rlhf.planning.shapes import shape_of
 from rlhf.planning.surroundings import described
@@ -122,3 +122,13 @@ def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_share
     assert averages() == []
     assert averages(ema=0.992) == [(share, False)]
     assert averages(ema=0.992, ema_on_host=True) == [(share, True)]
+
+
+def test_an_average_on_the_host_is_among_the_changes_that_make_room() -> None:
+    def offered(around: Surroundings, **ppo: Any) -> bool:
+        config = seven(ppo={"batch_size": 64, **ppo})
+        return any("ppo.ema_on_host" in change.settings for change in changes(config, ["ppo"], around))
+
+    assert offered(Surroundings(), ema=0.992)
+    assert not offered(Surroundings(), ema=0.992, ema_on_host=True)
+    assert not offered(Surroundings(one_memory=True), ema=0.992) and not offered(Surroundings())

@@ -1,4 +1,4 @@
-"""With raw text beside rollouts, PPO's steps are those of the plain reference: two losses, one gradient, one step."""
+"""With raw text beside its rollouts PPO's steps are those of the plain reference: two losses, one step."""
 
 from __future__ import annotations
 

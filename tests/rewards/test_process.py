@@ -58,6 +58,7 @@ def endless_expression(prompt, completion, row):  # which lets no thread run
 
 def leaves(prompt, completion, row): os._exit(7)
 def exits(prompt, completion, row): sys.exit(3)
+def closes(prompt, completion, row): os.closerange(3, 100); time.sleep(100)
 def crashes(prompt, completion, row): ctypes.string_at(0)
 def killed(prompt, completion, row): os.kill(os.getpid(), 9)
 def no_number(prompt, completion, row): return math.nan
@@ -176,6 +177,7 @@ WHERE = "for the prompt 'what is it?' with the completion 'an answer' (rows.json
         ("raises", "KeyError: 'answer' at {file}:{this line}"),
         ("in_a_library", "missing ), unterminated subpattern at position 0 at {file}:{this one}"),
         ("leaves", "ended its process with exit code 7"),
+        ("closes", "closed its process's connection with the run"),
         ("exits", "SystemExit: 3 at {file}:"),
         ("crashes", "its process was ended by SIGSEGV"),
         ("killed", "its process was ended by SIGKILL, which may be for lack of memory"),
@@ -196,9 +198,9 @@ def test_a_function_that_fails_is_named_with_its_sample(begin, functions: Path, 
 @pytest.mark.parametrize("name", ["endless", "endless_expression"])
 def test_one_that_never_ends_is_ended(begin, functions: Path, name: str) -> None:
     begun = time.monotonic()
-    message = refusal(begin, name, timeout=1.0)
-    assert message == f"reward function {functions}:{name}: took more than 1 s (ppo.reward_timeout); {WHERE}"
-    assert time.monotonic() - begun < 5
+    message = refusal(begin, name, timeout=4.0)
+    assert message == f"reward function {functions}:{name}: took more than 4 s (ppo.reward_timeout); {WHERE}"
+    assert time.monotonic() - begun < 15
 
 
 def test_the_sample_is_the_one_that_failed(begin) -> None:
@@ -221,6 +223,28 @@ def test_the_example_s_functions() -> None:
     found = process([Sample("6 x 7?", completion, {"answer": 42}) for completion in said])
     assert found == [[1, 1, 0, 1], [1, 0, 0, 1], [0, 0, 0, -0.7]]
     process.close()
+
+
+def test_one_that_is_interrupted_leaves_no_answer_behind(begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = begin("counted")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process(SAMPLES)
+    assert process(SAMPLES[1:]) == [[1.01]]
+
+
+def test_a_process_that_was_killed_between_batches(begin, functions: Path) -> None:
+    process = begin("pid")
+    os.kill(int(process(SAMPLES)[0][0]), signal.SIGKILL)
+    with pytest.raises(RewardError) as found:
+        process(SAMPLES[:1])
+    said = f"{functions}:pid: its process was ended by SIGKILL, which may be for lack of memory"
+    assert str(found.value) == f"ppo.reward_functions: {said}"
 
 
 def test_a_long_sample_is_shortened(begin) -> None:
@@ -251,7 +275,7 @@ def test_one_that_cannot_be_called_is_refused_before_it_is(begin, functions: Pat
             "ModuleNotFoundError: No module named 'nowhere_to_be_found' at {file}:2",
         ),
         ("1 / 0", "ZeroDivisionError: division by zero at {file}:1"),
-        ("while True: pass", "importing it took more than 1 s (ppo.reward_timeout)"),
+        ("while True: pass", "importing it took more than 3 s (ppo.reward_timeout)"),
         ("import os\nos._exit(5)", "ended its process with exit code 5"),
     ],
 )
@@ -259,7 +283,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, what: str) ->
     file = tmp_path / "broken.py"
     file.write_text(text)
     with pytest.raises(RewardError) as found:
-        RewardProcess([function(file, "f")], 1.0)
+        RewardProcess([function(file, "f")], 3.0)
     assert str(found.value) == f"ppo.reward_functions: {file}:f: {what.format(file=file)}"
 
 

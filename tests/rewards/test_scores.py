@@ -34,7 +34,7 @@ IDS = torch.tensor([[1, 2, 3, 1, 0], [0, 1, 2, 0, 0], [1, 2, 1, 1, 1], [1, 1, 1,
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]).float()
 SEQUENCES: Batch = {"input_ids": IDS, "action_mask": MASK, "ended": torch.tensor([1.0, 1, 0, 0])}
 MODEL = torch.tensor([1.0, -2.0, 3.0, 99.0])
-EXAMPLES = [prompt(1, 2), prompt(1), prompt(1, 2)]
+EXAMPLES = [prompt(3), prompt(1), prompt(2, 1)]
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def test_the_weighted_sum_by_hand(file: Path) -> None:
     found = scores(reward_functions=functions, reward_weight=3)
     assert found["reward_model"].tolist() == MODEL.tolist()
     assert found["reward/words"].tolist() == [2, 1, 3, 0]
-    assert found["reward/e"].tolist() == [0, 0, 1, 0]
-    assert found["scores"][:3].tolist() == [3 + 1, -6 + 0.5, 9 + 1.5 - 2]
+    assert found["reward/e"].tolist() == [1, 0, 0, 0]
+    assert found["scores"][:3].tolist() == [3 + 1 - 2, -6 + 0.5, 9 + 1.5]
     assert found["scores"].dtype == torch.float32
 
 
 def test_without_a_model_the_functions_alone(file: Path) -> None:
     found = scores(reward_functions=[f"{file}:words", {"function": f"{file}:echoes", "weight": 0}], reward_weight=0)
-    assert found["scores"].tolist() == [2, 1, 3, 0] and found["reward/echoes"].tolist() == [0, 0, 1, 0]
+    assert found["scores"].tolist() == [2, 1, 3, 0] and found["reward/echoes"].tolist() == [1, 0, 0, 0]
     assert "reward_model" not in found
 
 

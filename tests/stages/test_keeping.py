@@ -161,12 +161,17 @@ def same_training(one: Path, other: Path, stage: str) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_evaluation_changes_no_bit_of_training_with_dropout(accelerator, tmp_path, zero_stage):
+def test_evaluation_changes_no_bit_of_training_with_dropout_and_is_without(whole, accelerator, tmp_path, zero_stage):
     top = {"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0}}
     for folder, eval_every in (("without", 0), ("with", 1)):
         tune(accelerator, tmp_path / folder, eval_every=eval_every, keep="last", dropout=0.2, top=top)
     same_training(tmp_path / "without", tmp_path / "with", "sft")
     assert_same_weights(tmp_path / "without" / "sft" / "model", tmp_path / "with" / "sft" / "model")
+    assert perplexity(tmp_path / "with" / "sft" / "model") == pytest.approx(
+        measured(tmp_path / "with")[STEPS], rel=1e-5
+    )
+    losses, plain = ([line["loss"] for line in records(f) if "loss" in line] for f in (tmp_path / "with", whole[0]))
+    assert losses[0] != pytest.approx(plain[0], rel=1e-3), "nothing was dropped"
 
 
 def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
