@@ -40,7 +40,7 @@ def packed(texts: list[str], *, most: int | None = None, begins: bool = False, *
 
 def test_a_document_is_ended_once_and_cut_where_the_row_is_full() -> None:
     assert packed(["5 6 7 8 9 10 11"]) == [[5, 6, 7, 8], [9, 10, 11, 1]]
-    assert packed(["5 6 7 1"]) == [[5, 6, 7, 1]]
+    assert packed(["5 6 7 1"] * 2) == [[5, 6, 7, 1]] * 2  # it brings its end
     assert packed(["5 6 7 8 9"]) == [[5, 6, 7, 8]]  # 9 and its end are the rest
     assert packed(["5 6"], begins=True) == [[0, 5, 6, 1]]
 
