@@ -171,6 +171,7 @@ def test_a_stage_of_epochs_is_evaluated_every_so_many_steps_or_epochs(every: str
         ("reward.eval_every=epochs", "expected a number of steps, at least 0, or epoch, found 'epochs'"),
         ("reward.eval_every=0.5", "expected a number of steps, at least 0, or epoch, found 0.5"),
         ("reward.eval_every=true", "expected a number of steps, at least 0, or epoch, found true"),
+        ("engine.kernels={adam: x}", "no operation 'adam'; use one of adamw, adamw_cpu_offload, "),
         ("ppo.eval_every=epoch", "ppo.eval_every=epoch: expected a whole number, found 'epoch'"),
         ("sft.keep=first", r"sft.keep=first: expected last or best\(MEASURE\), found 'first'"),
         ("sft.keep=best(loss)", r"sft.keep=best\(loss\): no model is best by 'loss'; use best\(perplexity\), or last"),
