@@ -91,6 +91,12 @@ class EngineConfig(Section):
         description="numbers that frozen linear layers are held in, under LoRA and in models that only score: auto "
         "(the precision of the run), int8, int4",
     )
+    loss_scale_window: int | None = Field(
+        None,
+        ge=1,
+        description="fp16: steps without overflow after which the loss scale doubles; empty: DeepSpeed's 1000. Short "
+        "runs want less",
+    )
     kernels: dict[str, str] = Field(
         {},
         description="implementations to take in place of the best, by operation, e.g. {adamw: torch-foreach}; "

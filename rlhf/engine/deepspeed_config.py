@@ -179,7 +179,7 @@ def deepspeed_config(
         "steps_per_print": 10**9,
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
         **_float32_sums(holding, precision, accumulation),
-        **precision.deepspeed_config(),
+        **_numbers(holding, precision),
     }
     own = _named_as_deepspeed_writes(holding.engine.deepspeed)
     for section in ("offload_optimizer", "offload_param"):  # a section alone would turn it on
@@ -208,6 +208,14 @@ def _zero(holding: Holding, accelerator: Accelerator, trained: int) -> dict[str,
         names = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
         zero |= {f"stage3_{name}": 0 for name in names}
     return zero
+
+
+def _numbers(holding: Holding, precision: Precision) -> dict[str, Any]:
+    """What to compute in, and how the loss is scaled where gradients could vanish."""
+    found, window = precision.deepspeed_config(), holding.engine.loss_scale_window
+    if precision.loss_scaling and window is not None:
+        found[precision.name] = {**found[precision.name], "loss_scale_window": window}
+    return found
 
 
 def _float32_sums(holding: Holding, precision: Precision, accumulation: int) -> dict[str, Any]:

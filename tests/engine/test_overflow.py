@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -145,3 +147,15 @@ def test_ppos_policy_waits_where_its_critic_overflows(accelerator, tmp_path, zer
         assert engine.skipped == 1 and changed(earlier, engine) == set()
     assert (ppo.actor.loss_scale(), ppo.critic.loss_scale()) == (SCALE, SCALE / 2)
     assert all(torch.equal(*pair) for pair in zip(ppo.actor.ema.save_state(), average))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_the_loss_scale_doubles_after_the_window_that_is_set(accelerator, zero_stage):
+    with halves.accepted() as precision:
+        engine = build(accelerator, zero_stage, precision, loss_scale_window=3)
+        scales = []
+        for _ in range(8):
+            scales.append(engine.loss_scale())
+            step_together([(engine, loss, [IDS])])
+    risen = [place for place, (now, later) in enumerate(itertools.pairwise(scales)) if later == 2 * now]
+    assert len(risen) == 2 and risen[1] - risen[0] == 3 and scales[-1] == 4 * SCALE, scales
