@@ -62,6 +62,7 @@ class Accelerator(ABC):
     _device: torch.device | None = None
     _contributed: tuple[KernelImpl, ...] = ()
     _failures: Mapping[tuple[str, str, str], str] = {}
+    _chosen: Mapping[str, str] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -141,9 +142,25 @@ class Accelerator(ABC):
         """Add implementations that plugins offer for this backend."""
         self._contributed += tuple(implementations)
 
+    def choose(self, operation: str, name: str) -> None:
+        """Have an operation done by the implementation of this name alone, whatever the priorities.
+
+        Raises:
+            AcceleratorError: there is none of this name, or it cannot be used here.
+        """
+        found = {impl.name: support for impl, support in self.candidates(operation)}
+        if name not in found:
+            there = ", ".join(found) or "none"
+            raise AcceleratorError(f"{operation}: {self.name} has no implementation {name}; there is: {there}")
+        if not found[name].ok:
+            raise AcceleratorError(f"{operation}: {name} cannot be used on {self.name}: {found[name].reason}")
+        self._chosen = {**self._chosen, operation: name}
+
     def candidates(self, operation: str) -> list[tuple[KernelImpl, Support]]:
         """The implementations of an operation, best first: the supported ones by priority, then the others."""
-        judged = [(impl, self._supported(impl)) for impl in self._offered() if impl.operation == operation]
+        offered = [impl for impl in self._offered() if impl.operation == operation]
+        chosen = self._chosen.get(operation)
+        judged = [(impl, self._supported(impl)) for impl in offered if chosen in (None, impl.name)]
         return sorted(judged, key=lambda pair: (pair[1].ok, pair[0].priority), reverse=True)
 
     def capabilities(self) -> dict[str, Support]:

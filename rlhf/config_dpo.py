@@ -68,5 +68,5 @@ class DPOConfig(EpochConfig):
         if self.loss == "ipo" and self.label_smoothing:
             raise at("label_smoothing", "the ipo loss has none; set 0, or choose dpo.loss=sigmoid or robust")
         if self.loss == "robust" and not self.label_smoothing:
-            raise at("label_smoothing", "0 makes the robust loss the sigmoid one; say what share of labels is wrong")
+            raise at("loss", "robust is the sigmoid loss where dpo.label_smoothing is 0; say there what share is wrong")
         return self

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from accelerators import OPERATIONS
 from rlhf.kinds import Folder, Section
 from rlhf.problems import shown
 
@@ -90,6 +91,11 @@ class EngineConfig(Section):
         description="numbers that frozen linear layers are held in, under LoRA and in models that only score: auto "
         "(the precision of the run), int8, int4",
     )
+    kernels: dict[str, str] = Field(
+        {},
+        description="implementations to take in place of the best, by operation, e.g. {adamw: torch-foreach}; "
+        "`rlhf accelerators explain` lists them",
+    )
     deepspeed: dict[str, Any] = Field(
         {},
         description="settings in DeepSpeed's own words, merged last into its configuration; what rlhf sets is refused",
@@ -98,6 +104,14 @@ class EngineConfig(Section):
         "auto", description="how batches are padded; auto: the accelerator's own policy"
     )
     timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for one that is late, before all end")
+
+    @field_validator("kernels")
+    @classmethod
+    def _operations(cls, kernels: dict[str, str]) -> dict[str, str]:
+        for operation in kernels:
+            if operation not in OPERATIONS:
+                raise ValueError(f"no operation {shown(operation)}; use one of {', '.join(OPERATIONS)}")
+        return kernels
 
 
 class RoleConfig(Section):

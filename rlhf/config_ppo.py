@@ -248,7 +248,8 @@ class PPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _kl_acts(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
-            raise at("kl_estimator", "k1 in the loss has a gradient of mean 0 and holds nothing back; use k2 or k3")
+            key = "kl_estimator" if self.kl_estimator else "kl_in"
+            raise at(key, "k1 in the loss has a gradient of mean 0 and holds nothing back; use kl_estimator=k2 or k3")
         if self.kl_stop is not None and self.updates == 1:
             raise at(
                 "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"

@@ -20,8 +20,14 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; biases and norms are exempt")
     betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: float = Field(1e-8, gt=0, description="term added to the denominator")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape after the warm-up")
-    warmup: Fraction = Field(0.05, description="part of the steps over which the learning rate rises from 0")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="shape after the warm-up; wsd: stable, then a linear fall over the last part (arXiv:2404.06395)",
+    )
+    warmup: float = Field(
+        0.05, ge=0, description="steps over which the learning rate rises from 0: a part of all, or from 1 on a number"
+    )
+    decay: Fraction = Field(0.1, description="wsd: part of the steps over which the learning rate falls at the end")
     min_lr_ratio: Fraction = Field(0.1, description="rate of the last step, as a part of the peak")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
 

@@ -161,6 +161,7 @@ def _opened(
         if differing := disagreement(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _decided(config, pending, directory, accelerator)
+        _choose_kernels(config, accelerator)
         selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
@@ -180,6 +181,16 @@ def _opened(
         if not request.dry_run:
             _check_shared(directory)
         yield config, accelerator
+
+
+def _choose_kernels(config: Config, accelerator: Accelerator) -> None:
+    from accelerators import AcceleratorError
+
+    for operation, name in config.engine.kernels.items():
+        try:
+            accelerator.choose(operation, name)
+        except AcceleratorError as error:
+            raise ConfigError(f"engine.kernels.{error}") from error
 
 
 def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:

@@ -231,21 +231,22 @@ class RunDirectory:
                 "continue it with --resume, replace it with --overwrite, or choose another --output"
             )
         if present:
-            self._check_same(config, stages, taken, _precision(accelerator), data or {})
+            self._check_same(config, stages, present, _precision(accelerator), data or {})
 
     def _check_same(
         self,
         config: Config,
         stages: Sequence[Stage],
-        taken: Sequence[StageDirectory],
+        present: Sequence[StageDirectory],
         precision: str | None,
         data: Fingerprints,
     ) -> None:
         """Raise `RunError` where the run was made with other settings or other rows than there are now."""
         recorded = read_json(self.description)
-        complete = [stage.name for stage in taken if stage.done]
-        resumed = [stage.name for stage in taken if not stage.done]
-        if differing := differences(recorded, config, resumed, precision):
+        kept = [stage.name for stage in present if stage.done or stage.name not in stages]
+        complete = [name for name in kept if name in stages]
+        resumed = [stage.name for stage in present if stage.name not in kept]
+        if differing := differences(recorded, config, resumed, precision, kept=kept):
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
                 "give the same settings or choose another --output"

@@ -20,7 +20,7 @@ _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", 
 _HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
 _HARMLESS |= {"generation_batch_size", "generation_weights", "tensor_parallel"}
 _HARMLESS |= {"share_base", "merge", "save"}
-_HARMLESS |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout"}
+_HARMLESS |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
 # What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.
@@ -29,6 +29,8 @@ _DECIDED = {"engine.zero_stage", "engine.offload"}
 _UNSAID = {"heldout_split": "test", "whiten_advantages": True}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 _SHARED = ("seed", "model", "data")
+# What PPO alone reads of them (`data.pretraining`): where it has not begun, nothing was made with it.
+_OF_PPO = {"pretraining"}
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
 
@@ -51,7 +53,12 @@ def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[
 
 
 def differences(
-    recorded: dict[str, Any], config: Config, resumed: Sequence[Stage], precision: str | None = None
+    recorded: dict[str, Any],
+    config: Config,
+    resumed: Sequence[Stage],
+    precision: str | None = None,
+    *,
+    kept: Sequence[Stage] = (),
 ) -> list[str]:
     """Keys that keep a run from going on, each as `key (recorded there, given now)`.
 
@@ -59,9 +66,11 @@ def differences(
         recorded: the contents of `run.json`.
         resumed: stages that would continue from what is there; others only have to share the run's rows and model.
         precision: what `config.precision` came to on this machine; None where that is not known yet.
+        kept: stages that stay as they are.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    found = [text for key in _SHARED for text in _differing(there, now, key)]
+    harmless = _HARMLESS if "ppo" in {*resumed, *kept} else _HARMLESS | _OF_PPO
+    found = [text for key in _SHARED for text in _differing(there, now, key, harmless)]
     for stage in resumed:
         found += _differing_beside(recorded, config, stage, precision)
         found += _differing(there, now, stage)

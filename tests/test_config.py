@@ -136,7 +136,9 @@ def test_a_wrong_override_is_one_line_that_names_the_key(override: str, message:
         (["dpo.beta=0"], "dpo.beta=0: "),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing=0.5: expected a number below 0.5, found 0.5"),
         (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1: the ipo loss has none; set 0, or "),
-        (["dpo.loss=robust"], "dpo.label_smoothing: 0 makes the robust loss the sigmoid one; say what share of labels"),
+        (["dpo.loss=robust"], "dpo.loss=robust: robust is the sigmoid loss where dpo.label_smoothing is 0; say there"),
+        (["ppo.kl_in=loss"], "ppo.kl_in=loss: k1 in the loss has a gradient of mean 0 and holds nothing back; use"),
+        (["ppo.kl_in=loss", "ppo.kl_estimator=k1"], "ppo.kl_estimator=k1: k1 in the loss has a gradient of mean 0"),
         (["dpo.keep=best(margin)"], r"no model is best by 'margin'; use best\(loss\) or best\(accuracy\), or last"),
         (
             ["data.datasets=[{path: a, stages: [dpo]}]"],
@@ -169,6 +171,7 @@ def test_a_stage_of_epochs_is_evaluated_every_so_many_steps_or_epochs(every: str
         ("reward.eval_every=epochs", "expected a number of steps, at least 0, or epoch, found 'epochs'"),
         ("reward.eval_every=0.5", "expected a number of steps, at least 0, or epoch, found 0.5"),
         ("reward.eval_every=true", "expected a number of steps, at least 0, or epoch, found true"),
+        ("engine.kernels={adam: x}", "no operation 'adam'; use one of adamw, adamw_cpu_offload, "),
         ("ppo.eval_every=epoch", "ppo.eval_every=epoch: expected a whole number, found 'epoch'"),
         ("sft.keep=first", r"sft.keep=first: expected last or best\(MEASURE\), found 'first'"),
         ("sft.keep=best(loss)", r"sft.keep=best\(loss\): no model is best by 'loss'; use best\(perplexity\), or last"),

@@ -79,10 +79,7 @@ def test_a_value_that_does_not_fit_is_told_in_plain_words(override: str, expecte
         ("data:\n  datasets: [a,\n    3]\n", "r.yaml:3: data.datasets.1: expected keys and values, found 3"),
         ("data:\n  stage_split: [0, 0, 0]\n", "r.yaml:2: data.stage_split: [0, 0, 0] needs shares"),
         ("ppo:\n  sampling:\n    temperature: 0\n", "r.yaml:3: ppo.sampling.temperature: 0 draws one answer only"),
-        (
-            "ppo:\n  kl_in: loss\n",
-            "r.yaml:1: ppo.kl_estimator: k1 in the loss has a gradient of mean 0 and holds nothing",
-        ),
+        ("ppo:\n  kl_in: loss\n", "r.yaml:2: ppo.kl_in: k1 in the loss has a gradient of mean 0 and holds nothing"),
         ("ppo:\n  kl_stop: 1\n", "r.yaml:2: ppo.kl_stop: a rollout has one update, which nothing can follow; raise"),
         ("ppo:\n  kl_in: loss\n  kl_estimator: k1\n", "r.yaml:3: ppo.kl_estimator: k1 in the loss has a gradient"),
         ("on: 3\n", "r.yaml:1: unknown key 'on'"),

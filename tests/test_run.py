@@ -185,6 +185,17 @@ def test_a_stage_of_other_shared_settings_is_no_continuation(tmp_path: Path, ove
         RunDirectory.check(config_in(tmp_path / "run", override), stages=("reward",))
 
 
+def test_texts_that_ppo_alone_reads_may_be_named_when_it_begins_and_no_later(tmp_path: Path) -> None:
+    run, texts = tmp_path / "run", "data.pretraining=[{path: texts.txt}]"
+    run_stages(config_in(run), "sft", "reward")
+    RunDirectory.check(config_in(run, texts), stages=("ppo",))
+    run_stages(config_in(run, texts), "ppo")
+    for stage, wishes in (("ppo", {"resume": True}), ("dpo", {})):
+        with pytest.raises(RunError, match=r"other settings: data.pretraining \("):
+            RunDirectory.check(config_in(run), stages=(stage,), **wishes)
+    RunDirectory.check(config_in(run), stages=("ppo",), overwrite=True)
+
+
 def test_a_continuation_may_change_the_sections_of_other_stages(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run", "sft.batch_size=8"), "sft")
     run = run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), "reward")

@@ -30,7 +30,7 @@ def data(
     options: Options,
     stage: Annotated[
         list[str] | None,
-        typer.Option("--stage", metavar="STAGE", help="Show this stage alone: sft, reward or ppo. Repeatable."),
+        typer.Option("--stage", metavar="STAGE", help="Show this stage alone: sft, reward, dpo or ppo. Repeatable."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:

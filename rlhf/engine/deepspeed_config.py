@@ -25,7 +25,7 @@ from rlhf.roles import Holding
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
 
-_BATCH = "the batch is that of the stage; set batch_size and micro_batch_size of sft, reward or ppo"
+_BATCH = "the batch is that of the stage; set batch_size and micro_batch_size of sft, reward, dpo or ppo"
 _OPTIMIZER = "set the stage's own: sft.optimizer, reward.optimizer, ppo.optimizer or ppo.critic_optimizer"
 _PRECISION = "the numbers to compute in are the run's; set precision"
 _SUMS = "rlhf adds the gradients of bf16 up in float32; leave it out, or set precision=fp32"

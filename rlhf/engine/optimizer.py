@@ -42,7 +42,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
     It rises linearly over the warm-up, then follows the schedule down to `min_lr_ratio` of the peak at the last step.
     """
-    warmup = round(config.warmup * total_steps)
+    warmup = round(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, total_steps - warmup - 1)
@@ -50,6 +50,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "wsd": min(1.0, (total_steps - 1 - step) / max(1, round(config.decay * total_steps))),
     }[config.schedule]
     floor = 1.0 if config.schedule == "constant" else config.min_lr_ratio
     return config.learning_rate * (floor + (1.0 - floor) * shape)

@@ -113,18 +113,19 @@ class RewardProcess:
         self._at = 0, None
         deadline = time.monotonic() + self._timeout
         while (left := deadline - time.monotonic()) > 0:
+            ended = self._process.poll() is not None  # asked first: what it said before it ended is then there
             poll = select.poll()
             poll.register(self._replies, select.POLLIN)
             if unsent:
                 poll.register(self._requests, select.POLLOUT)
             ready = {descriptor for descriptor, _ in poll.poll(1000 * min(left, _OFTEN))}
-            try:
-                if self._requests in ready:
+            if self._requests in ready:
+                try:
                     unsent = unsent[os.write(self._requests, unsent[:_AT_ONCE]) :]
-                received = os.read(self._replies, _AT_ONCE) if self._replies in ready else None
-            except BrokenPipeError:
-                received = b""
-            if received == b"" or (received is None and self._process.poll() is not None):
+                except BrokenPipeError:  # it has ended, but what it said is still to be read
+                    unsent = unsent[:0]
+            received = os.read(self._replies, _AT_ONCE) if self._replies in ready else None
+            if received == b"" or (received is None and ended):
                 raise self._error(_ending(self._process), samples)
             arrived += received or b""
             for kind, *content in _complete(arrived):

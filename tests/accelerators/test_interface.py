@@ -13,6 +13,8 @@ from accelerators import (
     RESERVED,
     Accelerator,
     AcceleratorError,
+    KernelImpl,
+    Support,
 )
 from accelerators.cpu import CPU
 
@@ -76,3 +78,34 @@ def test_bind_stays_a_method_that_every_backend_has_to_write():
     assert "bind" not in Terse.__abstractmethods__
     assert Terse.bind.__doc__ is None
     assert CPU.bind.__doc__
+
+
+# an implementation that the user names
+
+
+def test_a_named_implementation_is_taken_and_no_other():
+    cpu = CPU()
+    cpu.bind(0)
+    assert [impl.name for impl, _ in cpu.offers("adamw")] == ["torch-fused", "torch-foreach"]
+    cpu.choose("adamw", "torch-foreach")
+    assert [impl.name for impl, _ in cpu.offers("adamw")] == ["torch-foreach"]
+    step = cpu.kernel("adamw", required=True)([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert step.defaults["foreach"] is not False and not step.defaults["fused"]
+    assert cpu.capabilities()["adamw"].implementation == "torch-foreach"
+    assert [impl.name for impl, _ in cpu.offers("attention")] == ["sdpa", "eager"]
+
+
+def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():
+    class Refusing(CPU):
+        def kernels(self):
+            return [
+                KernelImpl(
+                    operation="attention",
+                    name="swift",
+                    factory=lambda accelerator: "swift",
+                    supported=lambda accelerator: Support(False, "too slow"),
+                )
+            ]
+
+    with pytest.raises(AcceleratorError, match="attention: swift cannot be used on cpu: too slow"):
+        Refusing().choose("attention", "swift")

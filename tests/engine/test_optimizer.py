@@ -48,6 +48,18 @@ def test_a_constant_schedule_stays_at_its_peak():
     assert set(rates(schedule="constant", warmup=0.0)) == {1.0}
 
 
+def test_a_warm_up_is_a_part_of_the_steps_or_a_number_of_them():
+    assert rates(warmup=0.1) == rates(warmup=10) != rates(warmup=1)
+    assert rates(warmup=1)[:2] == pytest.approx([0.5, 1.0])
+
+
+def test_wsd_is_stable_and_then_falls_in_a_straight_line():
+    """100 steps, 4 of warm-up, the last 20 fall: step 79 is the last at the peak, step 89 is half way down."""
+    found = rates(schedule="wsd", warmup=4, decay=0.2, min_lr_ratio=0.1)
+    assert found[3] < 1.0 and set(found[4:80]) == {1.0} and found[80] < 1.0
+    assert (found[89], found[99]) == pytest.approx((0.55, 0.1))
+
+
 def test_biases_norms_and_frozen_weights_do_not_decay():
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     model[2].requires_grad_(False)

@@ -40,6 +40,18 @@ def the_best_by_a_judge_that_is_not_there(bench: Bench) -> tuple[list[str], list
 
 
 @mistake
+def a_kernel_that_is_not_there(bench: Bench) -> tuple[list[str], list[str]]:
+    found = settings(engine__kernels="{adamw: torch-foreach, clip_grad_norm: quick}")
+    return found, ["engine.kernels.clip_grad_norm: cpu has no implementation quick; there is: torch"]
+
+
+@mistake
+def a_kernel_of_another_device(bench: Bench) -> tuple[list[str], list[str]]:
+    found = settings(engine__kernels="{graph_capture: recorded}")
+    return found, ["engine.kernels.graph_capture: cpu has no implementation recorded; there is: none"]
+
+
+@mistake
 def resuming_nothing(bench: Bench) -> tuple[list[str], list[str]]:
     return ["--resume"], ["run: holds no run to resume"]
 

@@ -12,12 +12,18 @@ from rlhf.config import OptimizerConfig
 
 def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
     """Rate of step `step` (0-based) of `total`: a linear rise, then the schedule down to `min_lr_ratio` of the peak."""
-    rising = round(config.warmup * total)
+    rising = round(config.warmup if config.warmup >= 1 else config.warmup * total)
     if step < rising:
         return config.learning_rate * (step + 1) / (rising + 1)
     # The last step, `total - 1`, has the schedule's end: `min_lr_ratio` of the peak.
     passed = (step - rising) / max(1, total - 1 - rising)
-    shape = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + math.cos(math.pi * passed)) / 2}[config.schedule]
+    falling = round(config.decay * total)
+    shape = {
+        "constant": 1.0,
+        "linear": 1 - passed,
+        "cosine": (1 + math.cos(math.pi * passed)) / 2,
+        "wsd": (total - 1 - step) / falling if total - 1 - step < falling else 1.0,
+    }[config.schedule]
     if config.schedule == "constant":
         return config.learning_rate
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

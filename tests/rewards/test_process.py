@@ -195,6 +195,21 @@ def test_a_function_that_fails_is_named_with_its_sample(begin, functions: Path, 
     assert what.format(file=functions, **numbers) in message and message.endswith(WHERE)
 
 
+def test_one_that_ends_while_the_run_waits_for_the_processor_is_named_with_its_sample(
+    begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, write = begin("leaves"), os.write
+
+    def preempted(descriptor: int, data: bytes) -> int:
+        written = write(descriptor, data)
+        time.sleep(0.5)
+        return written
+
+    monkeypatch.setattr(os, "write", preempted)
+    with pytest.raises(RewardError, match="exit code 7; for the prompt 'what is it"):
+        process(SAMPLES)
+
+
 @pytest.mark.parametrize("name", ["endless", "endless_expression"])
 def test_one_that_never_ends_is_ended(begin, functions: Path, name: str) -> None:
     begun = time.monotonic()
