@@ -10,6 +10,7 @@ import torch
 from rlhf.config import PPOConfig
 from rlhf.data.examples import Prompt
 from rlhf.engine.training import Batch
+from rlhf.errors import RewardError
 from rlhf.rewards.process import RewardProcess, Sample
 
 MODEL = "reward_model"
@@ -41,7 +42,7 @@ class Rewards:
             part of the sum alone, without its weight: `reward_model` and `reward/<name>`, float32 [B].
 
         Raises:
-            RewardError: a function failed with one of them.
+            RewardError: a function failed with one of them, or `examples` lacks some.
         """
         weight, mask = self._settings.reward_weight, sequences["action_mask"]
         total = weight * scored["scores"] if weight else torch.zeros(len(mask), device=mask.device)
@@ -53,6 +54,11 @@ class Rewards:
             for example, text in zip(examples, self._texts(sequences), strict=False)
         ]
         assert len(samples) == len(examples), "more examples than sequences"
+        if len(samples) < mask.any(1).sum():
+            raise RewardError(
+                "ppo.reward_functions: they are called with rows of the data, and these sequences came without; give "
+                "`examples` too, or score texts"
+            )
         for function, values in zip(self._settings.reward_functions, self._process(samples), strict=True):
             filled = values + [0.0] * (len(mask) - len(values))
             part = parts[_OF_FUNCTION + function.label] = torch.tensor(filled, device=mask.device)

@@ -1,1 +1,1 @@
-"""The three stages, each one algorithm, and the loop that they share."""
+"""The stages, each one algorithm, and the loop that they share."""

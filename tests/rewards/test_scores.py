@@ -18,6 +18,7 @@ from rlhf.data.examples import Prompt
 from rlhf.data.reading import read_sources
 from rlhf.data.tokenization import load_stage
 from rlhf.engine.training import Batch
+from rlhf.errors import RewardError
 from rlhf.rl.rewards import Rewards
 from rlhf.rl.statistics import means, rollout_statistics
 from tests.optimum.language import COMPLETIONS, WORDS, Distance, log_probabilities, optimum, prompt, tokenizer
@@ -71,6 +72,11 @@ def test_without_a_model_the_functions_alone(file: Path) -> None:
 def test_without_functions_the_model_s_score_and_nothing_beside() -> None:
     found = scores(reward_weight=0.5)
     assert found.keys() == {"scores"} and torch.equal(found["scores"], MODEL / 2)
+
+
+def test_rows_that_are_missing_do_not_score_0(file: Path) -> None:
+    with pytest.raises(RewardError, match="called with rows of the data, and these sequences came without"):
+        scores(EXAMPLES[:2], reward_functions=f"{file}:words")
 
 
 def test_they_are_recorded_as_means_over_real_rows(file: Path) -> None:
