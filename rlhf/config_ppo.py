@@ -16,6 +16,15 @@ from rlhf.kinds import Fraction, OptionalName, Section
 from rlhf.problems import at, shown
 from rlhf.values import as_sources
 
+_NEEDS = {
+    "kl_target": "kl_coef",
+    "kl_horizon": "kl_target",
+    "ema_on_host": "ema",
+    "ptx_length": "ptx_coef",
+    "ptx_batch_size": "ptx_coef",
+}
+"""Keys of `ppo` that do nothing where another one is empty or 0."""
+
 
 class SamplingConfig(Section):
     """How tokens are drawn from the policy."""
@@ -207,9 +216,16 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _average(self) -> PPOConfig:
-        if self.ema_on_host and self.ema is None:
-            raise at("ema_on_host", "true, but there is no average to wait there; set ppo.ema, or leave it out")
+    def _keys_act(self) -> PPOConfig:
+        for key, needed in _NEEDS.items():
+            if getattr(self, key) != PPOConfig.model_fields[key].default and not getattr(self, needed):
+                raise at(key, f"does nothing without ppo.{needed}; set that too, or leave this out")
+        if self.kl_target is not None and self.batch_size >= 5 * self.kl_horizon:
+            raise at(
+                "kl_horizon",
+                f"with {self.batch_size} completions a rollout (ppo.batch_size), one step could take all of the KL "
+                f"coefficient away; set more than {self.batch_size // 5}",
+            )
         return self
 
     @model_validator(mode="after")

@@ -26,7 +26,8 @@ LossMean = Literal["token", "sequence", "constant"]
 class Estimator:
     """`function` in `rlhf.objectives.advantages`, whether it needs a critic, and what its paper sets.
 
-    `keys` are those of `ppo` that are for this one and not for every other. The fields from `completions` on are what
+    `keys` are those of `ppo` that are for this one and not for every other; not `critic_optimizer`, which recipes have
+    for whoever changes nothing but the estimator. The fields from `completions` on are what
     the keys of `ppo` with these names come to where they are empty; `completions` is `completions_per_prompt`.
     """
 
@@ -42,7 +43,9 @@ class Estimator:
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    "gae": Estimator("gae", critic=True, keys=("critic", "gamma", "lam"), whiten_advantages=True),
+    "gae": Estimator(
+        "gae", critic=True, keys=("critic", "critic_dropout", "value_clip", "gamma", "lam"), whiten_advantages=True
+    ),
     # The gradient of the paper is that of a sum over a completion's tokens, so a constant divides it.
     "rloo": Estimator("rloo", least_completions=2, completions=4, loss_mean="constant"),
     "grpo": Estimator(

@@ -299,7 +299,7 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
             raise KeyboardInterrupt
 
     run = run_stages(config_in(tmp_path / "run"), "sft")
-    monkeypatch.setattr(launch, "_run", interrupted)
+    monkeypatch.setattr(launch, "_opened", interrupted)
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
     config = config_in(tmp_path / "run", "reward.optimizer.learning_rate=0.7")
     steps: list[int] = []

@@ -74,6 +74,8 @@ class TrainingEngine:
         self._norm: Tensor = torch.zeros(())
         self._scale = 1.0
         self._trained = False
+        self.overflows_always = False
+        """Gradients have overflowed at the lowest loss scale there is: what fp16 can hold is too little for them."""
         self.parameter_counts = _parameter_counts(model)
         place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
@@ -178,7 +180,10 @@ class TrainingEngine:
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self._norm = clip(trained, self._max_grad_norm)
         skipped = self.skipped
-        self.engine.step()
+        if self.precision.loss_scaling:
+            self._step_in_fp16()
+        else:
+            self.engine.step()
         self.accelerator.step_boundary(f"{self.name}/step")
         if self.ema and self.skipped == skipped:
             self.ema.follow()
@@ -192,6 +197,20 @@ class TrainingEngine:
     def loss_scale(self) -> float:
         """What the loss of the next step is multiplied by, so that fp16 can hold its gradients."""
         return float(self.engine.optimizer.loss_scale)
+
+    def _step_in_fp16(self) -> None:
+        """DeepSpeed's step; it sees where the loss scale cannot fall any further.
+
+        There deepspeed 0.19.8 raises a bare `Exception` at ZeRO 1-3 (`DynamicLossScaler`), and at ZeRO 0 skips each
+        step from then on (`FP16_UnfusedOptimizer`, whose own `loss_scale_config` is its scaler).
+        """
+        optimizer, before = self.engine.optimizer, self.loss_scale()
+        scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+        scaler.raise_error_at_min_scale = False
+        self.engine.step()
+        lowest = getattr(scaler, "min_scale", None) or scaler.min_loss_scale
+        if before <= lowest and scaler.last_overflow_iter == scaler.cur_iter - 1:
+            self.overflows_always = True
 
     def _missing_scale(self) -> float:
         """At ZeRO 0, DeepSpeed 0.19 divides fp16 gradients by the loss scale without having multiplied the loss."""

@@ -110,7 +110,7 @@ def measured(
     """The numbers of `step(index)`, with those that say how fast it was; see `run_steps`.
 
     Raises:
-        DivergedError: one of them is not finite.
+        DivergedError: one of them is not finite, or fp16 cannot hold the gradients whatever the loss scale.
     """
     begun, skipped = time.perf_counter(), _skipped(engines)
     numbers = step(index)
@@ -123,6 +123,11 @@ def measured(
         numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
         numbers["skipped_steps"] = float(_skipped(engines) - skipped)
     _check_finite(numbers, context, index + 1)
+    for name in (name for name, engine in engines.items() if engine.overflows_always):
+        raise DivergedError(
+            f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "
+            f"{index + 1} (batch {index}); {_kept(context)}; set precision=bf16 or fp32, or lower the learning rate"
+        )
     return numbers
 
 
@@ -215,9 +220,17 @@ def _check_finite(numbers: Numbers, context: StageContext, step: int) -> None:
         bad = [key for key in bad if not key.endswith("grad_norm")]
     if not bad:
         return
-    stage, kept = context.directory.name, context.directory.latest_checkpoint
-    remedy = f"the last good checkpoint is {kept}" if kept else f"no checkpoint yet ({stage}.checkpoint_every)"
+    stage = context.directory.name
     raise DivergedError(
-        f"{stage}: {bad[0]} became {numbers[bad[0]]} at step {step} (batch {step - 1}); {remedy}; "
+        f"{stage}: {bad[0]} became {numbers[bad[0]]} at step {step} (batch {step - 1}); {_kept(context)}; "
         f"lower {stage}.optimizer.learning_rate, or look for extreme rows in that batch"
+    )
+
+
+def _kept(context: StageContext) -> str:
+    kept = context.directory.latest_checkpoint
+    return (
+        f"the last good checkpoint is {kept}"
+        if kept
+        else f"no checkpoint yet ({context.directory.name}.checkpoint_every)"
     )

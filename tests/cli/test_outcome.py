@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException
             directory.stage("sft").finish({})
             raise error
 
-    monkeypatch.setattr(launch, "_run", fail)
+    monkeypatch.setattr(launch, "_opened", fail)
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
     launch.run(load_config(None, [f"output='{folder / 'run'}'"]))
 
@@ -156,14 +157,18 @@ def test_other_errors_of_torch_stay_defects() -> None:
 
 
 def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launch, "_run", lambda *arguments, **wishes: os.environ.update(OMP_NUM_THREADS="77", NEW="1"))
+    def opened(*_: object) -> AbstractContextManager[object]:
+        os.environ.update(OMP_NUM_THREADS="77", NEW="1")
+        return nullcontext((None, None))
+
+    monkeypatch.setattr(launch, "_opened", opened)
     monkeypatch.delenv("RLHF_ACCELERATOR", raising=False)
     found = dict(os.environ), signal.getsignal(signal.SIGTERM)
     config = load_config(None, [f"output='{tmp_path / 'run'}'", "accelerator=cpu"])
-    launch.run(config)
+    launch.run(config, dry_run=True)
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == found
     with ThreadPoolExecutor(1) as threads:  # where no handler can be set
-        threads.submit(launch.run, config).result()
+        threads.submit(launch.run, config, dry_run=True).result()
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == found
 
 
@@ -186,8 +191,8 @@ def test_what_can_be_known_is_known_before_a_run_is_replaced(
     run = RunDirectory(tmp_path / "run")
     config = load_config(None, [f"output='{run.path}'"])
     with run.opened(config):
-        for stage in run.stages:
-            stage.finish({})
+        for name in STAGES:
+            run.stage(name).finish({})
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     other = load_config(None, [f"output='{run.path}'", override.replace("{run}", str(run.path))])
     with pytest.raises(RLHFError, match=re.escape(message)):

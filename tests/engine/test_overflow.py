@@ -7,7 +7,9 @@ import torch
 
 from rlhf.data.tokenization import StageData
 from rlhf.engine.overflow import step_together
+from rlhf.errors import DivergedError
 from rlhf.rl.trainer import PPO, Models
+from rlhf.stages import loop
 from tests.engine import halves
 from tests.engine.averages import IDS, build, loss, masters
 from tests.helpers import llama
@@ -85,6 +87,27 @@ def test_an_engine_alone_skips_and_counts_by_itself(accelerator):
         engine = build(accelerator, 1, precision)
         step_together([(engine, huge, [IDS])])
     assert (engine.skipped, engine.steps, engine.loss_scale()) == (1, 1, SCALE / 2)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_that_no_loss_scale_makes_fit_end_training(accelerator, tmp_path, zero_stage):
+    """DeepSpeed raises a bare exception at ZeRO 1-3, and at ZeRO 0 would skip each step from then on."""
+
+    def endless(model, ids):
+        value, found = loss(model, ids)
+        return value * 1e12, found
+
+    def step(index):
+        return {"tokens": 1.0, "loss": engine.step([IDS], endless).read()["loss"]}
+
+    with halves.accepted() as precision:
+        context = stage_context(accelerator, tmp_path, "ppo", {}, precision=precision)
+        engine = build(accelerator, zero_stage, precision)
+        for index in range(10):  # 2^10 to 1
+            loop.measured(context, index, step, {"actor": engine}, "tokens")
+        assert (engine.loss_scale(), engine.skipped) == (1, 10)
+        with pytest.raises(DivergedError, match="actor overflow fp16 at the lowest loss scale at step 11"):
+            loop.measured(context, 10, step, {"actor": engine}, "tokens")
 
 
 def test_without_loss_scaling_one_models_gradients_are_gone_before_the_next_ones_come(accelerator):

@@ -10,7 +10,7 @@ from tests.reference import cases, expected, real
 
 LORA = cases.LORA | {"learning_rate": 5e-3}
 LATE = {"schedule": "linear", "warmup": 0.4, "min_lr_ratio": 0.2}
-DEFAULTS = {"lam": 0.95, "gamma": 1.0}  # what is not read is not to be said
+DEFAULTS = {"lam": 0.95, "gamma": 1.0, "value_clip": 0.2}  # what is not read is not to be said
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO 1, a batch of two epochs": ("llama", {}),
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": LORA}),

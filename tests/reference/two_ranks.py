@@ -19,7 +19,7 @@ _ROLES = {
     "critic": {"zero_stage": 1, "offload": "optimizer"},
     "reward": {"zero_stage": 3},
 }
-_WITHOUT_CRITIC = {"micro_batch_size": 1, "lam": 0.95, "gamma": 1.0}
+_WITHOUT_CRITIC = {"micro_batch_size": 1, "lam": 0.95, "gamma": 1.0, "value_clip": 0.2}
 
 CHANGES = {
     "sft": {"micro_batch_size": 1, "engine": {"zero_stage": 0}, "lora": cases.LORA},
