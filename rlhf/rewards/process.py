@@ -148,7 +148,7 @@ class RewardProcess:
         where = f" ({source})" if isinstance(source := sample.row.get("source"), str) else ""
         return RewardError(
             f"reward function {name}: {what}; for the prompt {shown(sample.prompt)} with the completion "
-            f"{shown(sample.completion)}{where}; mend it, then go on with --resume"
+            f"{shown(sample.completion)}{where}; mend it, then give this command with --resume"
         )
 
 

@@ -168,7 +168,8 @@ def test_what_a_function_prints_is_no_answer(begin, capfd: pytest.CaptureFixture
     assert out == "" and err.count("from Python") == err.count("from a shell") == 2
 
 
-WHERE = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3); mend it, then go on with --resume"
+SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
+WHERE = f"{SHOWN}; mend it, then give this command with --resume"
 
 
 @pytest.mark.parametrize(
