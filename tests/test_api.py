@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -280,4 +279,3 @@ def test_help_teaches() -> None:
     assert package.session.__doc__ and "session.ppo()" in package.session.__doc__
     for name in ("run", "ppo", "save", "close"):
         assert getattr(package.Session, name).__doc__
-    assert os.environ.get("RANK") is None

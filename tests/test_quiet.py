@@ -18,14 +18,15 @@ Rlhf = Callable[..., subprocess.CompletedProcess[str]]
 
 OURS = re.compile(
     r"rlhf \d+\.\d+\.\d+|(stages|recipe|model|data|accelerator|output) +\S.*|(sft|reward|ppo): .*|\w+: LoRA of rank .*"
+    r"|(prompt|completion) +\S.*| {13}\S.*|"
 )
 
 
 def assert_ours(done: subprocess.CompletedProcess[str]) -> None:
-    """Every line is one of ours; after the first empty one the closing table and the samples follow."""
+    """Every line is one of ours; after the samples of PPO the closing table and its samples follow."""
     assert done.returncode == 0
     assert done.stderr == ""
-    before, _, table = done.stdout.partition("\n\n")
+    before, table = re.split(r"\n(?= +before +after\n)", done.stdout)
     assert [line for line in before.splitlines() if not OURS.fullmatch(line)] == []
     assert "before" in table.splitlines()[0]
     assert [line.split(":")[0] for line in before.splitlines() if ": plan: peak about" in line] == [
@@ -123,7 +124,7 @@ def test_chat_with_an_unfinished_run_is_one_line(forks: Forks, tmp_path: Path) -
     (tmp_path / "run.json").write_text("{}")
     done = forks.run("chat", str(tmp_path), timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"rlhf: error: .*: has no finished ppo or sft stage; .*\n", done.stderr)
+    assert re.fullmatch(r"rlhf: error: .*: has no finished ppo, dpo or sft stage; .*\n", done.stderr)
 
 
 SPEAKING = """

@@ -100,7 +100,8 @@ def model_folder(path: Path, stage: Literal["sft", "dpo", "ppo"] | None = None, 
                 )
             if candidate.done:
                 return candidate.model
-        names = " or ".join(candidate.name for candidate in wanted)
+        *others, last = (candidate.name for candidate in wanted)
+        names = f"{', '.join(others)} or {last}" if others else last
         raise RunError(f"{path}: has no finished {names} stage; finish it with --resume, or name a model folder")
     if path.is_file():
         raise ModelError(f"{path}: is a file; name the folder of a run or of a model")

@@ -206,9 +206,12 @@ class TrainingEngine:
         """
         optimizer, before = self.engine.optimizer, self.loss_scale()
         scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+        lowest = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None)
+        if lowest is None:  # a scale that stays as it is
+            self.engine.step()
+            return
         scaler.raise_error_at_min_scale = False
         self.engine.step()
-        lowest = getattr(scaler, "min_scale", None) or scaler.min_loss_scale
         if before <= lowest and scaler.last_overflow_iter == scaler.cur_iter - 1:
             self.overflows_always = True
 

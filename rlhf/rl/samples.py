@@ -11,7 +11,6 @@ import unicodedata
 from typing import NamedTuple
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -45,6 +44,7 @@ def tell(context: StageContext, ppo: PPO, step: int) -> None:
     for number, sample in enumerate(samples(ppo, context.config.ppo.samples)):
         context.recorder.text(f"sample_{number}", step, f"{sample.prompt}\n{sample.completion}\n{sample.numbers}")
         console.print(shown(sample, f"ppo: step {step:,}"))
+        console.print()
 
 
 def samples(ppo: PPO, count: int) -> list[Sample]:
@@ -76,7 +76,7 @@ def shown(sample: Sample, title: str) -> RenderableType:
     grid.add_row("prompt", Text(readable(sample.prompt, _PROMPT), style="italic"))
     grid.add_row("completion", Text(readable(sample.completion, _COMPLETION) or "(empty)", style="green"))
     grid.add_row(title, Text(sample.numbers))
-    return Padding(grid, (0, 0, 1, 0))
+    return grid
 
 
 def readable(text: str, most: int) -> str:

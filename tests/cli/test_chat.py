@@ -121,7 +121,7 @@ def test_a_run_without_a_finished_stage_is_named(tmp_path: Path) -> None:
     with run.opened(Config()):
         run.stage("sft").metrics.parent.mkdir()
         run.stage("sft").metrics.write_text('{"step": 1}\n')
-    with pytest.raises(RunError, match="no finished ppo or dpo or sft stage"):
+    with pytest.raises(RunError, match="no finished ppo, dpo or sft stage"):
         model_folder(tmp_path / "run")
 
 
