@@ -31,7 +31,6 @@ def test_a_sample_says_what_was_asked_and_answered_and_what_that_was_worth() -> 
         "prompt | What is red?",
         "completion | The plum is.",
         "ppo: step 20 | score 1.25, KL 0.5, 4 tokens",
-        "",
     ]
 
 
