@@ -18,7 +18,6 @@ from rlhf.values import as_sources
 
 _NEEDS = {
     "kl_target": "kl_coef",
-    "kl_horizon": "kl_target",
     "ema_on_host": "ema",
     "ptx_length": "ptx_coef",
     "ptx_batch_size": "ptx_coef",

@@ -191,7 +191,6 @@ def test_what_cannot_be_evaluated_or_kept_is_refused(override: str, message: str
     ("key", "settings"),
     [
         ("kl_target", ["kl_target=6", "kl_coef=0"]),
-        ("kl_horizon", ["kl_horizon=500"]),
         ("ema_on_host", ["ema_on_host=true"]),
         ("ptx_length", ["ptx_length=64"]),
         ("ptx_batch_size", ["ptx_batch_size=8"]),

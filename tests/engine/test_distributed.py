@@ -37,6 +37,7 @@ def on_two_ranks(folder: Path, *, takes_long: bool = True, then: str = "pass") -
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
     assert on_two_ranks(tmp_path) == ["done", "done"]
 
@@ -47,6 +48,7 @@ def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(tmp_path: Path) -> 
     assert other == "FailedElsewhere: downloading failed on rank 0: OSError('disk')"
 
 
+@pytest.mark.slow
 def test_the_others_do_not_outwait_a_rank_0_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):  # it said nothing, and the launcher ended the other in the end
         on_two_ranks(tmp_path, then="import os; os._exit(3)")

@@ -54,7 +54,6 @@ class Algorithm(NamedTuple):
 
 ALGORITHMS = [
     Algorithm("ppo", {}),
-    Algorithm("ppo at another temperature", {"sampling": {"temperature": 1.5}}),
     Algorithm("rloo", {"estimator": "rloo"}),
     # A group of three is the largest whose members are quickly listed.
     Algorithm(
@@ -66,6 +65,7 @@ ALGORITHMS = [
 ]
 _UNSCALED = {"whiten_advantages": False, "kl_in": "loss"}  # a penalty beside whitened advantages would be another
 OTHERS = [
+    Algorithm("ppo at another temperature", {"sampling": {"temperature": 1.5}}),
     Algorithm(
         "grpo, not divided by deviations",
         {"estimator": "grpo", "group_std": False},

@@ -88,6 +88,7 @@ def test_changed_data_stop_what_goes_on(rlhf: Any, bench: Bench) -> None:
     assert {file: file.read_bytes() for file in files(bench.output)} == before
 
 
+@pytest.mark.slow
 def test_rows_that_change_between_two_stages_stop_the_second(rlhf: Any, bench: Bench) -> None:
     """They were looked at when the run began, and its stages are to share no prompts."""
     path = bench.file("mine.jsonl", bench.rows.read_text())

@@ -87,6 +87,7 @@ def arguments(finished_run: Path, output: Path) -> list[object]:
     return ["dpo", "--output", output, *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
 
 
+@pytest.mark.slow
 def test_a_killed_stage_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
     whole = rlhf(*arguments(finished_run, tmp_path / "whole")).stdout
     assert "dpo: reference log-probabilities: " in whole and "DPO" in whole

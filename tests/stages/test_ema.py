@@ -76,6 +76,7 @@ def test_chat_answers_with_it_on_request(one_update):
         assert model_folder(named, ema=True) == folder / "model-ema"
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_average_of_one_that_was_not(rlhf, finished_run, tmp_path):
     whole, killed = ([*arguments(finished_run, tmp_path / name, "ppo.steps=5")] for name in ("whole", "killed"))
     rlhf(*whole)

@@ -71,6 +71,7 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_printed_command(
     rlhf, finished_run, tmp_path
 ):

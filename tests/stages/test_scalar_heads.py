@@ -83,6 +83,7 @@ def test_adapters_and_the_head_are_trained_and_merged(rlhf: Any, finished: tuple
     assert {name.rpartition(".")[0].rpartition("_")[2] for name in changed} == {"proj"}
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_was_killed_continues(rlhf: Any, finished: tuple[Path, str], tmp_path: Path) -> None:
     named = [f"reward.model={finished[0] / 'sft' / 'model'}", "reward.checkpoint_every=1", "reward.max_steps=12"]
     settings = [part for key in named for part in ("--set", key)]

@@ -208,6 +208,7 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
     assert f"share one frozen base; not more: {line}\n" in said.replace("ppo: ", "")
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
     precisions = ["fp32", *(["bf16"] if host.native_bf16() else [])]
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.stages import one_base"
