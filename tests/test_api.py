@@ -46,9 +46,6 @@ print(json.dumps([drawn, there, folder.exists()]))
 """
 REWARDS = """
 asked = []
-pytestmark = pytest.mark.xdist_group("api")  # what they look at takes long to make
-
-
 def reward(prompt, completion, row):
     asked.append((prompt, completion, row["chosen"], row["rejected"]))
     return len(asked)
