@@ -200,7 +200,9 @@ def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, "-m", "tests.stages.tuned", str(folder)]
-    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=user_environment(), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
