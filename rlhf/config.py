@@ -17,7 +17,7 @@ from rlhf.config_dpo import DPOConfig
 from rlhf.config_engine import EngineConfig, LoraConfig, RoleConfig, RolesConfig
 from rlhf.config_ppo import PPOConfig, SamplingConfig
 from rlhf.config_rewards import RewardFunctionConfig
-from rlhf.config_training import EpochConfig, OptimizerConfig, TrainingConfig
+from rlhf.config_training import EpochConfig, OptimizerConfig, PairsConfig, TrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.kinds import Folder, OptionalName, Section
 from rlhf.problems import explained
@@ -75,18 +75,11 @@ class SFTConfig(EpochConfig):
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
 
-class RewardConfig(EpochConfig):
+class RewardConfig(PairsConfig):
     """Stage 2: a reward model from preferences."""
 
     better: ClassVar = {"accuracy": max, "loss": min}
 
-    batch_size: int = Field(32, ge=1, description="pairs in one optimizer step, over all ranks")
-    micro_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="pairs in one forward pass of one rank, which has twice as many rows; empty: batch_size / ranks",
-    )
-    eval_rows: int = Field(256, ge=1, description="held-out pairs used for evaluation, at most")
     model: OptionalName = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
     )

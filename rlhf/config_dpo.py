@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config_training import EpochConfig, OptimizerConfig
+from rlhf.config_training import OptimizerConfig, PairsConfig
 from rlhf.kinds import OptionalName
 from rlhf.problems import at
 
@@ -19,7 +19,7 @@ class DPOOptimizerConfig(OptimizerConfig):
     learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
 
 
-class DPOConfig(EpochConfig):
+class DPOConfig(PairsConfig):
     """DPO: a policy from preferences, without a reward model (arXiv:2305.18290)."""
 
     better: ClassVar = {"loss": min, "accuracy": max}
@@ -47,13 +47,6 @@ class DPOConfig(EpochConfig):
         description="log-probabilities of the policy as it was: precomputed once, before training; or in every step, "
         "by a model held beside it (with LoRA by itself, adapters off)",
     )
-    batch_size: int = Field(32, ge=1, description="pairs in one optimizer step, over all ranks")
-    micro_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="pairs in one forward pass of one rank, which has twice as many rows; empty: batch_size / ranks",
-    )
-    eval_rows: int = Field(256, ge=1, description="held-out pairs used for evaluation, at most")
     dropout: float | None = Field(
         0.0,
         ge=0,

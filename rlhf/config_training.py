@@ -108,6 +108,18 @@ class EpochConfig(TrainingConfig):
         return min(steps, self.max_steps) if self.max_steps else steps
 
 
+class PairsConfig(EpochConfig):
+    """A stage whose rows are pairs of replies."""
+
+    batch_size: int = Field(32, ge=1, description="pairs in one optimizer step, over all ranks")
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="pairs in one forward pass of one rank, which has twice as many rows; empty: batch_size / ranks",
+    )
+    eval_rows: int = Field(256, ge=1, description="held-out pairs used for evaluation, at most")
+
+
 def _calls(measures: Iterable[str]) -> list[str]:
     return [f"best({measure})" for measure in measures]
 

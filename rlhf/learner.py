@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor
 
 from rlhf import pipeline
 from rlhf.config import Config
@@ -75,7 +74,7 @@ class Learner:
         self.trainer = PPO(context, needs.models, needs.tokenizer, needs.data)
         self._texts = Texts(self.trainer, needs.data.prompt_format)
         self._measured: list[Found] = []
-        self._ended = ""
+        self._ended, self._saved = "", False
         context.directory.check_steps(self.steps)
         self.done = loop.begin(context, self.trainer.engines, self.trainer.load_state)
 
@@ -117,12 +116,14 @@ class Learner:
         self._check(index)
         trainer, context = self.trainer, self._context
         number = self.done
-        trainer.own_scores = reward and self._scores_of(reward, number)
+        rewards = trainer.rewards
+        if reward:
+            trainer.rewards = self._by(reward)
         with self._working(), loop.ending_signals() as arrived:
             try:
                 numbers = loop.measured(context, number, trainer.step, trainer.engines, "tokens")
             finally:
-                trainer.own_scores = None
+                trainer.rewards = rewards
             self.done += 1
             context.recorder.log(self.done, numbers)
             context.settle()
@@ -221,8 +222,6 @@ class Learner:
         self._saved = True
         return context.directory.model
 
-    _saved = False
-
     def _end(self, why: str) -> None:
         self._ended = why
 
@@ -263,16 +262,15 @@ class Learner:
         columns = scored["scores"].tolist(), kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
         return [Score(*values) for values in zip(*columns)]
 
-    def _scores_of(self, reward: Reward, index: int) -> Callable[[Batch], Tensor]:
-        """What scores the sequences of rollout `index` by `reward`."""
-        trainer, texts = self.trainer, self._texts
-        rows = [example.row for example in trainer.examples(index)]
+    def _by(self, reward: Reward) -> Callable[[Batch, Batch, Sequence[Prompt]], Batch]:
+        """What scores a rollout by `reward`, in the place of `rlhf.rl.rewards.Rewards`."""
 
-        def scores(sequences: Batch) -> Tensor:
-            found = [_number(reward, row, text) for row, text in zip(rows, texts.completions(sequences), strict=True)]
-            return torch.tensor(found, dtype=torch.float32, device=sequences["input_ids"].device)
+        def rewards(scored: Batch, sequences: Batch, examples: Sequence[Prompt]) -> Batch:
+            texts = self._texts.completions(sequences)
+            found = [_number(reward, example.row, text) for example, text in zip(examples, texts, strict=True)]
+            return {**scored, "scores": torch.tensor(found, dtype=torch.float32, device=sequences["input_ids"].device)}
 
-        return scores
+        return rewards
 
 
 def _number(reward: Reward, row: Row, completion: str) -> float:

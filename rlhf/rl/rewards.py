@@ -12,6 +12,7 @@ from rlhf.data.examples import Prompt
 from rlhf.engine.training import Batch
 from rlhf.errors import RewardError
 from rlhf.rewards.process import RewardProcess, Sample
+from rlhf.rl.completions import completion_ids, completion_texts
 
 MODEL = "reward_model"
 _OF_FUNCTION = "reward/"
@@ -49,9 +50,10 @@ class Rewards:
         if self._process is None:
             return {**scored, "scores": total}
         parts: Batch = {MODEL: scored["scores"]} if weight else {}
+        texts = completion_texts(self._tokenizer, completion_ids(sequences))
         samples = [
             Sample(example.row.text, text, example.row.as_dict())
-            for example, text in zip(examples, self._texts(sequences), strict=False)
+            for example, text in zip(examples, texts, strict=False)
         ]
         assert len(samples) == len(examples), "more examples than sequences"
         if len(samples) < mask.any(1).sum():
@@ -64,12 +66,6 @@ class Rewards:
             part = parts[_OF_FUNCTION + function.label] = torch.tensor(filled, device=mask.device)
             total = total + function.weight * part
         return {**scored, **parts, "scores": total}
-
-    def _texts(self, sequences: Batch) -> list[str]:
-        """The completions as text; whole tensors are read, which adds no shapes."""
-        rows = zip(sequences["input_ids"].tolist(), sequences["action_mask"].tolist(), strict=True)
-        completions = [ids[-len(mask) :][: int(sum(mask))] for ids, mask in rows]
-        return [text.strip() for text in self._tokenizer.batch_decode(completions, skip_special_tokens=True)]
 
 
 def is_part(key: str) -> bool:

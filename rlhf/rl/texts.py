@@ -12,6 +12,7 @@ from rlhf.data.rows import Message
 from rlhf.engine.training import Batch
 from rlhf.errors import DataError
 from rlhf.models.tokenizers import end_tokens
+from rlhf.rl.completions import completion_ids, completion_texts
 from rlhf.rl.trainer import PPO
 
 Conversation = str | Sequence[Mapping[str, str]]
@@ -90,10 +91,8 @@ class Texts:
         }
 
     def completions(self, sequences: Batch) -> list[str]:
-        """The completion of each row of `PPO.generate`'s sequences, without control tokens."""
-        mask = sequences["attention_mask"][:, -sequences["action_mask"].shape[1] :]
-        rows = zip(sequences["input_ids"][:, -mask.shape[1] :].tolist(), mask.sum(1).tolist())
-        return [self._tokenizer.decode(ids[:length], skip_special_tokens=True).strip() for ids, length in rows]
+        """The completion of each row of `PPO.generate`'s sequences."""
+        return completion_texts(self._tokenizer, completion_ids(sequences))
 
 
 def shown(text: str) -> str:

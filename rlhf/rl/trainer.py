@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlhf.data.batches import collate_ppo
 from rlhf.data.examples import Prompt
@@ -58,12 +57,11 @@ class PPO:
     def __init__(self, context: StageContext, models: Models, tokenizer: Any, data: StageData) -> None:
         self.context = context
         self.settings = settings = context.config.ppo
-        self.rewards = Rewards(settings, tokenizer)  # before the models, which take longer
+        # Before the models, which take longer; a loop of one's own may put another in its place.
+        self.rewards: Callable[[Batch, Batch, Sequence[Prompt]], Batch] = Rewards(settings, tokenizer)
         self.accelerator = context.accelerator
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
-        self.own_scores: Callable[[Batch], Tensor] | None = None
-        """(what `generate` gives) -> float32 scores [B], in place of `rewards`; for loops of one's own."""
         minibatch, micro_rows = settings.minibatch(context.world.size)
         sizes = {
             "total_steps": settings.steps * settings.updates,
@@ -193,10 +191,7 @@ class PPO:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
         sequences = self.generate(prompts)
         self.decoder.make_room()
-        if self.own_scores:
-            scored = {**self.scorer(sequences), "scores": self.own_scores(sequences)}
-        else:
-            scored = self.score(sequences, examples)
+        scored = self.score(sequences, examples)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])

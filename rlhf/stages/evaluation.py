@@ -8,6 +8,7 @@ from rlhf.data.tokenization import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.metrics.progress import progress
+from rlhf.rl.completions import completion_ids, completion_texts
 from rlhf.rl.statistics import distinct_2, means, rollout_statistics
 from rlhf.rl.trainer import PPO
 from rlhf.stages.context import StageContext
@@ -34,11 +35,8 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
             (prompts,) = (context.accelerator.to_device(batch) for batch in ppo.held_out.step(index))
             sequences = ppo.generate(prompts)
             scored = ppo.score(sequences, ppo.held_out.share(index))
-            mask = sequences["action_mask"]
             sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]))
-            ids = sequences["input_ids"][:, -mask.shape[1] :]
-            lengths = mask.sum(-1).long()
-            mine += [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
+            mine += completion_ids(sequences)
             bar.advance(len(ppo.held_out.examples(index)))
     context.accelerator.set_rng_state(state)
 
@@ -50,7 +48,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
     completions = [
         row for start in range(0, len(mine), rows) for share in shares for row in share[start : start + rows]
     ][: len(examples)]
-    texts = [ppo.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
+    texts = completion_texts(ppo.tokenizer, completions)
     numbers["distinct_2"] = distinct_2(completions)
     if judge is not None:
         approved = sum(judge(example.row.text, text) for example, text in zip(examples, texts))
