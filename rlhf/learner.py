@@ -216,7 +216,7 @@ class Learner:
         if self._measured:
             summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
         with self._working():
-            leave(context, trainer.actor, self._tokenizer, context.directory.path)
+            leave(context, trainer.actor, self._tokenizer, context.directory.path, trainer.critic)
             pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
             context.settle()
         self._saved = True
