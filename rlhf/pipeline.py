@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +23,10 @@ from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
 from rlhf.engine import distributed, memory, parking
 from rlhf.engine.deepspeed_config import deepspeed_config
-from rlhf.metrics.progress import console
+from rlhf.invocation import command_line
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
+from rlhf.metrics.terminal import console, copied_to
 from rlhf.models.attention import EMBEDDED, choose_attention, describe
 from rlhf.models.embedded import build_llama
 from rlhf.models.loading import (
@@ -84,11 +86,19 @@ def surroundings(
         shapes = accelerators.ShapePolicy(config.engine.shapes)
     checkpoint = place.latest_checkpoint
     step = step_of(checkpoint) if checkpoint else None
-    if step is None and place.begun and world.is_main:
-        console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
-    with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
+    with (
+        Recorder(place, enabled=world.is_main, resume_step=step) as recorder,
+        copied_to(place.console, _title()) if world.is_main else nullcontext(),
+    ):
+        if step is None and place.begun and world.is_main:
+            console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
         precision = accelerator.precision(config.precision)
         yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+
+
+def _title() -> str:
+    """What stands above a process's lines in a stage's `console.log`."""
+    return f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {command_line()}"
 
 
 def prepare(context: StageContext) -> dict[str, Any]:

@@ -61,10 +61,10 @@ class StagePlan:
 
     def steps(self, config: Config) -> int:
         """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
-        if self.stage == "ppo":
-            return config.ppo.steps
-        section = config.supervised(self.stage)
         rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
+        if self.stage == "ppo":
+            return config.ppo.total_steps(rows)
+        section = config.supervised(self.stage)
         return section.total_steps(-(-rows // section.batch_size))
 
 
