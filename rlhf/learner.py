@@ -240,9 +240,7 @@ class Learner:
                 "begin anew with session.ppo(), or leave the number out"
             )
         if self.done >= self.steps:
-            raise RunError(
-                f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps"
-            )
+            raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
 
     @contextmanager
     def _working(self) -> Iterator[None]:

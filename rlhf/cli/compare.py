@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,13 +14,15 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import for_a_program, print_json, print_table
-from rlhf.config import SamplingConfig
+from rlhf.config import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.folders import model_folder, reward_model_folder, run_of
 from rlhf.evaluation.models import Device
-from rlhf.evaluation.prompts import drawn, held_out, read_prompts
+from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
+from rlhf.evaluation.rows import HELDOUT, overrides
 from rlhf.files import atomic_write, check_writable
 from rlhf.models.folder import check_model_folder
+from rlhf.names import is_path
 
 if TYPE_CHECKING:
     from rlhf.data.rows import Row
@@ -42,7 +45,7 @@ _LABELS = {
 }
 
 
-@shared("accelerator", "precision", "seed", "debug")
+@shared("config", "overrides", "accelerator", "precision", "seed", "debug")
 def compare(
     context: typer.Context,
     options: Options,
@@ -57,9 +60,9 @@ def compare(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="A .txt file of one prompt a line, - for standard input, or what data.datasets reads. "
-            "Without: what the first run among the models holds out.",
-            metavar="FILE",
+            help="A .txt file of one prompt a line, - for standard input, or a source as in data.datasets. "
+            "Without, or [bold]heldout[/]: what the first run among the models holds out.",
+            metavar="SOURCE",
         ),
     ] = None,
     reward_model: Annotated[
@@ -67,7 +70,6 @@ def compare(
         typer.Option("--reward-model", "-R", help="What scores: a run, a model folder or a hub name.", metavar="MODEL"),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts, drawn by the seed.", metavar="N")] = 100,
-    split: Annotated[str, typer.Option(help="Split of a data set that has several.", metavar="NAME")] = "train",
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -118,8 +120,8 @@ def compare(
         temperature = 1.0 if numbers else 0.0
     sampling = SamplingConfig(temperature=temperature, top_p=top_p)
     with for_a_program(as_json) as piped:
-        config = options.load()
-        rows = _named(prompts, split, config.seed)
+        config = _settings(options, prompts)
+        rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
         device = Device.chosen(config, options.accelerator)
         from rlhf.evaluation import compare as comparing
         from rlhf.evaluation.figures import figures, records
@@ -127,7 +129,7 @@ def compare(
 
         found = comparing.compare(
             models,
-            drawn(rows or _held_out(models), limit, config.seed),
+            drawn(rows or _held_out(options, config, models), limit, config.seed),
             Manner(sampling, max_tokens, batch_size, config.seed),
             config,
             device,
@@ -182,21 +184,33 @@ def _check(
         check_model_folder(str(folder))
 
 
-def _named(name: str | None, split: str, seed: int) -> list[Row]:
-    """The prompts of `--prompts`; none without it."""
-    if name is None:
-        return []
+def _settings(options: Options, prompts: str | None) -> Config:
+    """The configuration, its data being `prompts` where these are a data set."""
+    more = overrides(prompts, "--prompts") if prompts and prompts != HELDOUT and not has_lines(prompts) else []
+    return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
+
+
+def _read(prompts: str, config: Config) -> list[Row]:
+    """The prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
-    return read_prompts(name, split=split, seed=seed, show=True)
+    return read_lines(prompts) if has_lines(prompts) else read_prompts(config, show=True)
 
 
-def _held_out(models: Sequence[str]) -> list[Row]:
-    """The prompts that the first run among the models held out."""
-    run = next(filter(None, map(run_of, models)), None)
-    if run is None:
-        raise ConfigError("--prompts: missing, and none of the models is of a run that holds prompts out; name a file")
-    return held_out(run, show=True)
+def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
+    """The prompts that the recipe holds out, or without one that of the first run among the models."""
+    from rlhf.models.loading import load_model_tokenizer
+
+    name = models[0]
+    if options.config is None:
+        runs = ((name, run_of(name)) for name in models if is_path(name))
+        name, run = next(((name, run) for name, run in runs if run), (name, None))
+        recipe = run.own_recipe() if run else None
+        if recipe is None:
+            raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
+        config = load_config(recipe, options.overrides or ())
+    tokenizer, _ = load_model_tokenizer(config.model, str(model_folder(name)))
+    return held_out(config, tokenizer)
 
 
 def _say(line: str) -> None:

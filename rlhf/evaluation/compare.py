@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.config import Config
-from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts
+from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts, has_template
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Row
 from rlhf.errors import ConfigError, DataError, ModelError
@@ -134,7 +134,8 @@ def _look(name: str, config: Config, device: Device, *, scalar_head: bool = Fals
     tokenizer, _ = load_model_tokenizer(source)
     attention = choose_attention(device.accelerator, str(folder), source).name
     model = outline(str(folder), source, attention=attention, scalar_head=scalar_head)
-    form = trained_format(folder) or ("template" if tokenizer.chat_template else "plain")
+    template = has_template(tokenizer, config.data.chat_template)
+    form = trained_format(folder) or ("template" if template else "plain")
     return Known(name, tokenizer, form, max_positions(model.config))
 
 
