@@ -145,7 +145,9 @@ def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> t
     left_out: Dropped = {}
     kept: list[int] = []
     for place, row in enumerate(rows):
-        reason = next(filter(None, (_unfit(model, column[place], max_tokens) for model, column in zip(models, columns))), "")
+        reason = next(
+            filter(None, (_unfit(model, column[place], max_tokens) for model, column in zip(models, columns))), ""
+        )
         if reason:
             count(left_out, reason, row.source)
         else:
@@ -207,7 +209,9 @@ def _score(found: Comparison, known: Known, writers: Sequence[Known], prompts: S
     """
     by_text = not all(_alike(known, writer) for writer in writers)
     if by_text:
-        found.notes.append(f"{judge.name}: its vocabulary is not that of all models: completions are scored by their text")
+        found.notes.append(
+            f"{judge.name}: its vocabulary is not that of all models: completions are scored by their text"
+        )
     cut = 0
     for column in found.columns:
         sequences = _by_text(found, column, judge) if by_text else [*map(operator.add, prompts, column.ids)]
