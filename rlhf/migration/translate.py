@@ -110,8 +110,7 @@ def _devices(command: Command, otherwise: int | None, recipe: Recipe) -> int:
     if command.guess:
         others = " and ".join(STEPS[stage] for stage in command.guess)
         recipe.notes.append(
-            f"taken for {STEPS[command.stage]}; the flags fit {others} too, and the path of its main.py before them would "
-            "say which"
+            f"taken for {STEPS[command.stage]}; the flags fit {others} too, and the path of the main.py would say which"
         )
     return count * nodes
 
