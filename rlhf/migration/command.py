@@ -36,7 +36,7 @@ _OTHERS = {
 """Programs that have no recipe."""
 
 _SHELL = {"if", "then", "else", "elif", "fi", "for", "do", "done", "mkdir", "set", "cd", "exit", "echo", "export", "#"}
-_REDIRECTION = re.compile(r"^(?:\d*|&)>|^<|^\||^&$")
+_REDIRECTION = re.compile(r"^(?:\d*|&)>|^<$|^\||^&$")
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 _VALUE = re.compile(r"^-(?!-)[\d.]")  # -1, though it begins as a flag does

@@ -14,8 +14,7 @@ from rlhf.migration.tables import STEPS
 from rlhf.migration.translate import Recipe
 from rlhf.recipe import scalar
 
-_WIDTH = 100
-_FLAG = 40  # characters of a flag before what became of it
+_LINE = 120
 _LIST = 60  # characters of a list on one line
 
 
@@ -40,12 +39,12 @@ def _head(recipe: Recipe) -> Iterator[str]:
     for name in names:
         yield f"# Start it: rlhf{name} --config recipe.yaml{options}"
     for note in recipe.notes:
-        yield from textwrap.wrap(f"Note: {note}.", _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+        yield from _comment(f"Note: {note}.", "# ")
     if recipe.remarks:
         yield "#"
         yield "# Flags that need no line below:"
-    for flag, said in dict.fromkeys((remark.flag, remark.text) for remark in recipe.remarks):
-        yield f"#   {flag:{_FLAG}} {said}"
+    for remark in dict.fromkeys(recipe.remarks):
+        yield from _comment(f"{remark.flag}: {remark.text}", "#   ")
 
 
 def _lines(tree: Mapping[str, Any], section: Any, depth: int = 0) -> Iterator[str]:
@@ -65,8 +64,19 @@ def _lines(tree: Mapping[str, Any], section: Any, depth: int = 0) -> Iterator[st
 
 def _setting(name: str, setting: Setting, indent: str) -> Iterator[str]:
     value = "null" if setting.value is None else scalar(setting.value)
-    if isinstance(setting.value, list) and len(value) > _LIST:
-        yield f"{indent}{name}:  # {setting.why}"
-        yield from (f"{indent}  - {scalar(item)}" for item in setting.value)
+    several = isinstance(setting.value, list) and len(value) > _LIST
+    line = f"{indent}{name}:" if several else f"{indent}{name}: {value}"
+    if len(line) + len(setting.why) > _LINE:
+        yield from _comment(setting.why, f"{indent}# ", deeper=False)
+        yield line
     else:
-        yield f"{indent}{name}: {value}  # {setting.why}"
+        yield f"{line}  # {setting.why}"
+    if several:
+        yield from (f"{indent}  - {scalar(item)}" for item in setting.value)
+
+
+def _comment(text: str, mark: str, *, deeper: bool = True) -> list[str]:
+    """A text behind a mark, on as many lines as it takes."""
+    return textwrap.wrap(
+        text, _LINE, initial_indent=mark, subsequent_indent=mark + "  " * deeper, break_on_hyphens=False
+    )
