@@ -212,7 +212,7 @@ class Learner:
         """Save the policy as `lora.save` says and complete the stage; `rlhf chat` finds it in the run's folder."""
         self._check_open()
         context, trainer = self._context, self.trainer
-        summary: dict[str, Any] = {"steps": self.done, "prompt_format": self._data.prompt_format}
+        summary: dict[str, Any] = {"steps": self.done, **self._data.written}
         if self._measured:
             summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
         with self._working():
