@@ -159,7 +159,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
         return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
 
     data = _data(context, tokenizer, generation_settings(path, config.model) if path else None)
-    return sft.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return sft.run(context, load, tokenizer, data) | data.written
 
 
 def _reward(context: StageContext) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
         )
 
     data = _data(context, tokenizer, generation_settings(path, config.model))
-    return reward.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return reward.run(context, load, tokenizer, data) | data.written
 
 
 def _dpo(context: StageContext) -> dict[str, Any]:
@@ -194,12 +194,12 @@ def _dpo(context: StageContext) -> dict[str, Any]:
         return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, holding))
 
     data = _data(context, tokenizer, generation_settings(path, config.model))
-    return dpo.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return dpo.run(context, load, tokenizer, data) | data.written
 
 
 def _ppo(context: StageContext) -> dict[str, Any]:
     needed = policy_needs(context)
-    return ppo.run(context, *needed) | {"prompt_format": needed.data.prompt_format}
+    return ppo.run(context, *needed) | needed.data.written
 
 
 class PolicyNeeds(NamedTuple):

@@ -69,6 +69,12 @@ def trained_format(folder: Path) -> PromptFormat | None:
     return found
 
 
+def trained_ends(folder: Path) -> list[int] | None:
+    """The tokens that ended a reply in that training; None where no stage left the model, or one of an old version."""
+    found: list[int] | None = _summary(folder).get("end_ids")
+    return found
+
+
 def _summary(folder: Path) -> dict[str, Any]:
     """What the stage says of itself that left the model in `folder`."""
     summary = folder.parent / "stage.json"

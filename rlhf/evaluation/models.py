@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf import hub
 from rlhf.config import Config, ModelConfig
 from rlhf.errors import ModelError
-from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_format
+from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_ends, trained_format
 from rlhf.metrics.progress import progress
 from rlhf.models.folder import check_model_folder
 
@@ -195,7 +195,7 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
     tokenizer, options = _prepared(source, device, scalar_head=False)
     model = load_causal_lm(source, tokenizer, **options)
     ends = end_tokens(tokenizer, model.generation_config)
-    placed, prompts = _placed(folder, model, tokenizer, device)
+    placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
     return Writer(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
 
 
@@ -220,8 +220,8 @@ def load_judge(path: Path | str, config: Config, device: Device, *, name: str | 
     source = config.model.model_copy(update={"path": folder})
     tokenizer, options = _prepared(source, device, scalar_head=True)
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
-    placed, prompts = _placed(folder, model, tokenizer, device)
-    ends = end_tokens(tokenizer, generation_settings(folder, source))
+    placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
+    ends = trained_ends(Path(folder)) or end_tokens(tokenizer, generation_settings(folder, source))
     head = ScalarHead(placed).eval()
     return Judge(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
 
@@ -244,12 +244,19 @@ def _prepared(
     return tokenizer, {"attention": attention, "put": into(device.precision.dtype, device.accelerator.device())}
 
 
-def _placed(folder: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: Device) -> tuple[Any, PromptFormat]:
-    """The model on the device and in its precision, ready to be asked; and how its prompts are written."""
+def _placed(model: Any, device: Device) -> Any:
+    """The model on the device and in its precision, ready to be asked."""
     from rlhf.models.placement import place
 
-    placed = place(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
-    return placed, trained_format(Path(folder)) or ("template" if tokenizer.chat_template else "plain")
+    return place(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
+
+
+def _prompts(folder: str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
+    """How the model's prompts are written: as in its training, where a stage left it."""
+    from rlhf.data.encoding import has_template
+
+    template = has_template(tokenizer, config.data.chat_template)
+    return trained_format(Path(folder)) or ("template" if template else "plain")
 
 
 def _room(model: Any) -> int:
