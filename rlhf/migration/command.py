@@ -47,7 +47,7 @@ class Command:
     """One command: flags by their name today, each with the texts after it; `written` has them as they were.
 
     `stage` is the program's, a key of `STEPS`. `guess` are other steps that the flags fit as well, where no path said
-    which. `script` is one of the fork's, which takes its flags from variables. `variables` are those that the shell had.
+    which. `script` is one of the fork's, which takes its flags from variables; `variables` are those of the shell.
     """
 
     stage: str
