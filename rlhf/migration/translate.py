@@ -140,7 +140,8 @@ def _default(row: Flag, stage: str) -> Given:
     if row.reader and isinstance(value, str):
         value = READERS[row.reader](value)
     shown = " ".join(value) if isinstance(value, list) and row.reader == "names" else row.of[stage]
-    return Given(value, f"{row.name} {shown} (default)", explicit=False)
+    said = f"{row.name} (not given)" if value is None else f"{row.name} {shown} (default)"
+    return Given(value, said, explicit=False)
 
 
 def _given(row: Flag, texts: Sequence[str], command: Command, *, kept: bool) -> Given:
