@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf.cli import accelerators, chat, data, evaluate, plan, schema
+from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, schema
 from rlhf.cli.options import RUN, Options, shared, stages_of
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, RunError
@@ -37,6 +37,7 @@ _EXAMPLES = {
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
     "rlhf chat runs/a": "talk to the result",
+    "rlhf compare runs/a/sft runs/a -R runs/a": "what PPO has changed, in numbers",
     "rlhf evaluate runs/a --pairs heldout": "is its reward model right, and as sure as that?",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
@@ -125,6 +126,7 @@ def ppo(context: typer.Context, options: Options) -> None:
 
 
 app.command()(chat.chat)
+app.command()(compare.compare)
 app.command()(evaluate.evaluate)
 app.command()(schema.config)
 app.command()(data.data)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.config import Config
-from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts
+from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts, has_template
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Row
 from rlhf.errors import ConfigError, DataError, ModelError
@@ -26,7 +26,6 @@ from rlhf.models.folder import check_model_folder
 from rlhf.models.loading import load_model_tokenizer, outline
 from rlhf.models.support import max_positions
 from rlhf.rl.completions import completion_texts
-from rlhf.rl.texts import shown
 
 
 @dataclass
@@ -135,7 +134,8 @@ def _look(name: str, config: Config, device: Device, *, scalar_head: bool = Fals
     tokenizer, _ = load_model_tokenizer(source)
     attention = choose_attention(device.accelerator, str(folder), source).name
     model = outline(str(folder), source, attention=attention, scalar_head=scalar_head)
-    form = trained_format(folder) or ("template" if tokenizer.chat_template else "plain")
+    template = has_template(tokenizer, config.data.chat_template)
+    form = trained_format(folder) or ("template" if template else "plain")
     return Known(name, tokenizer, form, max_positions(model.config))
 
 
@@ -145,7 +145,9 @@ def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> t
     left_out: Dropped = {}
     kept: list[int] = []
     for place, row in enumerate(rows):
-        reason = next(filter(None, (_unfit(model, column[place], max_tokens) for model, column in zip(models, columns))), "")
+        reason = next(
+            filter(None, (_unfit(model, column[place], max_tokens) for model, column in zip(models, columns))), ""
+        )
         if reason:
             count(left_out, reason, row.source)
         else:
@@ -163,7 +165,7 @@ def _unfit(model: Known, prompt: Ids | None, max_tokens: int) -> str:
     if not prompt:
         return f"{model.name}: no token is left of the prompt"
     if model.room and len(prompt) + max_tokens > model.room:
-        return f"{model.name}: prompt and --max-tokens {max_tokens} are more than its {model.room} tokens"
+        return f"{model.name}: the prompt and --max-tokens {max_tokens} are more than its {model.room} tokens"
     return ""
 
 
@@ -207,7 +209,9 @@ def _score(found: Comparison, known: Known, writers: Sequence[Known], prompts: S
     """
     by_text = not all(_alike(known, writer) for writer in writers)
     if by_text:
-        found.notes.append(f"{judge.name}: its vocabulary is not that of all models: completions are scored by their text")
+        found.notes.append(
+            f"{judge.name}: its vocabulary is not that of all models: completions are scored by their text"
+        )
     cut = 0
     for column in found.columns:
         sequences = _by_text(found, column, judge) if by_text else [*map(operator.add, prompts, column.ids)]
@@ -215,7 +219,7 @@ def _score(found: Comparison, known: Known, writers: Sequence[Known], prompts: S
         column.scores = judge.scores(
             [ids[: judge.room] for ids in sequences],
             batch_size=found.manner.batch_size,
-            description=f"{judge.name} scores {column.name}",
+            description=f"the reward model scores {column.name}",
         )
     if cut:
         found.notes.append(f"{judge.name}: {cut} completions are longer than it can read; it scored what it can")
@@ -225,8 +229,8 @@ def _by_text(found: Comparison, column: Column, judge: Judge) -> list[Ids]:
     """Prompts and completions of a column in the reward model's tokens."""
     rows = [conversation_row(row.prompt, judge.prompt_format) for row in found.rows for _ in range(found.samples)]
     sequences = []
-    for row, text, ended, ids in zip(rows, column.texts, column.ended, judge.encode(rows, column.texts), strict=True):
+    for text, ended, ids in zip(column.texts, column.ended, judge.encode(rows, column.texts), strict=True):
         if ids is None:
-            raise ModelError(f"{judge.name}: its chat template refuses {shown(text)} as a reply; name another model")
+            raise ModelError(f"{judge.name}: its chat template refuses the reply {text[:60]!r}; name another model")
         sequences.append(ids if ended else ids[:-1])
     return sequences

@@ -110,3 +110,23 @@ def _told(values: Sequence[float]) -> dict[str, float | None]:
     mean, error, interval = estimate(values)
     low, high = interval or (None, None)
     return {"mean": mean, "error": error, "low": low, "high": high}
+
+
+def records(found: Comparison) -> list[dict[str, Any]]:
+    """A record for each prompt: the completions of each model and their scores, in the order of drawing."""
+    lines: list[dict[str, Any]] = []
+    for place, row in enumerate(found.rows):
+        part = slice(place * found.samples, (place + 1) * found.samples)
+        lines.append(
+            {
+                "prompt": row.text,
+                "source": row.source,
+                "completions": {column.name: column.texts[part] for column in found.columns},
+                "scores": {column.name: column.scores[part] for column in found.columns if column.scores is not None},
+                "truncated": {column.name: [not ended for ended in column.ended[part]] for column in found.columns},
+                "log_ratios": {
+                    column.name: column.log_ratios[part] for column in found.columns if column.log_ratios is not None
+                },
+            }
+        )
+    return lines

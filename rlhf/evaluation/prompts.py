@@ -1,6 +1,6 @@
-"""The prompts that models are asked: of a file, a data set, standard input, or those that a run held out.
+"""The prompts that models are asked: of a file, a data set, standard input, or those that a recipe holds out.
 
-A name flows in; rows with their prompts come out, as many as are wanted, drawn by the seed.
+A name or a recipe flows in; rows with their prompts come out, as many as are wanted, drawn by the seed.
 """
 
 from __future__ import annotations
@@ -9,57 +9,59 @@ import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from rlhf.config import load_config
-from rlhf.config_data import DatasetConfig
+from rlhf.config import Config
 from rlhf.data.formats import Columns
 from rlhf.data.reading import Source, SourceRows
 from rlhf.data.rows import Row, parse
-from rlhf.errors import DataError, RunError
-from rlhf.names import joined
-from rlhf.run import RunDirectory
+from rlhf.errors import DataError
 
 STDIN = "-"
 
 
-def read_prompts(name: str, *, split: str, seed: int, show: bool = False) -> list[Row]:
-    """The prompts of a source, in its order; never none.
+def has_lines(name: str) -> bool:
+    """Whether a name is of what holds a prompt on each line, and not of what `data.datasets` reads."""
+    return name == STDIN or name.lower().endswith(".txt")
 
-    Args:
-        name: `-` for the lines of standard input, a .txt file of one prompt a line, or what `data.datasets` reads.
-        split: the one to read of a source that has several.
-        seed: decides the rows of the embedded world.
-        show: tell of reading that takes long.
+
+def read_lines(name: str) -> list[Row]:
+    """The prompts of standard input (`-`) or of a text file, one on each line, in their order; never none.
 
     Raises:
         DataError: it cannot be read, or holds no prompt.
     """
     if name == STDIN:
-        rows = _lines("standard input", sys.stdin)
-    elif name.lower().endswith(".txt"):
-        rows = _lines(name, _text(Path(joined("", name))).split("\n"))
-    else:
-        source = Source.trained(DatasetConfig(path=name, split=split))
-        rows = [row for row in SourceRows(seed, show)[source].rows if row.prompt]
-    if not rows:
-        raise DataError(f"{name}: holds no prompts; name another file with --prompts")
-    return rows
+        return _some(_lines("standard input", sys.stdin), name)
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror}); check --prompts") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    return _some(_lines(name, text.split("\n")), name)
 
 
-def held_out(run: RunDirectory, *, show: bool = False) -> list[Row]:
-    """The prompts that the PPO stage of a run holds out, whether or not it ran.
+def read_prompts(config: Config, *, show: bool = False) -> list[Row]:
+    """The prompts of all rows of `config.data.datasets`; never none.
 
     Raises:
-        RLHFError: the run has no recipe, or its data or tokenizer cannot be read.
+        DataError: a source cannot be read, or they hold no prompt.
     """
-    from rlhf.preflight import look_at_data
+    read = SourceRows(config.seed, show)
+    rows = [row for dataset in config.data.datasets for row in read[Source.trained(dataset)].rows]
+    return _some([row for row in rows if row.prompt], ", ".join(dataset.path for dataset in config.data.datasets))
 
-    recipe = run.own_recipe()
-    if recipe is None:
-        raise RunError(f"{run.path}: has no recipe that names its data; give --prompts")
-    config = load_config(recipe, options={"output": run.path})
-    (plan,) = look_at_data(config, ["ppo"], show=show)
-    return [example.row for example in plan.data.heldout]
+
+def held_out(config: Config, tokenizer: Any) -> list[Row]:
+    """The prompts that the PPO stage of a recipe holds out.
+
+    Raises:
+        DataError: a source cannot be read, or the stage has no rows.
+    """
+    from rlhf.data.tokenization import load_stage
+
+    return [example.row for example in load_stage(config.data, "ppo", tokenizer, seed=config.seed).heldout]
 
 
 def drawn(rows: list[Row], limit: int, seed: int) -> list[Row]:
@@ -67,15 +69,6 @@ def drawn(rows: list[Row], limit: int, seed: int) -> list[Row]:
     if limit >= len(rows):
         return rows
     return [rows[place] for place in sorted(random.Random(f"limit {seed}").sample(range(len(rows)), limit))]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check --prompts") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
 def _lines(name: str, lines: Iterable[str]) -> list[Row]:
@@ -86,3 +79,9 @@ def _lines(name: str, lines: Iterable[str]) -> list[Row]:
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
+
+
+def _some(rows: list[Row], name: str) -> list[Row]:
+    if not rows:
+        raise DataError(f"{name}: holds no prompts; name another file with --prompts")
+    return rows
