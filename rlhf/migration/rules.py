@@ -315,7 +315,7 @@ def folder(flags: Flags) -> Found:
     given = flags["output_dir"]
     if given.value is None:
         return
-    if flags.alone and "$" not in given.value:
+    if (flags.alone or set(flags.earlier.values()) == {given.value}) and "$" not in given.value:
         yield flags.setting("output", given.value, "output_dir")
     else:
         yield Remark(given.said, "`--output DIR` names the run's folder, which all stages share")

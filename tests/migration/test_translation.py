@@ -80,17 +80,29 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 9.65e-6, None, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
     ),
-    "OPT_13B": (  # 16 on each of 8 devices, of a rollout and of an update
+    "OPT_13B": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 16 x 8 of a rollout and of an update
         None,
-        ALWAYS
-        | FP16
+        FP16
         | LORA
-        | {"output": "./output/step3-models/13b", "seed": 1234}
-        | {"roles.actor.zero_stage": 3, "roles.actor.offload": "all", "roles.actor.gradient_checkpointing": True}
-        | {"roles.actor.lora_rank": 128, "roles.actor.lora_learning_rate": 5e-4}
-        | {"roles.critic.zero_stage": 3, "roles.critic.offload": "all", "roles.reward.zero_stage": 3}
-        | {"roles.reference.zero_stage": 3, "roles.reference.offload": "parameters"}
-        | {"ppo.actor": "output/actor-models/13b", "ppo.reward_model": "output/reward-models/350m"}
+        | {
+            "data.datasets": [
+                {"path": "Dahoas/rm-static"},
+                {"path": "Dahoas/full-hh-rlhf", "stages": ["sft", "reward"]},
+                {"path": "stanfordnlp/SHP", "stages": ["reward"]},
+            ]
+        }
+        | {"seed": 1234, "data.chat_template": False, "data.too_long": "truncate"}
+        | {"model.path": "facebook/opt-13b", "reward.model": "facebook/opt-350m"}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
+        | {f"roles.{role}.lora_rank": 128 for role in ("sft", "actor")}
+        | {f"roles.{role}.lora_learning_rate": 5e-4 for role in ("sft", "actor")}
+        | {f"roles.{role}.offload": "all" for role in ("sft", "actor", "critic")}
+        | {f"roles.{role}.zero_stage": 3 for role in ("sft", "actor", "critic", "reference")}  # step 2 says 0
+        | {"roles.reference.offload": "parameters"}
+        | {"sft.micro_batch_size": 4, "sft.epochs": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 1e-4, None, 0)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 5e-5, 0.1, 0)
         | {"ppo.batch_size": 128, "ppo.minibatch_size": 128, "ppo.micro_batch_size": 16}
         | {"ppo.generation_batch_size": 16, "ppo.epochs": 1}
         | {"ppo.generation_weights": "tensor_parallel", "ppo.tensor_parallel": 2}
@@ -123,12 +135,20 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 9.65e-6, 0.1, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, 0.1, 100),
     ),
-    "BLOOM": (  # 32 completions (our default) on 8 devices, 2 at a time: 2 accumulated
+    "BLOOM": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
         None,
         {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
-        | {"data.datasets": ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"], "data.chat_template": False}
-        | {"roles.actor.zero_stage": 2, "roles.critic.zero_stage": 2, "roles.actor.gradient_checkpointing": True}
-        | {"ppo.actor": "/models/bloom-1b1-sft", "ppo.reward_model": "/models/bloom-560m-reward"}
+        | {"data.datasets": ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]}
+        | {"data.chat_template": False, "data.too_long": "truncate"}
+        | {f"roles.{role}.zero_stage": 2 for role in ("sft", "reward", "actor", "critic")}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
+        | {"model.path": "bigscience/bloom-1b1", "reward.model": "bigscience/bloom-560m"}
+        | {"sft.batch_size": 128, "sft.micro_batch_size": 8, "sft.epochs": 4, "sft.dropout": 0.1}
+        | {"sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 2e-5, None, 20)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.epochs": 2, "reward.dropout": 0.0}
+        | {"reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 2e-5, None, 0)
         | {"ppo.minibatch_size": 32, "ppo.micro_batch_size": 2, "ppo.generation_batch_size": 2, "ppo.epochs": 1}
         | {"ppo.whiten_advantages": False}
         | optimizer("ppo.optimizer", None, 0.1, 100)
@@ -165,7 +185,7 @@ def test_its_recipe_loads_and_its_models_can_be_held_so(name: str, tmp_path: Pat
 def test_every_flag_that_was_given_is_in_the_text(name: str) -> None:
     script = getattr(commands, name)
     shown = text(script, devices=8)
-    given = {word for word in script.split() if word.startswith("--")} - {"--offload"}  # of no steps, nothing
+    given = {word for word in script.split() if word.startswith("--")}
     assert sorted(flag for flag in given if flag not in shown) == []
 
 
@@ -289,6 +309,13 @@ def test_steps_that_disagree_are_named_with_a_way_out() -> None:
     assert recipe.notes == [
         "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward by itself, with --set seed=2"
     ]
+
+
+def test_a_frozen_reward_model_that_step_3_would_shard_is_such_a_case() -> None:
+    (said,) = translated([commands.OPT_13B], {}).notes
+    assert said.startswith(
+        "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3; the reward"
+    )
 
 
 def test_a_whole_script_may_be_given() -> None:
