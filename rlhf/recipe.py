@@ -57,7 +57,7 @@ def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
             for item in value:
                 yield from _item(list(_lines(item, depth + 2)), indent + "  ")
         else:
-            yield f"{indent}{name}: {_scalar(value)}".rstrip()
+            yield f"{indent}{name}: {scalar(value)}".rstrip()
 
 
 def _item(lines: list[str], indent: str) -> Iterator[str]:
@@ -72,7 +72,8 @@ def _comment(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
+    """A value as YAML on one line, as it is read back."""
     if value is None:
         return ""
     # Digits included: what is read back is what was printed.
@@ -90,5 +91,5 @@ def _plain(value: Any) -> Any:
 
 def _choices(annotation: Any) -> str:
     """The words that a key admits, where they are few."""
-    words = [_scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
+    words = [scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
     return f" ({' | '.join(words)})" if words else ""

@@ -68,6 +68,11 @@ class StageDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def console(self) -> Path:
+        """What the terminal showed, as text."""
+        return self.path / "console.log"
+
+    @property
     def begun(self) -> bool:
         """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
         return self.done or self.latest_checkpoint is not None or self._has_trained
