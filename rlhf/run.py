@@ -33,6 +33,9 @@ from rlhf.settings import (
 )
 from rlhf.stage_directory import StageDirectory
 
+CONSOLE = "console.txt"
+"""What a run printed, where whoever started it (`rlhf sweep`) keeps that in the run's folder."""
+
 _SECONDS_TO_RECOVER = 30.0
 
 
@@ -335,7 +338,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
         partial = [file.name + PARTIAL for file in self._described_by]
-        ours = ("traceback*.txt", LOCK, *partial)  # what a run that could not begin may leave
+        ours = ("traceback*.txt", CONSOLE, LOCK, *partial)  # what a run that could not begin may leave
         others = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in ours) for path in others):
             raise RunError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf.cli import accelerators, chat, data, plan, schema
+from rlhf.cli import accelerators, chat, data, plan, schema, sweep
 from rlhf.cli.options import RUN, Options, shared
 from rlhf.config import STAGES, Config, Stage
 from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
@@ -38,6 +38,7 @@ _EXAMPLES = {
     "rlhf chat runs/a": "talk to the result",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
+    "rlhf sweep grid.yaml": "a recipe at every point of a grid",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
     "rlhf config --example": "the embedded example's recipe",
 }
@@ -116,6 +117,7 @@ app.command()(chat.chat)
 app.command()(schema.config)
 app.command()(data.data)
 app.command()(plan.plan)
+app.command()(sweep.sweep)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
 
 
