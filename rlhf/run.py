@@ -17,7 +17,7 @@ from typing import Any
 from rlhf.aside import Aside
 from rlhf.config import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
-from rlhf.files import PARTIAL, atomic_write_json, check_writable, read_json
+from rlhf.files import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json
 from rlhf.invocation import command_line
 from rlhf.lock import LOCK, locked
 from rlhf.place import here
@@ -32,9 +32,6 @@ from rlhf.settings import (
     versions,
 )
 from rlhf.stage_directory import StageDirectory
-
-CONSOLE = "console.txt"
-"""What a run printed, where whoever started it (`rlhf sweep`) keeps that in the run's folder."""
 
 _SECONDS_TO_RECOVER = 30.0
 

@@ -17,7 +17,7 @@ from rlhf.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from rlhf.sweep.folder import Ending, SweepDirectory
     from rlhf.sweep.grid import Grid, Point
-    from rlhf.sweep.report import Row
+    from rlhf.sweep.rows import Row
 
 
 @shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
@@ -107,7 +107,7 @@ def _check_alone() -> None:
 
 def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
     """What a sweep would do with each point."""
-    from rlhf.sweep.report import rows
+    from rlhf.sweep.rows import rows
     from rlhf.sweep.running import Sweeping
 
     sweeping, points = Sweeping(grid, folder), {point.name: point for point in grid.points}
@@ -130,7 +130,8 @@ def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
 
 def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[Row]:
     from rlhf import lock
-    from rlhf.sweep.report import in_words, record, rows, write
+    from rlhf.sweep.report import in_words, record, write
+    from rlhf.sweep.rows import rows
     from rlhf.sweep.running import Sweeping
 
     with lock.locked(folder.path):
@@ -153,7 +154,8 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
 def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
     """The rows as they are now; files are renewed, unless a sweep is at work, which does that itself."""
     from rlhf import lock
-    from rlhf.sweep.report import rows, write
+    from rlhf.sweep.report import write
+    from rlhf.sweep.rows import rows
 
     found = rows(grid, folder, folder.endings(grid))
     with suppress(RunError), lock.locked(folder.path):

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf.config import build_config
 from rlhf.errors import RunError
-from rlhf.files import atomic_write, read_json
+from rlhf.files import CONSOLE, atomic_write, read_json
 from rlhf.lock import LOCK
 from rlhf.recipe import recipe_text
-from rlhf.run import CONSOLE, RunDirectory
+from rlhf.run import RunDirectory
 from rlhf.sweep.grid import Grid, Point
 
 Status = Literal["complete", "refused", "excluded", "out of memory", "failed", "not complete", "waiting"]

@@ -14,11 +14,10 @@ from rlhf.config import Stage
 from rlhf.files import PARTIAL
 from rlhf.sweep.folder import SweepDirectory
 from rlhf.sweep.grid import Grid
+from rlhf.sweep.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from rlhf.sweep.report import Row
 
 _COURSE: dict[Stage, str] = {"sft": "loss", "reward": "loss", "dpo": "loss", "ppo": "reward_ema"}
 """What is drawn of each stage's records over its steps."""

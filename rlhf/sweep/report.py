@@ -1,88 +1,19 @@
-"""The result of a sweep: one row a point, as a table, `sweep.json`, `sweep.csv` and plots.
-
-What the runs left (`stage.json`) and how the other points ended flow in; numbers are those of the runs, none is made
-here but sums of seconds and the most of peaks.
-"""
+"""The result of a sweep, written: a table, `sweep.json`, `sweep.csv` and plots."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from rlhf.config import Stage
 from rlhf.files import atomic_write, atomic_write_json
 from rlhf.metrics.progress import format_seconds
 from rlhf.metrics.summary import format_bytes, shown_value
-from rlhf.sweep.folder import Ending, Status, SweepDirectory
-from rlhf.sweep.grid import Grid, Point
-
-HEADLINES: dict[Stage, tuple[str, ...]] = {
-    "sft": ("perplexity",),
-    "reward": ("accuracy",),
-    "dpo": ("accuracy",),
-    "ppo": ("reward", "kl", "approved_share"),
-}
-"""Of each stage, the held-out numbers after training that the table and the plots show, where there are any."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A point in the result. `stages` are the summaries of those that are complete."""
-
-    name: str
-    labels: dict[str, str]
-    keys: dict[str, Any]
-    status: Status
-    reason: str
-    stages: dict[Stage, dict[str, Any]]
-    lost_peak: int | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Of all complete stages together."""
-        return sum(stage["seconds"] for stage in self.stages.values()) if self.stages else None
-
-    @property
-    def peak_memory(self) -> int | None:
-        """The most of any stage, or what was in use where a point ran out of memory; bytes."""
-        peaks = [stage["peak_memory"] for stage in self.stages.values()]
-        return max([*peaks, *filter(None, [self.lost_peak])], default=None)
-
-    def value(self, column: str) -> float | None:
-        """The number in a column: `seconds`, `peak_memory`, or a stage and its measure."""
-        if column in ("seconds", "peak_memory"):
-            found: float | None = getattr(self, column)
-            return found
-        stage, _, measure = column.partition(" ")
-        return self.stages.get(stage, {}).get("after", {}).get(measure)  # type: ignore[call-overload]
-
-
-def rows(grid: Grid, folder: SweepDirectory, endings: Mapping[str, Ending]) -> list[Row]:
-    """Every point of the grid, those that are left out last."""
-    found = [_row(point, folder, endings.get(point.name)) for point in grid.points]
-    return found + [Row(name, {}, {}, "excluded", reason, {}) for name, reason in grid.excluded.items()]
-
-
-def _row(point: Point, folder: SweepDirectory, ending: Ending | None) -> Row:
-    run = folder.run(point.name)
-    stages = {stage: run.stage(stage).summary() for stage in point.stages if run.stage(stage).done}
-    if folder.is_complete(point):
-        ending = Ending("complete", "")
-    elif ending is None and folder.is_begun(point):
-        ending = Ending("not complete", run.saved_state() or "begun; nothing is saved yet")
-    ending = ending or Ending("waiting", "")
-    return Row(point.name, point.labels, point.keys, ending.status, ending.reason, stages, ending.peak_memory)
-
-
-def columns(grid: Grid, found: Sequence[Row]) -> list[str]:
-    """Those with numbers: the headlines of the stages, seconds, and peak memory."""
-    wanted = [f"{stage} {measure}" for stage in grid.stages for measure in HEADLINES[stage]]
-    extra = [column for column in wanted if column.endswith("approved_share")]
-    known = [column for column in wanted if column not in extra or any(row.value(column) is not None for row in found)]
-    return [*known, "seconds", "peak_memory"]
+from rlhf.sweep import plots
+from rlhf.sweep.folder import SweepDirectory
+from rlhf.sweep.grid import Grid
+from rlhf.sweep.rows import Row, columns
 
 
 def document(grid: Grid, found: Sequence[Row]) -> dict[str, Any]:
@@ -144,8 +75,6 @@ def write(grid: Grid, folder: SweepDirectory, found: Sequence[Row]) -> None:
     Raises:
         OSError: the folder cannot be written to.
     """
-    from rlhf.sweep import plots
-
     record(grid, folder, found)
     header, lines = cells(grid, found, people=False)
     text = io.StringIO()

@@ -19,7 +19,7 @@ import pytest
 
 from rlhf.sweep.folder import SweepDirectory
 from rlhf.sweep.grid import load_grid
-from rlhf.sweep.report import columns, rows
+from rlhf.sweep.rows import columns, rows
 from tests.helpers import assert_same_weights
 from tests.run_folders import contents
 
