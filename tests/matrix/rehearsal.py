@@ -53,6 +53,13 @@ def record(fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return outputs, counted
 
 
+class FP16(Precision):
+    """Its loss scale begins at 2^12, which the gradients of tiny models fit, so that no step is lost to find it."""
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        return {"fp16": super().deepspeed_config()["fp16"] | {"initial_scale_power": 12}}
+
+
 class Rehearsal(CPU):
     name = "rehearsal"
     absent = {}  # noqa: RUF012
@@ -68,7 +75,7 @@ class Rehearsal(CPU):
 
     def precision(self, wish: str = "auto") -> Precision:
         if wish == "fp16":
-            return Precision(torch.float16, "fp16", "DeepSpeed is told that it can", loss_scaling=True)
+            return FP16(torch.float16, "fp16", "DeepSpeed is told that it can", loss_scaling=True)
         return super().precision(wish)
 
     def deepspeed_accelerator(self) -> Any:

@@ -21,8 +21,8 @@ from tests.matrix.two_ranks import ACTIONS, rows
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0}
-# What ranks and shards round, and in fp16 what half precision does.
-LOSSES = {"fp32": {"rel": 1e-5, "abs": 1e-6}, "fp16": {"rel": 2e-3, "abs": 2e-3}}
+# What sums over shards round. In fp16 that soon draws another token: there the first step is compared, in fp32 all.
+LOSSES = {"fp32": 2e-6, "fp16": 1e-4}
 NUMBERS = {"fp32": 1e-5, "fp16": 5e-3}
 
 pytestmark = pytest.mark.xdist_group("matrix")  # two ranks run all that is asked for, once
@@ -91,16 +91,18 @@ def test_it_trains_without_overflow(found: Any, point: Point) -> None:
     steps = found(point)["steps"]
     assert len(steps) == STEPS
     for numbers in steps:
-        assert numbers.get("skipped_steps") == (0 if point.precision == "fp16" else None)  # without a scale no overflow
+        assert numbers.get("skipped_steps") == (0 if point.precision == "fp16" else None)  # recorded with a scale only
         assert all(math.isfinite(value) for value in numbers.values()), numbers
         assert numbers["grad_norm"] > 0 and numbers["critic_grad_norm"] > 0
 
 
 @pytest.mark.parametrize("point", EACH)
-def test_its_first_losses_are_those_of_zero_0(found: Any, point: Point) -> None:
-    first, expected = (found(each)["steps"][0] for each in (point, point.plain))
-    for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
-        assert first[key] == pytest.approx(expected[key], **LOSSES[point.precision]), key
+def test_its_losses_are_those_of_zero_0(found: Any, point: Point) -> None:
+    compared = slice(STEPS if point.precision == "fp32" else 1)
+    own, plain = (found(each)["steps"][compared] for each in (point, point.plain))
+    for numbers, expected in zip(own, plain, strict=True):
+        for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
+            assert numbers[key] == pytest.approx(expected[key], abs=LOSSES[point.precision]), key
 
 
 @pytest.mark.parametrize("point", EACH)
