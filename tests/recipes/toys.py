@@ -26,7 +26,7 @@ ROWS = 40
 WITHOUT_NAME = {"smollm2": "smollm2-135m"}
 """Of recipes whose model is a folder that a script makes: its shape in rlhf/planning/known.yaml."""
 SMALL = {
-    **dict.fromkeys(("hidden_size", "head_dim", "word_embed_proj_dim"), 16),
+    **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("ffn_dim", "intermediate_size"), 24),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads"), 2),
     "max_position_embeddings": 512,
