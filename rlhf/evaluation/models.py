@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf import hub
 from rlhf.config import Config, ModelConfig
-from rlhf.errors import ModelError
+from rlhf.errors import ModelError, OutOfMemory
 from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_ends, trained_format
 from rlhf.metrics.progress import progress
 from rlhf.models.folder import check_model_folder
@@ -48,6 +48,7 @@ class Device:
 
         Raises:
             AcceleratorError: no backend can be chosen, or it lacks the precision.
+            ConfigError: it lacks an implementation that `engine.kernels` names.
         """
         from rlhf import launch, quiet
 
@@ -58,6 +59,7 @@ class Device:
             made = selection.create()
             made.bind(0)
             made.seed(config.seed)
+            launch.choose_kernels(config, made)
         quiet.libraries()
         named = config.engine.shapes
         shapes = made.shape_policy() if named == "auto" else ShapePolicy(named)
@@ -82,9 +84,13 @@ class Device:
             compute: (input_ids [B, T], attention_mask [B, T], **numbers [B]) -> [B].
             numbers: of each row, for `compute`.
             description: shown with the progress; empty: none is shown.
+
+        Raises:
+            OutOfMemory: so many rows at a time are too many.
         """
         import torch
 
+        from accelerators import lack_of_memory
         from rlhf.data.batches import pad_right
 
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
@@ -97,10 +103,19 @@ class Device:
                 ids, mask = pad_right([rows[place] for place in filled], self.shapes, longest, pad)
                 more = {name: torch.tensor([values[place] for place in filled]) for name, values in numbers.items()}
                 batch = self.accelerator.to_device({"input_ids": ids, "attention_mask": mask, **more})
-                with self.precision.autocast():
-                    values = compute(**batch)
-                self.accelerator.step_boundary("evaluate")
-                for place, value in zip(places, values.tolist()):
+                try:
+                    with self.precision.autocast():
+                        values = compute(**batch)
+                    self.accelerator.step_boundary("evaluate")
+                    numbers_of_rows = values.tolist()
+                except Exception as error:
+                    if lack_of_memory(error):
+                        raise OutOfMemory(
+                            f"{self.accelerator.name}: too little memory for {size} rows of {ids.shape[1]:,} tokens at "
+                            "a time; lower --batch-size"
+                        ) from error
+                    raise
+                for place, value in zip(places, numbers_of_rows):
                     found[place] = value
                 bar.advance(len(places))
         return found

@@ -17,7 +17,7 @@ from rlhf.config import Config, build_config
 from rlhf.data.encoding import conversation_row
 from rlhf.data.tokenization import load_stage
 from rlhf.data.transcripts import Message
-from rlhf.errors import ModelError, RunError
+from rlhf.errors import ModelError, OutOfMemory, RunError
 from rlhf.evaluation.folders import reward_model_folder, run_of
 from rlhf.evaluation.models import Device, load_judge, load_writer
 from rlhf.run import RunDirectory
@@ -181,3 +181,11 @@ def test_a_stage_says_what_ended_its_replies(data_file: Path, tokenizer: Any) ->
     config = build_config({"data": {"datasets": [{"path": str(data_file)}]}}).data
     assert load_stage(config, "reward", tokenizer, seed=0, end_ids=[1, 7]).written["end_ids"] == [1, 7]
     assert load_stage(config, "reward", tokenizer, seed=0).written["end_ids"] == [1]
+
+
+def test_a_lack_of_memory_is_one_line(device: Device) -> None:
+    def compute(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfMemory, match=r"cpu: too little memory for 2 rows of .* tokens at a time; lower --batch"):
+        device.each([[1, 2], [3], [4]], compute, pad=0, batch_size=2)
