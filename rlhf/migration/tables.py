@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,44 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
+
+
+STEPS: Mapping[str, str] = {"sft": "step 1", "reward": "step 2", "dpo": "step 2 (DPO)", "ppo": "step 3"}
+"""A stage here -> DeepSpeed-Chat's name of it."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of DeepSpeed-Chat; see the head of flags.yaml for the fields. `reader` is empty for a switch."""
+
+    name: str
+    of: Mapping[str, Any]
+    reader: str = ""
+    keys: Any = ()
+    value: Any = True
+    rule: str = ""
+    option: str = ""
+    command: str = ""
+    automatic: str = ""
+    nothing: str = ""
+    was: Sequence[str] = ()
+    fork: bool = False
+    note: str = ""
+
+    def keys_of(self, program: str) -> list[str]:
+        """The keys that it sets as a flag of `program`."""
+        found = self.keys.get(program, ()) if isinstance(self.keys, Mapping) else self.keys
+        return [key.format(stage=program) for key in found] if program in STEPS else []
+
+
+@dataclass(frozen=True)
+class Implied:
+    """What DeepSpeed-Chat does in `stages` without a flag, and rlhf does otherwise unless told."""
+
+    stages: Sequence[str]
+    key: str
+    value: Any
+    why: str
 
 
 @dataclass(frozen=True)
@@ -40,6 +78,27 @@ class Script:
     defaults: Mapping[str, Any]
     lora_scope: str
     only_adapters: bool = False
+
+
+@functools.cache
+def flags() -> dict[str, Flag]:
+    """By name."""
+    return {name: Flag(name, **_renamed(row)) for name, row in _read("flags.yaml")["flags"].items()}
+
+
+@functools.cache
+def implied() -> tuple[Implied, ...]:
+    """In the order in which stages run."""
+    return tuple(Implied(**row) for row in _read("flags.yaml")["implied"])
+
+
+@functools.cache
+def flag_of(program: str, name: str) -> Flag | None:
+    """The flag that `name` is, today or earlier, of a program; None: it has none such."""
+    for row in flags().values():
+        if program in row.of and (row.name == name or name in row.was):
+            return row
+    return None
 
 
 @functools.cache

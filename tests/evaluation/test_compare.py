@@ -21,7 +21,7 @@ from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
 from tests.metrics.test_keys import table
 
-KEYS = [key for _, key, _ in table("Numbers of rlhf compare")]
+KEYS = [key for _, key, _ in table("`rlhf compare`")]
 PROMPTS = ["red cow", "please moo", "blue owl go away", "no", "dog woof woof thanks", "green"]
 MOST = 8
 
