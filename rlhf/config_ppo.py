@@ -60,6 +60,11 @@ class PPOConfig(TrainingConfig):
         description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
         "one the policy with a new head",
     )
+    save_critic: bool = Field(
+        True,
+        description="leave the critic too, as `critic` beside the model, merged whatever lora.save says; PPO can begin "
+        "with it again (ppo.critic)",
+    )
     batch_size: int = Field(32, ge=1, description="completions of one rollout, over all ranks")
     micro_batch_size: int | None = Field(
         None,

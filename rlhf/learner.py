@@ -212,11 +212,11 @@ class Learner:
         """Save the policy as `lora.save` says and complete the stage; `rlhf chat` finds it in the run's folder."""
         self._check_open()
         context, trainer = self._context, self.trainer
-        summary: dict[str, Any] = {"steps": self.done, "prompt_format": self._data.prompt_format}
+        summary: dict[str, Any] = {"steps": self.done, **self._data.written}
         if self._measured:
             summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
         with self._working():
-            leave(context, trainer.actor, self._tokenizer, context.directory.path)
+            leave(context, trainer.actor, self._tokenizer, context.directory.path, trainer.critic)
             pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
             context.settle()
         self._saved = True
@@ -240,9 +240,7 @@ class Learner:
                 "begin anew with session.ppo(), or leave the number out"
             )
         if self.done >= self.steps:
-            raise RunError(
-                f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps"
-            )
+            raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
 
     @contextmanager
     def _working(self) -> Iterator[None]:

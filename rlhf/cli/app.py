@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf.cli import accelerators, chat, data, plan, schema
-from rlhf.cli.options import RUN, Options, shared
-from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
+from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, schema, sweep
+from rlhf.cli.options import RUN, Options, shared, stages_of
+from rlhf.config import STAGES, Stage
+from rlhf.ending import Ending
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
 from rlhf.outcome import INTERRUPTED, Outcome
+from rlhf.run import RunDirectory
 from rlhf.version import __version__
 
 if TYPE_CHECKING:
@@ -32,12 +34,16 @@ _EXAMPLES = {
     "rlhf --config recipe.yaml --output runs/a": "a recipe of your own",
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
     "rlhf --output runs/a --resume": "continue, with the run's own settings",
+    "rlhf --stages sft,dpo --output runs/b": "these stages, one after the other",
     "rlhf dpo --output runs/a": "DPO on its pairs, from its SFT model",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
     "rlhf chat runs/a": "talk to the result",
+    "rlhf compare runs/a/sft runs/a -R runs/a": "what PPO has changed, in numbers",
+    "rlhf evaluate runs/a --pairs heldout": "is its reward model right, and as sure as that?",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
+    "rlhf sweep grid.yaml": "a recipe at every point of a grid",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
     "rlhf config --example": "the embedded example's recipe",
 }
@@ -57,18 +63,28 @@ def _print_version(wanted: bool) -> None:
 def run(
     context: typer.Context,
     options: Options,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Run these alone, of sft, reward, dpo and ppo, in this order.", metavar="NAME,..."),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", metavar="", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train a language model with human feedback: SFT, then a reward model, then PPO.
 
-    Without a command, these three stages run. Options may stand before or after a command.
+    Without a command, these three stages run, or those that [bold]--stages[/] names. Options may stand before or after
+    a command.
     """
-    if context.invoked_subcommand:
+    wanted = STAGES if stages is None else stages_of(stages)
+    if not context.invoked_subcommand:
+        _start(options, wanted)
+    elif stages is None:
         context.obj = options
     else:
-        _start(options, STAGES)
+        raise ConfigError(
+            f"--stages {stages}: is for `rlhf` without a command; leave `{context.invoked_subcommand}` out"
+        )
 
 
 @app.command()
@@ -113,9 +129,12 @@ def ppo(context: typer.Context, options: Options) -> None:
 
 
 app.command()(chat.chat)
+app.command()(compare.compare)
+app.command()(evaluate.evaluate)
 app.command()(schema.config)
 app.command()(data.data)
 app.command()(plan.plan)
+app.command()(sweep.sweep)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
 
 
@@ -134,8 +153,8 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
             launch.select(config, options.accelerator)
-            outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
-            _end(outcome, config)
+            ending = Ending(RunDirectory(config.output), stages)
+            _end(ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
     launch.run(
         config,
@@ -169,6 +188,7 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
                 nodes.meet(machine, count, timeout, refusal=Outcome.brief(error))
             raise
     meeting = nodes.meet(machine, count, timeout, needed=bool(pending))
+    ending = Ending(RunDirectory(config.output), stages) if first else None
     outcome = None
     if meeting.needed:
         command = ranks.rank_command(sys.argv[1:])
@@ -178,17 +198,14 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
     verdict = meeting.member.conclude(outcome)
     # What is saved, and how to go on, every machine says for itself.
     own = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
-    _end(outcome if own or not verdict else verdict, config if first else None)
+    _end(outcome if own or not verdict else verdict, ending)
 
 
-def _end(outcome: Outcome | None, config: Config | None) -> None:
-    """Report how ranks ended that were started, and undo what one that had to be killed has left in the folder."""
+def _end(outcome: Outcome | None, ending: Ending | None) -> None:
+    """Report how ranks ended that were started; `ending` is of the process that answers for the folder."""
     if not outcome:
         return
     code = outcome.report()
-    if config:
-        from rlhf.run import RunDirectory
-
-        with suppress(RunError):  # the next start tries again
-            RunDirectory(config.output).recover()
+    if ending:
+        ending.conclude(outcome)
     raise typer.Exit(code)

@@ -41,7 +41,7 @@ def run(
         total_steps=ppo.steps,
         step=step,
         measure=lambda when: measure(context, ppo, data, when, judge),
-        leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
+        leave=lambda folder: leave(context, ppo.actor, tokenizer, folder, ppo.critic),
         engines=ppo.engines,
         settings=settings,
         unit="tokens",

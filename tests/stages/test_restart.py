@@ -49,6 +49,9 @@ def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finishe
     assert not (tmp_path / "killed" / "ppo" / "stage.json").exists()
     found = rlhf(*ppo_arguments(finished_run, tmp_path / "killed"), "--resume")
     assert "resumed after step" in found.stdout
+    log = (tmp_path / "killed" / "ppo" / "console.log").read_text()
+    assert {line for line in found.stdout.splitlines() if line.startswith("ppo: ")} <= set(log.splitlines())
+    assert log.count(" rlhf ppo --output") == 2 and log.index("resumed after step") > log.rindex(" rlhf ppo --output")
     assert_same_weights(tmp_path / "killed" / "ppo" / "model", tmp_path / "whole" / "ppo" / "model")
     for folder in ("killed", "whole"):
         lines = (tmp_path / folder / "ppo" / "metrics.jsonl").read_text().splitlines()
@@ -66,6 +69,7 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     assert process.returncode == 130
     command = f"to continue: rlhf ppo --output {output} --resume --ranks 2"
     assert errors.splitlines()[-1].endswith(command)
+    assert (output / "ppo" / "console.log").read_text().splitlines()[-1] == errors.splitlines()[-1]
     (kept,) = (output / "ppo" / "checkpoints").iterdir()
     assert len(list(kept.glob("state-rank*.pt"))) == 2
     assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]
@@ -144,6 +148,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert "step" in line and "batch" in line and not (output / "sft" / "model").exists()
     kept = list((output / "sft" / "checkpoints").glob("step-*"))
     assert len(kept) == 1 and str(kept[0]) in line
+    assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
 
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, tmp_path):
@@ -156,10 +161,12 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, 
 def test_a_stage_is_not_resumed_with_fewer_steps_than_are_done(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
     kill_at(3, rlhf, finished_run, output, steps=500)
+    log = (output / "ppo" / "console.log").read_bytes()
     found = rlhf("ppo", "--output", output, "--resume", "--set", "ppo.steps=2", recipe=None, check=False)
     assert found.returncode == 2 and "ppo: training" not in found.stdout
     assert re.search(r"step-\d+: \d+ steps of ppo are done, and 2 are asked for; ask for \d+ or more", found.stderr)
     assert json.loads((output / "run.json").read_text())["config"]["ppo"]["steps"] == 500
+    assert (output / "ppo" / "console.log").read_bytes() == log, "a run that is refused changes nothing"
 
 
 def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
