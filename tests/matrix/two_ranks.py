@@ -7,7 +7,7 @@ comparison with what plain transformers makes of them with the models that were 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,22 @@ from rlhf.models.forward import ScalarHead, completion_log_probs
 ACTIONS = 4
 
 
-def main(folder: str, accelerator: str, counts: Counter[str]) -> None:
-    """Run what `asked.json` in `folder` says: `start`, whose models all `runs` begin with, and these, unless they are
-    there.
+def main(folder: str, accelerator: str, watch: Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]) -> None:
+    """Run what `asked.json` in `folder` says: `start`, and then all `runs`, which begin with its models.
 
     Args:
-        counts: functions recorded and replayed so far in this process, as whoever started it counts them.
+        watch: called with a recipe before it is run; what it gives says afterwards what was seen on the device:
+            `counts` of functions `recorded` and `replayed`, ...
     """
     base = Path(folder)
     asked = json.loads((base / "asked.json").read_text())
-    if not (base / "start").exists():
-        with rlhf.session(asked["start"], output=base / "start", accelerator=accelerator) as session:
-            session.run("sft", "reward")
+    with rlhf.session(asked["start"], output=base / "start", accelerator=accelerator) as session:
+        session.run("sft", "reward")
     models = {"ppo.actor": f"{base}/start/sft/model", "ppo.reward_model": f"{base}/start/reward/model"}
     for name, recipe in asked["runs"].items():
-        counts.clear()
+        seen = watch(recipe)
         with rlhf.session(recipe | models, output=base / name, accelerator=accelerator) as session:
-            found = _trained(session) | {"counts": dict(counts)}
+            found = _trained(session) | seen()
             if session.is_main:
                 torch.save(found, base / name / "found")
 
