@@ -15,6 +15,9 @@ from rlhf.errors import RunError
 PARTIAL = ".partial"
 """How the names of unfinished files and folders end; after a crash they are worth nothing."""
 
+CONSOLE = "console.txt"
+"""In a run's folder, what the run printed, where whoever started it (`rlhf sweep`) keeps that."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file that this package wrote.

@@ -33,7 +33,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         RunError: another process holds the lock, or the folder cannot be written.
     """
-    path, made = folder / LOCK, not folder.exists()
+    path, made, owner = folder / LOCK, not folder.exists(), os.getpid()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path)
@@ -42,7 +42,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while held; what forked processes inherited locks a file that is gone
+        if os.getpid() == owner:  # and not one that was forked from it
+            path.unlink(missing_ok=True)  # while held; what forked processes inherited locks a file that is gone
         os.close(descriptor)
         if made:
             with suppress(OSError):  # it is not empty

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from typer import TyperException
@@ -63,11 +63,12 @@ class Defect(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """An exit code, the line for standard error, and when it was known (seconds since the epoch)."""
+    """An exit code, the line for standard error, when it was known (seconds since the epoch), and the error's class."""
 
     code: int
     line: str
     time: float
+    kind: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
@@ -83,7 +84,7 @@ class Outcome:
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
             said = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + said, known)
+        return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + said, known, type(error).__name__)
 
     @classmethod
     def brief(cls, error: BaseException, *, follows: bool = False) -> Outcome:
@@ -122,7 +123,7 @@ class Outcome:
     def leave(self, folder: Path, rank: int) -> None:
         """Leave the outcome of a rank for the process that started it."""
         path = folder / f"{rank}.json"
-        path.with_suffix(PARTIAL).write_text(json.dumps([self.code, self.line, self.time]), encoding="utf-8")
+        path.with_suffix(PARTIAL).write_text(json.dumps(astuple(self)), encoding="utf-8")
         path.with_suffix(PARTIAL).rename(path)
 
     @classmethod

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from rlhf import signals
 from rlhf.companions import Member
@@ -51,7 +52,12 @@ def must_start(ranks: int | None) -> bool:
 
 
 def start(
-    ranks: int, command: Sequence[str], *, debug: bool = False, among: tuple[Machine, Meeting] | None = None
+    ranks: int,
+    command: Sequence[str],
+    *,
+    debug: bool = False,
+    among: tuple[Machine, Meeting] | None = None,
+    console: IO[bytes] | None = None,
 ) -> Outcome | None:
     """Run `command` as `ranks` processes and wait for them; signals that arrive here are passed on.
 
@@ -59,6 +65,7 @@ def start(
 
     Args:
         among: which of several machines this is, which have met.
+        console: takes what ranks print, in place of this process's output.
 
     Returns:
         None if all succeeded, else how the run ended.
@@ -69,7 +76,7 @@ def start(
     if among:
         shared[RENDEZVOUS_VARIABLE] = f"{among[0].host}:{among[0].port}"
     quiet = [bool(place.rank) and not debug for place in places]
-    processes = [_start_rank(*each, command, folder, shared) for each in zip(places, quiet)]
+    processes = [_start_rank(*each, command, folder, shared, console) for each in zip(places, quiet)]
     with _passing_signals_to(processes) as arrived:
         ended = _wait(processes, [place.rank for place in places], arrived, folder, among and among[1].member)
     for process in processes:
@@ -123,14 +130,20 @@ def _places(ranks: int, machine: Machine | None = None, meeting: Meeting | None 
 
 
 def _start_rank(
-    place: Place, quiet: bool, command: Sequence[str], folder: Path, shared: dict[str, str]
+    place: Place,
+    quiet: bool,
+    command: Sequence[str],
+    folder: Path,
+    shared: dict[str, str],
+    console: IO[bytes] | None,
 ) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **place.variables(), **shared}
     log = (folder / f"{place.rank}.log").open("wb") if quiet else None
+    output = log or console
     try:
         # A session of their own: Ctrl-C then reaches the ranks once, through this process.
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )
     finally:
         if log:

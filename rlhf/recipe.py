@@ -76,12 +76,17 @@ def scalar(value: Any) -> str:
     """A value as YAML on one line, as it is read back."""
     if value is None:
         return ""
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, tuple):
-        value = list(value)
     # Digits included: what is read back is what was printed.
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    """What YAML has a form for: values of a mapping that is not the schema's still know where they were given."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str | Path) else value
 
 
 def _choices(annotation: Any) -> str:

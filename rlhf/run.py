@@ -17,7 +17,7 @@ from typing import Any
 from rlhf.aside import Aside
 from rlhf.config import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
-from rlhf.files import PARTIAL, atomic_write_json, check_writable, read_json
+from rlhf.files import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json
 from rlhf.invocation import command_line
 from rlhf.lock import LOCK, locked
 from rlhf.place import here
@@ -335,7 +335,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
         partial = [file.name + PARTIAL for file in self._described_by]
-        ours = ("traceback*.txt", LOCK, *partial)  # what a run that could not begin may leave
+        ours = ("traceback*.txt", CONSOLE, LOCK, *partial)  # what a run that could not begin may leave
         others = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in ours) for path in others):
             raise RunError(

@@ -20,6 +20,7 @@ from rlhf.errors import ConfigError
 
 _LONGEST = 100  # characters of an override that are shown
 _TEXT, _MERGE, _DATE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"
+_SOURCES = ("data.datasets", "data.pretraining")  # lists, of which one item may stand alone
 # YAML 1.1 without its numbers of base 60; nothing more, or what is printed would not be what is read back.
 _NUMBERS = {
     "tag:yaml.org,2002:int": r"^[-+]?(?:0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$",
@@ -57,8 +58,11 @@ class Text(str):
     folder: str
 
 
-def read_yaml(path: Path) -> Keys:
+def read_yaml(path: Path, named: str = "--config") -> Keys:
     """The keys and values in a YAML file; none in an empty one.
+
+    Args:
+        named: what named the file, for errors.
 
     Raises:
         ConfigError: it cannot be read, or holds something else, or a key twice.
@@ -68,9 +72,9 @@ def read_yaml(path: Path) -> Keys:
         folder = str(file.parent) if file.is_file() else ""  # a pipe, /dev/fd/63, has none
         values = _parsed(file.read_text(encoding="utf-8"), lambda line: Origin(f"{path}:{line}"), folder)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check --config") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check {named}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a UTF-8 text file; check --config") from error
+        raise ConfigError(f"{path}: not a UTF-8 text file; check {named}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -107,6 +111,28 @@ def overridden(values: Keys, overrides: Sequence[str], options: Mapping[str, Any
     for key, value in (options or {}).items():
         if value is not None:
             _set(values, [key], value, Origin(_in_one_line(f"--{key} {value}"), key))
+    return values
+
+
+def lay(values: Keys, above: Keys, origin: Origin | None = None) -> Keys:
+    """`values`, changed in place by nested keys that stand above them; a key may name a section's own: `engine.nvme`.
+
+    Args:
+        origin: where all that is above was given; else where each key of it was.
+
+    Raises:
+        ConfigError: a key of a path is none here.
+    """
+
+    def put(below: Keys, before: str, from_above: Origin) -> None:
+        for name, value in below.items():
+            key, where = before + name, origin or below.origins.get(name, from_above)
+            if isinstance(value, Keys) and key not in _SOURCES:
+                put(value, f"{key}.", where)
+            else:
+                _set(values, key.split("."), value, where)
+
+    put(above, "", Origin("the configuration"))
     return values
 
 
@@ -215,7 +241,7 @@ def _set(values: Keys, keys: list[str], value: Any, origin: Origin) -> None:
             below = (node[key] if key != len(node) else None) if isinstance(node, Items) else node.get(key)
         except (ValueError, IndexError, AttributeError) as error:
             raise ConfigError(f"{origin.text}: {part!r} is not a key here") from error
-        if keys[:done] in (["data", "datasets"], ["data", "pretraining"]):
+        if ".".join(keys[:done]) in _SOURCES:
             below = as_sources(below)
         if below is None:
             below = Items() if following.isdigit() else Keys()

@@ -142,7 +142,8 @@ def compare(
             _say(f"{count:,} prompt{'s' if count > 1 else ''} left out: {reason} (first: {first})")
         for note in found.notes:
             _say(note)
-    told = figures(found, numbers)
+    where = {"accelerator": device.accelerator.name, "precision": device.precision.name}
+    told = where | figures(found, numbers)
     if as_json:
         print_json(told)
     elif piped:
@@ -306,13 +307,13 @@ def _value(name: str, line: dict[str, Any]) -> str:
     """A number as a person reads it, with its error or its interval."""
     from rlhf.metrics.progress import format_number
 
-    def shown(value: float) -> str:
-        return f"{100 * value:.1f}%" if name in _SHARES else format_number(value)
+    def shown(value: float, digits: int = 4) -> str:
+        return f"{100 * value:.1f}%" if name in _SHARES else format_number(float(f"{value:.{digits}g}"))
 
     mean = line.get(f"{name}.mean", line.get(name))
     if mean is None:
         return ""
     if name in ("win_rate", "reward_difference") and line.get(f"{name}.low") is not None:
-        return f"{shown(mean)} [{shown(line[f'{name}.low'])}, {shown(line[f'{name}.high'])}]"
+        return f"{shown(mean)} [{shown(line[f'{name}.low'], 3)}, {shown(line[f'{name}.high'], 3)}]"
     error = line.get(f"{name}.error")
-    return shown(mean) if error is None else f"{shown(mean)} ± {format_number(float(f'{error:.2g}'))}"
+    return shown(mean) if error is None else f"{shown(mean)} ± {shown(error, 2)}"

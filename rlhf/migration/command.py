@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from rlhf.errors import ConfigError
@@ -47,7 +47,7 @@ class Command:
     """One command: flags by their name today, each with the texts after it; `written` has them as they were.
 
     `stage` is the program's, a key of `STEPS`. `guess` are other steps that the flags fit as well, where no path said
-    which. `script` is one of the fork's, which takes its flags from variables.
+    which. `script` is one of the fork's, which takes its flags from variables; `variables` are those of the shell.
     """
 
     stage: str
@@ -55,10 +55,11 @@ class Command:
     written: Mapping[str, str] = field(default_factory=dict)
     guess: tuple[str, ...] = ()
     script: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def parsed(text: str) -> tuple[list[Command], dict[str, str]]:
-    """(the commands of a text, the variables that were assigned in it).
+    """(the commands of a text, the variables that were assigned in it, for all that follows).
 
     Raises:
         ConfigError: something is no command of DeepSpeed-Chat, or a flag is none of the program's.
@@ -66,9 +67,12 @@ def parsed(text: str) -> tuple[list[Command], dict[str, str]]:
     variables: dict[str, str] = {}
     commands: list[Command] = []
     for words in _lines(text):
-        rest = _assigned(words, variables)
-        if rest and rest[0] not in _SHELL and rest[0] != "[":
-            commands.append(_command([_expanded(word, variables) for word in rest]))
+        here = dict(variables)
+        rest = _assigned(words, here)
+        if not rest:
+            variables = here
+        elif rest[0] not in _SHELL and rest[0] != "[":
+            commands.append(replace(_command([_expanded(word, variables) for word in rest]), variables=here))
     return commands, variables
 
 

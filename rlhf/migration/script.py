@@ -6,7 +6,7 @@ A script's name and an environment flow in, the `Command` that it starts flows o
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import ConfigError
@@ -19,28 +19,39 @@ _BY_HAND |= {"HL_LORA_LEARNING_RATE", "HL_LORA_ACTOR_LR", "HL_LORA_CRITIC_LR", "
 """What the scripts make several flags of, or one only together with another."""
 
 
-def started(command: Command, environment: Mapping[str, str]) -> Command:
+def started(command: Command, environment: Mapping[str, str], others: Sequence[Command] = ()) -> Command:
     """The command that one of the fork's scripts starts.
 
+    Args:
+        others: the other commands of the same recipe, whose scripts may read a variable that this one does not, and
+            leave the models that this one starts from.
+
     Raises:
-        ConfigError: a variable is unknown or wrong, not the script's, or not set and without a default.
+        ConfigError: a variable is unknown or wrong, no script's, or not set and without a default.
     """
     script = scripts()[command.script]
+    environment = {**environment, **command.variables}
     given = {name: environment[name].strip() for name in read(environment)}
+    known = [scripts()[one.script].defaults for one in (command, *others) if one.script]
     for name in given:
-        if name not in script.defaults:
+        if not any(name in defaults for defaults in known):
             raise ConfigError(f"{name}: {script.name} does not read it; leave it out, or unset it")
+    given = {name: value for name, value in given.items() if name in script.defaults}
     values = {name: str(value) for name, value in script.defaults.items() if value is not None} | given
     found: dict[str, tuple[str, ...]] = {}
     written: dict[str, str] = {}
-    for flag, value, why in _flags(script, values, given):
+    left = {"actor": "sft", "critic": "reward"} if others else {}
+    there = {f"HL_{model.upper()}_MODEL" for model, stage in left.items() if stage in {one.stage for one in others}}
+    for flag, value, why in _flags(script, values, given, {*there, *(f"{name}_PATH" for name in there)}):
         texts = shlex.split(value) if flag == "--data_path" else ([value] if value else [])
         found[flag], written[flag] = tuple(texts), " ".join(filter(None, [flag, value])) + f" ({why})"
-    return Command(script.stage, found, written)
+    return Command(script.stage, found, written, script=script.name)
 
 
-def _flags(script: Script, values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Each flag with its value, and where that comes from."""
+def _flags(
+    script: Script, values: Mapping[str, str], given: Mapping[str, str], there: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Each flag with its value, and where that comes from; the models that are `there` need no name."""
     fixed = script.fixed.split()
     for word, after in zip(fixed, [*fixed[1:], "--"]):
         if word.startswith("--"):
@@ -50,7 +61,7 @@ def _flags(script: Script, values: Mapping[str, str], given: Mapping[str, str]) 
         flag = row.flags.get(script.stage)
         if not flag or name in _BY_HAND:
             continue
-        if name not in values and default is None and row.keys:
+        if name not in values and default is None and row.keys and name not in there:
             raise ConfigError(f"{name}: not set, and {script.name} has no default for it; set it")
         if name not in values or (row.reader in ("switch", "capture") and values[name] != "1"):
             continue

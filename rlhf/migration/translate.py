@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from rlhf.config import Config, build_config, share_of
+from rlhf.config import STAGES, Config, build_config, share_of
 from rlhf.errors import ConfigError
 from rlhf.migration.command import Command, parsed, unknown_variable
-from rlhf.migration.rules import RULES, Flags, Given, Remark, Setting
+from rlhf.migration.given import Flags, Given, Remark, Setting
+from rlhf.migration.rules import RULES
 from rlhf.migration.script import started
 from rlhf.migration.tables import STEPS, Flag, flag_of, flags, implied
 from rlhf.migration.values import READERS
@@ -48,36 +49,41 @@ def translated(texts: Sequence[str], environment: Mapping[str, str], devices: in
     Raises:
         ConfigError: a text is no command, a flag is unknown, a value cannot be read, or two do not fit together.
     """
-    commands, assigned = _commands(texts, environment)
-    recipe = Recipe(stages=[command.stage for command in commands])
+    commands, alone = _commands(texts, environment)
+    recipe = Recipe(stages=[command.stage for command in commands] or [*STAGES])
     found: list[tuple[str, list[Setting]]] = []
     for command in commands:
         count = _devices(command, devices, recipe)
-        mine = _flags(command, count, _earlier(commands, command), alone=len(commands) == 1)
-        found.append((command.stage, _settings(command, mine, recipe)))
+        mine = _flags(command, count, [one for one in commands if one is not command])
+        settings = _settings(command, mine, recipe)
+        found.append((command.stage, settings + _varied(command.variables, [command.stage], recipe)))
+    if not commands:
+        found.append((STAGES[0], _varied(alone, STAGES, recipe)))
     _merge(found, recipe)
-    _vary(assigned, recipe)
     _keep_what_differs(recipe)
     return recipe
 
 
 def _commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
-    """(the commands in the order of their steps, HL_* variables that no script takes)."""
+    """(the commands in the order of their steps, the variables of a text that holds nothing else)."""
     commands: list[Command] = []
     assigned: dict[str, str] = {}
     for text in texts:
         more, values = parsed(text)
-        own = {name: value for name, value in values.items() if name.startswith(PREFIX)}
-        commands += [started(command, {**environment, **own}) if command.script else command for command in more]
-        if not any(command.script for command in more):
-            assigned |= own
-    if not commands and not assigned:
+        commands += more
+        assigned |= values
+    if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: holds no command; give a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
     for stage in stages:
         if stages.count(stage) > 1:
             raise ConfigError(f"--from-deepspeed-chat: holds {STEPS[stage]} more than once; give it once")
-    return sorted(commands, key=lambda command: [*STEPS].index(command.stage)), assigned
+    ordered = sorted(commands, key=lambda command: [*STEPS].index(command.stage))
+    found = [
+        started(one, environment, [other for other in ordered if other is not one]) if one.script else one
+        for one in ordered
+    ]
+    return found, assigned
 
 
 def _devices(command: Command, otherwise: int | None, recipe: Recipe) -> int:
@@ -115,19 +121,18 @@ def _devices(command: Command, otherwise: int | None, recipe: Recipe) -> int:
     return count * nodes
 
 
-def _earlier(commands: Sequence[Command], command: Command) -> dict[str, str]:
-    """The folders that the other steps of a recipe write to, as far as they are said."""
-    return {one.stage: " ".join(one.given.get("--output_dir", ())) for one in commands if one is not command}
-
-
-def _flags(command: Command, devices: int, earlier: Mapping[str, str], *, alone: bool) -> Flags:
+def _flags(command: Command, devices: int, others: Sequence[Command]) -> Flags:
     """All flags of a program, with the values that were given, or their defaults."""
     values = {name: _default(row, command.stage) for name, row in flags().items() if command.stage in row.of}
     for name, texts in command.given.items():
         row = flag_of(command.stage, name)
         if row:
-            values[name] = _given(row, texts, command, kept=bool(earlier) and row.rule == "models")
-    return Flags(command.stage, values, devices, earlier, alone)
+            values[name] = _given(row, texts, command, kept=bool(others) and row.rule == "models")
+    earlier, bases = (
+        {one.stage: " ".join(one.given.get(flag, ())) for one in others}
+        for flag in ("--output_dir", "--model_name_or_path")
+    )
+    return Flags(command.stage, values, devices, earlier, bases, alone=not others)
 
 
 def _default(row: Flag, stage: str) -> Given:
@@ -135,7 +140,8 @@ def _default(row: Flag, stage: str) -> Given:
     if row.reader and isinstance(value, str):
         value = READERS[row.reader](value)
     shown = " ".join(value) if isinstance(value, list) and row.reader == "names" else row.of[stage]
-    return Given(value, f"{row.name} {shown} (default)", explicit=False)
+    said = f"{row.name} (not given)" if value is None else f"{row.name} {shown} (default)"
+    return Given(value, said, explicit=False)
 
 
 def _given(row: Flag, texts: Sequence[str], command: Command, *, kept: bool) -> Given:
@@ -195,6 +201,8 @@ def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> No
                 mine[one.key] = one
         for key, one in mine.items():
             if key in merged and key != SOURCES and merged[key].value != one.value:
+                if not (one.explicit or merged[key].explicit):
+                    continue
                 kept = merged[key]
                 recipe.notes.append(
                     f"{key} is {scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {scalar(one.value)} ({one.why}): "
@@ -215,27 +223,26 @@ def _shared(sources: Sequence[tuple[str, Setting]]) -> Iterator[dict[str, Any]]:
         for source in setting.value:
             row = {"path": source} if isinstance(source, str) else dict(source)
             mine = by_path.setdefault(row["path"], row | {"stages": []})
+            mine.update({name: value for name, value in row.items() if name not in mine})
             mine["stages"] = [*dict.fromkeys([*mine["stages"], *row.get("stages", [share_of(stage)])])]  # type: ignore[arg-type]
     steps = {share_of(stage) for stage, _ in sources}  # type: ignore[arg-type]
     for row in by_path.values():
         yield {name: value for name, value in row.items() if name != "stages" or set(value) != steps}
 
 
-def _vary(assigned: Mapping[str, str], recipe: Recipe) -> None:
-    """HL_* variables that stand before no script of the fork: what each sets stands above the flags."""
-    if not assigned:
-        return
-    more, said = arguments(assigned, recipe.stages or ("sft", "reward", "ppo"))
-    recipe.stages = recipe.stages or ["sft", "reward", "ppo"]
+def _varied(variables: Mapping[str, str], stages: Sequence[str], recipe: Recipe) -> list[Setting]:
+    """What HL_* variables set that stand before no script of the fork: it is above the flags."""
+    more, said = arguments(variables, stages)
+    found = []
     names = {pair.partition(": ")[0]: pair for pair in said}
     for option, value in zip(more[::2], more[1::2]):
         if option == "--set":
             key, _, text = value.partition("=")
-            why = next(name for name, pair in names.items() if f"{key}=" in pair)
-            recipe.settings[key] = Setting(key, yaml.safe_load(text), why)
+            found.append(Setting(key, yaml.safe_load(text), next(name for name in names if f"{key}=" in names[name])))
         else:
             recipe.options += [option, value]
     recipe.remarks += [Remark(*pair.split(": ", 1)) for pair in said if "=" not in pair.partition(": ")[2]]
+    return found
 
 
 def _keep_what_differs(recipe: Recipe) -> None:

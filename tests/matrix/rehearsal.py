@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,12 @@ def rlhf_accelerators() -> list[AcceleratorSpec]:
     ]
 
 
+def watch(recipe: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Begin to count for `two_ranks`."""
+    counts.clear()
+    return lambda: {"counts": dict(counts)}
+
+
 def record(fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     outputs, replay = replaying.record(fn)
     counts["recorded"] += 1
@@ -51,6 +57,13 @@ def record(fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         replay()
 
     return outputs, counted
+
+
+class FP16(Precision):
+    """Its loss scale begins at 2^12, which the gradients of tiny models fit, so that no step is lost to find it."""
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        return {"fp16": super().deepspeed_config()["fp16"] | {"initial_scale_power": 12}}
 
 
 class Rehearsal(CPU):
@@ -68,7 +81,7 @@ class Rehearsal(CPU):
 
     def precision(self, wish: str = "auto") -> Precision:
         if wish == "fp16":
-            return Precision(torch.float16, "fp16", "DeepSpeed is told that it can", loss_scaling=True)
+            return FP16(torch.float16, "fp16", "DeepSpeed is told that it can", loss_scaling=True)
         return super().precision(wish)
 
     def deepspeed_accelerator(self) -> Any:

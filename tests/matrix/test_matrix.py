@@ -17,12 +17,12 @@ from rlhf import ranks
 from tests.families.table import BY_NAME
 from tests.matrix import rehearsal
 from tests.matrix.points import OFTEN, POINTS, STEPS, Point
-from tests.matrix.two_ranks import ACTIONS, rows
+from tests.matrix.two_ranks import of_plain_transformers
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0}
-# What ranks and shards round, and in fp16 what half precision does.
-LOSSES = {"fp32": {"rel": 1e-5, "abs": 1e-6}, "fp16": {"rel": 2e-3, "abs": 2e-3}}
+# What sums over shards round. In fp16 that soon draws another token: there the first step is compared, in fp32 all.
+LOSSES = {"fp32": 2e-6, "fp16": 1e-4}
 NUMBERS = {"fp32": 1e-5, "fp16": 5e-3}
 
 pytestmark = pytest.mark.xdist_group("matrix")  # two ranks run all that is asked for, once
@@ -75,8 +75,8 @@ def folder(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(base / "site"), str(ROOT)]))
         patch.setenv("RLHF_PLUGINS", plugin)
-        script = f"from tests.matrix import two_ranks; two_ranks.main({str(base)!r})"
-        outcome = ranks.start(2, [sys.executable, "-c", script])
+        script = "from tests.matrix import rehearsal, two_ranks; two_ranks.main({!r}, 'rehearsal', rehearsal.watch)"
+        outcome = ranks.start(2, [sys.executable, "-c", script.format(str(base))])
     assert outcome is None, outcome.line
     return base
 
@@ -91,16 +91,18 @@ def test_it_trains_without_overflow(found: Any, point: Point) -> None:
     steps = found(point)["steps"]
     assert len(steps) == STEPS
     for numbers in steps:
-        assert numbers.get("skipped_steps") == (0 if point.precision == "fp16" else None)  # without a scale no overflow
+        assert numbers.get("skipped_steps") == (0 if point.precision == "fp16" else None)  # recorded with a scale only
         assert all(math.isfinite(value) for value in numbers.values()), numbers
         assert numbers["grad_norm"] > 0 and numbers["critic_grad_norm"] > 0
 
 
 @pytest.mark.parametrize("point", EACH)
-def test_its_first_losses_are_those_of_zero_0(found: Any, point: Point) -> None:
-    first, expected = (found(each)["steps"][0] for each in (point, point.plain))
-    for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
-        assert first[key] == pytest.approx(expected[key], **LOSSES[point.precision]), key
+def test_its_losses_are_those_of_zero_0(found: Any, point: Point) -> None:
+    compared = slice(STEPS if point.precision == "fp32" else 1)
+    own, plain = (found(each)["steps"][compared] for each in (point, point.plain))
+    for numbers, expected in zip(own, plain, strict=True):
+        for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
+            assert numbers[key] == pytest.approx(expected[key], abs=LOSSES[point.precision]), key
 
 
 @pytest.mark.parametrize("point", EACH)
@@ -122,24 +124,6 @@ def test_plain_transformers_makes_the_same_of_what_it_leaves(folder: Path, found
     for role, expected in found(point)["ends"].items():
         saved = folder / point.name / "ppo" / {"actor": "model"}.get(role, role)
         tolerance = NUMBERS[point.precision]
-        torch.testing.assert_close(_of_plain_transformers(saved, role), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(of_plain_transformers(saved, role), expected, atol=tolerance, rtol=tolerance)
         before = folder / "start" / {"actor": "sft", "critic": "reward"}[role] / "model"
-        assert (_of_plain_transformers(before, role) - expected).abs().max() > 4 * tolerance
-
-
-def _of_plain_transformers(folder: Path, role: str) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    kind = AutoModelForCausalLM if role == "actor" else AutoModelForSequenceClassification
-    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    with torch.no_grad():
-        for ids, mask in zip(*rows()):
-            alone = ids[mask.bool()][None]
-            if role == "actor":
-                logits = model(input_ids=alone).logits[0, -ACTIONS - 1 : -1]
-                found.append(logits.log_softmax(-1).gather(-1, alone[0, -ACTIONS:, None]).flatten())
-            else:  # a classifier gives the last token's value: rows that end at each of them
-                ends = range(alone.shape[1] - ACTIONS + 1, alone.shape[1] + 1)
-                found.append(torch.stack([model(input_ids=alone[:, :end]).logits[0, 0] for end in ends]))
-    return torch.stack(found)
+        assert (of_plain_transformers(before, role) - expected).abs().max() > 4 * tolerance

@@ -31,6 +31,47 @@ deepspeed --num_gpus 1 {_TRAINING}/step3_rlhf_finetuning/main.py \
 """
 
 OPT_13B = rf"""
+# single_node, on eight devices, and offloaded as in the sweep of step 3
+deepspeed --num_gpus 8 {_TRAINING}/step1_supervised_finetuning/main.py \
+   --data_path Dahoas/rm-static Dahoas/full-hh-rlhf \
+   --data_split 2,4,4 \
+   --model_name_or_path facebook/opt-13b \
+   --per_device_train_batch_size 4 \
+   --per_device_eval_batch_size 4 \
+   --max_seq_len 512 \
+   --learning_rate 1e-4 \
+   --weight_decay 0. \
+   --num_train_epochs 16  \
+   --gradient_accumulation_steps 1 \
+   --lr_scheduler_type cosine \
+   --num_warmup_steps 0 \
+   --seed 1234 \
+   --gradient_checkpointing \
+   --zero_stage 3 \
+   --offload \
+   --lora_dim 128 \
+   --lora_module_name decoder.layers. \
+   --deepspeed \
+   --output_dir output/actor-models/13b \
+   &> output/actor-models/13b/training.log
+deepspeed --num_gpus 8 {_TRAINING}/step2_reward_model_finetuning/main.py \
+   --data_path Dahoas/rm-static Dahoas/full-hh-rlhf stanfordnlp/SHP \
+   --data_split 2,4,4 \
+   --model_name_or_path facebook/opt-350m \
+   --num_padding_at_beginning 1 \
+   --per_device_train_batch_size 8 \
+   --per_device_eval_batch_size 8 \
+   --max_seq_len 512 \
+   --learning_rate 5e-5 \
+   --weight_decay 0.1 \
+   --num_train_epochs 1 \
+   --gradient_accumulation_steps 1 \
+   --lr_scheduler_type cosine \
+   --num_warmup_steps 0 \
+   --seed 1234 \
+   --zero_stage 0 \
+   --deepspeed \
+   --output_dir output/reward-models/350m
 deepspeed --num_gpus 8 --master_port 12346 {_TRAINING}/step3_rlhf_finetuning/main.py \
    --data_path Dahoas/rm-static \
    --data_split 2,4,4 \
@@ -144,10 +185,11 @@ deepspeed --master_port 12346 training/step3_rlhf_finetuning/main.py \
 """
 
 BLOOM = r"""
-export HL_DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf"
-HL_ACTOR_MODEL_PATH=/models/bloom-1b1-sft HL_CRITIC_MODEL_PATH=/models/bloom-560m-reward \
-HL_ACTOR_ZERO_STAGE=2 HL_CRITIC_ZERO_STAGE=2 HL_GBS=32 HL_ACTOR_CP_ACT=1 HL_BASE_OUT_PATH=/logs HL_TAG=bloom \
-    ./example_scripts/bloom/train_step3_bloom_1.1b_560m.sh
+export HL_DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf" HL_BASE_OUT_PATH=/logs HL_TAG=bloom
+export HL_ACTOR_ZERO_STAGE=2 HL_CRITIC_ZERO_STAGE=2 HL_ACTOR_CP_ACT=1
+./example_scripts/bloom/train_step1_bloom_1.1b.sh
+./example_scripts/bloom/train_step2_bloom_560m.sh
+HL_GBS=32 ./example_scripts/bloom/train_step3_bloom_1.1b_560m.sh
 """
 
 OPT_350M = r"""

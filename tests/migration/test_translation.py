@@ -58,7 +58,7 @@ def optimizer(section: str, rate: float | None, decay: float | None, warmup: int
     return {f"{section}.{name}": value for name, value in said.items() if value is not None}
 
 
-LORA = {"lora.alpha": 1.0, "lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": BESIDE}
+LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": BESIDE}
 
 EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
     "OPT_1_3B": (  # 16 x 8 rows in step 1, 16 x 4 pairs in step 2, and in step 3 updates of 16 x 2 completions: 32
@@ -66,6 +66,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         ALWAYS
         | FP16
         | LORA
+        | {"lora.alpha": 4.0}  # the square root of 2048 / 128
         | {"seed": 1234, "model.path": "facebook/opt-1.3b", "data.too_long": "truncate"}
         | {"roles.sft.lora_rank": 128, "roles.sft.lora_learning_rate": 5e-4}
         | {"sft.batch_size": 128, "sft.micro_batch_size": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
@@ -80,17 +81,30 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 9.65e-6, None, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
     ),
-    "OPT_13B": (  # 16 on each of 8 devices, of a rollout and of an update
+    "OPT_13B": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 16 x 8 of a rollout and of an update
         None,
-        ALWAYS
-        | FP16
+        FP16
         | LORA
-        | {"output": "./output/step3-models/13b", "seed": 1234}
-        | {"roles.actor.zero_stage": 3, "roles.actor.offload": "all", "roles.actor.gradient_checkpointing": True}
-        | {"roles.actor.lora_rank": 128, "roles.actor.lora_learning_rate": 5e-4}
-        | {"roles.critic.zero_stage": 3, "roles.critic.offload": "all", "roles.reward.zero_stage": 3}
-        | {"roles.reference.zero_stage": 3, "roles.reference.offload": "parameters"}
-        | {"ppo.actor": "output/actor-models/13b", "ppo.reward_model": "output/reward-models/350m"}
+        | {"lora.alpha": 6.3}  # the square root of 5120 / 128
+        | {
+            "data.datasets": [
+                {"path": "Dahoas/rm-static", "weight": "all"},
+                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft", "reward"]},
+                {"path": "stanfordnlp/SHP", "weight": "all", "stages": ["reward"]},
+            ]
+        }
+        | {"seed": 1234, "data.chat_template": False, "data.too_long": "truncate"}
+        | {"model.path": "facebook/opt-13b", "reward.model": "facebook/opt-350m"}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
+        | {f"roles.{role}.lora_rank": 128 for role in ("sft", "actor")}
+        | {f"roles.{role}.lora_learning_rate": 5e-4 for role in ("sft", "actor")}
+        | {f"roles.{role}.offload": "all" for role in ("sft", "actor", "critic")}
+        | {f"roles.{role}.zero_stage": 3 for role in ("sft", "actor", "critic", "reference")}  # step 2 says 0
+        | {"roles.reference.offload": "parameters"}
+        | {"sft.micro_batch_size": 4, "sft.epochs": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 1e-4, None, 0)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 5e-5, 0.1, 0)
         | {"ppo.batch_size": 128, "ppo.minibatch_size": 128, "ppo.micro_batch_size": 16}
         | {"ppo.generation_batch_size": 16, "ppo.epochs": 1}
         | {"ppo.generation_weights": "tensor_parallel", "ppo.tensor_parallel": 2}
@@ -103,10 +117,10 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         FP16
         | {
             "data.datasets": [
-                {"path": "Dahoas/rm-static"},
-                {"path": "Dahoas/full-hh-rlhf", "stages": ["sft"]},
-                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "stages": ["sft"]},
-                {"path": "yitingxie/rlhf-reward-datasets", "stages": ["sft"]},
+                {"path": "Dahoas/rm-static", "weight": "all"},
+                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft"]},
+                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "weight": "all", "stages": ["sft"]},
+                {"path": "yitingxie/rlhf-reward-datasets", "weight": "all", "stages": ["sft"]},
             ]
         }
         | {"data.chat_template": False, "data.too_long": "truncate"}
@@ -123,12 +137,20 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 9.65e-6, 0.1, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, 0.1, 100),
     ),
-    "BLOOM": (  # 32 completions (our default) on 8 devices, 2 at a time: 2 accumulated
+    "BLOOM": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
         None,
         {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
-        | {"data.datasets": ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"], "data.chat_template": False}
-        | {"roles.actor.zero_stage": 2, "roles.critic.zero_stage": 2, "roles.actor.gradient_checkpointing": True}
-        | {"ppo.actor": "/models/bloom-1b1-sft", "ppo.reward_model": "/models/bloom-560m-reward"}
+        | {"data.datasets": [{"path": f"Dahoas/{name}", "weight": "all"} for name in ("rm-static", "full-hh-rlhf")]}
+        | {"data.chat_template": False, "data.too_long": "truncate"}
+        | {f"roles.{role}.zero_stage": 2 for role in ("sft", "reward", "actor", "critic")}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
+        | {"model.path": "bigscience/bloom-1b1", "reward.model": "bigscience/bloom-560m"}
+        | {"sft.batch_size": 128, "sft.micro_batch_size": 8, "sft.epochs": 4, "sft.dropout": 0.1}
+        | {"sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 2e-5, None, 20)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.epochs": 2, "reward.dropout": 0.0}
+        | {"reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 2e-5, None, 0)
         | {"ppo.minibatch_size": 32, "ppo.micro_batch_size": 2, "ppo.generation_batch_size": 2, "ppo.epochs": 1}
         | {"ppo.whiten_advantages": False}
         | optimizer("ppo.optimizer", None, 0.1, 100)
@@ -165,7 +187,7 @@ def test_its_recipe_loads_and_its_models_can_be_held_so(name: str, tmp_path: Pat
 def test_every_flag_that_was_given_is_in_the_text(name: str) -> None:
     script = getattr(commands, name)
     shown = text(script, devices=8)
-    given = {word for word in script.split() if word.startswith("--")} - {"--offload"}  # of no steps, nothing
+    given = {word for word in script.split() if word.startswith("--")}
     assert sorted(flag for flag in given if flag not in shown) == []
 
 
@@ -197,7 +219,8 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
          {"data.max_prompt_length": 100, "data.max_completion_length": 60}),
         ("sft", "--data_split 6,2,2", {"data.stage_split": [6, 2, 2]}),
         ("sft", "--data_path a b --sft_only_data_path c",
-         {"data.datasets": ["a", "b", {"path": "c", "stages": ["sft"]}]}),
+         {"data.datasets": [{"path": "a", "weight": "all"}, {"path": "b", "weight": "all"},
+                            {"path": "c", "weight": "all", "stages": ["sft"]}]}),
         ("sft", "--data_path local/jsonfile",
          {"data.datasets": [{"path": "data/train.json", "heldout": "data/eval.json"}]}),
         ("sft", "--lora_dim 8 --lora_module_name transformer.h. --only_optimize_lora",
@@ -289,6 +312,13 @@ def test_steps_that_disagree_are_named_with_a_way_out() -> None:
     assert recipe.notes == [
         "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward by itself, with --set seed=2"
     ]
+
+
+def test_a_frozen_reward_model_that_step_3_would_shard_is_such_a_case() -> None:
+    (said,) = translated([commands.OPT_13B], {}).notes
+    assert said.startswith(
+        "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3; the reward"
+    )
 
 
 def test_a_whole_script_may_be_given() -> None:

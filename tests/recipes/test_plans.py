@@ -44,7 +44,7 @@ def test_the_page_says_what_the_plan_says(recipe: Path, devices: int, memory: st
             assert f"{max(phase['device'] for phase in plan['phases']) / 2**30:.1f}" == gib, (stage, plan["verdict"])
 
 
-@pytest.mark.parametrize("folder", ["bloom", "llama2-7b"])
+@pytest.mark.parametrize("folder", ["bloom", "llama2-7b", "other_language"])
 def test_every_recipe_of_a_folder_is_in_its_table(folder: str) -> None:
     listed = {recipe for recipe, *_ in rows()}
     assert set((EXAMPLES / folder).glob("*.yaml")) - listed == set()

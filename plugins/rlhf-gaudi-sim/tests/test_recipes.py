@@ -16,12 +16,13 @@ EXAMPLES = Path(__file__).parents[3] / "example_scripts"
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", SIZES),
+    "other_language": ("bloom", SIZES),
     "llama2-7b": ("llama", SIZES | {"intermediate_size": 96, "max_position_embeddings": 512}),
 }
 RECIPES = {  # the stages that each has
     "bloom/1b1": ["sft", "reward", "dpo", "ppo"],
     "bloom/1b1-lora": ["sft", "reward", "dpo", "ppo"],
-    "bloom/chinese": ["sft"],
+    "other_language/chinese": ["sft"],
     "llama2-7b/full": ["sft", "reward", "dpo", "ppo"],
     "llama2-7b/lora": ["sft", "reward", "dpo", "ppo"],
     "llama2-7b/quantized": ["sft", "reward", "dpo", "ppo"],

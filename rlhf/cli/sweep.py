@@ -1,0 +1,197 @@
+"""`rlhf sweep`: one recipe at every point of a grid of settings, with one table and plots of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import print_json, print_table
+from rlhf.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from rlhf.sweep.folder import Ending, SweepDirectory
+    from rlhf.sweep.grid import Grid, Point
+    from rlhf.sweep.rows import Row
+
+
+@shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
+def sweep(
+    context: typer.Context,
+    options: Options,
+    grid: Annotated[Path, typer.Argument(help="YAML file of the sweep: a recipe and a grid.", metavar="GRID.yaml")],
+    report: Annotated[
+        bool, typer.Option("--report", metavar="", help="Renew the table and the plots, and run nothing.")
+    ] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", metavar="", help="Try points again that were refused or have failed.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each device, e.g. 80GiB: points that would not fit are refused.", metavar="SIZE"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+) -> None:
+    """Train a recipe at every point of a grid, one run a point, and compare them: one table, one plot.
+
+    A grid file names a recipe (or has keys of its own under [bold]base[/]), and axes:
+
+    [bold]recipe: ../opt/1.3b.yaml[/]
+
+    [bold]stages: \\[ppo][/]             [dim]# of every point[/]
+
+    [bold]share: \\[sft, reward][/]      [dim]# trained once, for all of them[/]
+
+    [bold]grid:[/]
+
+    [bold]  engine.zero_stage: \\[2, 3][/]
+
+    [bold]  offload: {resident: {}, offload: {engine.offload: all}}[/]
+
+    [bold]names: {engine.zero_stage: zero}[/]
+
+    Points are called zero2-resident, zero2-offload and so on. Each is a folder of the sweep's, a run like any other:
+    [bold]rlhf chat runs/NAME/zero2-offload[/]. What it printed is in its console.txt.
+
+    The same command goes on with what is not done. A point that cannot be trained is refused with its reason, one that
+    runs out of memory is recorded with its peak, and neither stops the others. [bold]--dry-run[/] lists the points
+    and which would be refused, and runs nothing.
+
+    [bold]rlhf sweep example_scripts/sweeps/world.yaml[/]         [dim]# two minutes on a laptop[/]
+
+    [bold]rlhf sweep grid.yaml --dry-run --memory 80GiB[/]        [dim]# which points would fit?[/]
+
+    [bold]rlhf sweep grid.yaml --report --json[/]
+
+    Exit code 0: every point is complete, refused, left out, or out of memory; 1: a point failed; 2: something has to
+    be mended first.
+    """
+    from rlhf.metrics.progress import console
+    from rlhf.planning.surroundings import parse_bytes
+    from rlhf.sweep.folder import SweepDirectory
+    from rlhf.sweep.grid import load_grid
+
+    names = ("accelerator", "precision", "output", "seed")
+    found = load_grid(
+        grid, options.overrides or (), options={name: getattr(options, name) for name in names}, ranks=options.ranks
+    )
+    if memory:
+        found = replace(found, memory=parse_bytes(memory, "--memory"))
+    _check_alone()
+    folder = SweepDirectory(found.output)
+    folder.check(found)
+    if options.dry_run:
+        _foresee(found, folder, as_json)
+        return
+    if report and not folder.description.is_file():
+        raise RunError(f"{folder.path}: holds no sweep to report; leave --report out to start it")
+    if as_json or not _has_terminal():
+        console.stderr = True  # how it goes is no part of the result
+    rows = _renewed(found, folder) if report else _run(found, folder, retry=retry, debug=options.debug)
+    _print(found, folder, rows, as_json)
+    if any(row.status == "failed" for row in rows):
+        raise typer.Exit(1)
+
+
+def _check_alone() -> None:
+    from rlhf.place import here
+
+    if launcher := here().launcher:
+        raise ConfigError(f"rlhf sweep starts the processes of each point itself; start it without {launcher}")
+
+
+def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
+    """What a sweep would do with each point."""
+    from rlhf.sweep.rows import rows
+    from rlhf.sweep.running import Sweeping
+
+    sweeping, points = Sweeping(grid, folder), {point.name: point for point in grid.points}
+    foreseen = []
+    for row in rows(grid, folder, folder.endings(grid)):
+        reason = sweeping.refusal(points[row.name]) if row.status == "waiting" else ""
+        foreseen.append(replace(row, status="refused", reason=reason) if reason else row)
+    if as_json:
+        from rlhf.sweep.report import document
+
+        print_json(document(grid, foreseen))
+        return
+    aside = _has_terminal()
+    header = ("point", "status", "sets", *([] if aside else ["reason"]))
+    table = [(row.name, row.status, _written(row.keys), row.reason)[: len(header)] for row in foreseen]
+    print_table(f"{grid.file}: {len(points)} points in {folder.path}", header, table)
+    if aside:
+        _print_reasons(foreseen)
+
+
+def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[Row]:
+    from rlhf import lock
+    from rlhf.sweep.report import in_words, record, write
+    from rlhf.sweep.rows import rows
+    from rlhf.sweep.running import Sweeping
+
+    with lock.locked(folder.path):
+        endings = {} if retry else folder.endings(grid)
+        record(grid, folder, rows(grid, folder, endings))
+
+        def ended(point: Point, ending: Ending | None) -> str:
+            if ending:
+                endings[point.name] = ending
+            now = rows(grid, folder, endings)
+            write(grid, folder, now)
+            return next(in_words(grid, row) for row in now if row.name == point.name)
+
+        Sweeping(grid, folder, debug).run([point for point in grid.points if point.name not in endings], ended)
+        found = rows(grid, folder, endings)
+        write(grid, folder, found)
+    return found
+
+
+def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
+    """The rows as they are now; files are renewed, unless a sweep is at work, which does that itself."""
+    from rlhf import lock
+    from rlhf.sweep.report import write
+    from rlhf.sweep.rows import rows
+
+    found = rows(grid, folder, folder.endings(grid))
+    with suppress(RunError), lock.locked(folder.path):
+        write(grid, folder, found)
+    return found
+
+
+def _print(grid: Grid, folder: SweepDirectory, rows: list[Row], as_json: bool) -> None:
+    from rlhf.metrics.progress import console
+    from rlhf.sweep.report import cells, document
+
+    if as_json:
+        print_json(document(grid, rows))
+        return
+    header, lines = cells(grid, rows, people=_has_terminal())
+    print_table(f"{grid.file}: {', '.join(grid.stages)}", header, lines)
+    if _has_terminal():
+        _print_reasons(rows)
+        there = [path for path in (folder.plot, folder.curves, folder.table) if path.is_file()]
+        console.print(f"in {', '.join(map(str, there))}", markup=False, soft_wrap=True)
+
+
+def _has_terminal() -> bool:
+    from rich.console import Console
+
+    return Console().is_terminal
+
+
+def _print_reasons(rows: Sequence[Row]) -> None:
+    """Below a table, in which they would be columns of single words."""
+    from rlhf.metrics.progress import console
+
+    for row in rows:
+        if row.reason:
+            console.print(f"{row.name}: {row.status}: {row.reason}", markup=False, soft_wrap=True)
+
+
+def _written(keys: dict[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())
