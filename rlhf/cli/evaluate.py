@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -110,9 +111,9 @@ def evaluate(
     from rlhf.evaluation.models import Device
 
     device = Device.chosen(config, options.accelerator)
-    if pairs or text:
+    if source:
         measure = _by_pairs(batch_size, bins) if pairs else _by_text(batch_size)
-        _measure(device, config, models, pairs or text or "", measure, rows=rows, json=as_json)
+        _measure(device, config, models, source, measure, rows=rows, json=as_json)
     elif prompt or not sys.stdin.isatty():
         _score(device, config, models, list(_questions(prompt, reply)), batch_size, as_json)
     else:
@@ -213,6 +214,8 @@ def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Qu
     if prompt:
         yield question(prompt, replies or (), "--prompt")
         return
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
     lines = [(number, line) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     if not lines:
         raise DataError(
