@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlhf.config import STAGES, Config
-from rlhf.migration.rules import Setting
+from rlhf.migration.given import Setting
 from rlhf.migration.tables import STEPS
 from rlhf.migration.translate import Recipe
 from rlhf.recipe import scalar

@@ -88,8 +88,7 @@ def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], s
     if value is NOTHING:
         return [], f"nothing; {row.note}"
     keys = dict.fromkeys(key for stage in mine for key in row.keys[stage])
-    values = {**dict.fromkeys(keys, value), **(row.beside if value else {})}
-    pairs = [f"{key}={scalar(one)}" for key, one in values.items()]
+    pairs = [f"{key}={scalar(value)}" for key in keys]
     return [part for pair in pairs for part in ("--set", pair)], ", ".join(pairs)
 
 

@@ -68,7 +68,7 @@ def test_each_variable_is_one_thing() -> None:
         ("ppo", {"CRITIC_ZERO_STAGE": "1"}, {"roles.critic.zero_stage": 1}),
         ("sft", {"ACTOR_ZERO_STAGE": "3"}, {"roles.sft.zero_stage": 3}),
         ("ppo", {"ACTOR_CP_ACT": "1"}, {"roles.actor.gradient_checkpointing": True}),
-        ("reward", {"LORA_DIM": "64"}, {"roles.reward.lora_rank": 64, "lora.alpha": 1.0}),
+        ("reward", {"LORA_DIM": "64"}, {"roles.reward.lora_rank": 64}),
         ("reward", {"LORA_DIM": "0"}, {"roles.reward.lora_rank": 0}),
         ("ppo", {"LORA_ACTOR_LR": "4e-4", "LORA_CRITIC_LR": "6e-4"},
          {"roles.actor.lora_learning_rate": 4e-4, "roles.critic.lora_learning_rate": 6e-4}),
