@@ -192,14 +192,10 @@ def _instead(row: Flag) -> str:
 
 
 def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> None:
-    """One setting for each key. Within a step a flag stands above a default; of two steps the first stands."""
+    """One setting for each key. Within a step the last stands, a flag's; of two steps the first."""
     merged = recipe.settings
     for stage, settings in found:
-        mine: dict[str, Setting] = {}
-        for one in settings:
-            if one.key not in mine or one.explicit or not mine[one.key].explicit:
-                mine[one.key] = one
-        for key, one in mine.items():
+        for key, one in {one.key: one for one in settings}.items():
             if key in merged and key != SOURCES and merged[key].value != one.value:
                 if not (one.explicit or merged[key].explicit):
                     continue
