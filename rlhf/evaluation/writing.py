@@ -7,14 +7,17 @@ Every batch has the same number of rows, for shapes to be few: the last is fille
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelerators import lack_of_memory
 from rlhf.config import SamplingConfig
 from rlhf.data.batches import pad_right
+from rlhf.errors import OutOfMemory
 from rlhf.evaluation.models import Writer
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.tokens import masked
@@ -43,7 +46,11 @@ class Manner:
 
 @torch.no_grad()
 def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) -> list[Ids]:
-    """The completion of each prompt, with its end where it came to one in `max_tokens`."""
+    """The completion of each prompt, with its end where it came to one in `max_tokens`.
+
+    Raises:
+        OutOfMemory: so many at a time are too many.
+    """
     device, longest = writer.device, max(map(len, prompts))
     accelerator, pad = device.accelerator, _pad(writer)
     decoder = Decoder(
@@ -53,7 +60,7 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
     written: list[Ids] = []
     for real, (rows,) in _batches(manner.batch_size, prompts):
         ids, mask = accelerator.to_device(_left(writer, rows, longest))
-        with device.precision.autocast():
+        with _computing(writer, ids):
             drawn = decoder.generate(writer.module, ids, mask, manner.sampling)
         accelerator.step_boundary("write/end")
         lengths = drawn.mask.sum(1).tolist()
@@ -70,13 +77,16 @@ def log_probs(
     """log p(completion | prompt) of each row, in nats: the sum over its tokens, at the temperature of the drawing.
 
     At temperature 0, where all of p is on one token, it is that of temperature 1.
+
+    Raises:
+        OutOfMemory: as `write`.
     """
     device, longest = writer.device, max(map(len, prompts))
     found: list[float] = []
     for real, (rows, ends) in _batches(manner.batch_size, prompts, completions):
         right = pad_right(ends, device.shapes, manner.max_tokens, _pad(writer))
         (ids, mask), (more, drawn) = device.accelerator.to_device((_left(writer, rows, longest), right))
-        with device.precision.autocast():
+        with _computing(writer, ids):
             log_probs, _ = completion_log_probs(
                 writer.module,
                 torch.cat([ids, more], 1),
@@ -88,6 +98,22 @@ def log_probs(
         found += masked(log_probs, drawn).sum(1).tolist()[:real]
         done(real)
     return found
+
+
+@contextmanager
+def _computing(writer: Writer, ids: Tensor) -> Iterator[None]:
+    """The model's numbers, and what to do where there is no memory for them."""
+    device = writer.device
+    try:
+        with device.precision.autocast():
+            yield
+    except Exception as error:
+        if lack_of_memory(error):
+            raise OutOfMemory(
+                f"{device.accelerator.name}: too little memory for {len(ids)} completions of {writer.name} at a time; "
+                "lower --batch-size or --max-tokens"
+            ) from error
+        raise
 
 
 def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[list[Ids]]]]:

@@ -96,17 +96,14 @@ def test_a_source_is_what_data_datasets_takes(
 def test_what_a_model_has_no_room_for_is_left_out(
     evaluate: Evaluate, judge_folder: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Its room is 128 tokens; settings may ask for less."""
-    long = {"prompt": "cow " * 100, "chosen": "moo " * 40, "rejected": "no"}
+    """Its room is 128 tokens, for prompt and reply together; settings may ask for less of either."""
+    long = {"prompt": "cow" + " cow" * 40, "chosen": "moo" + " moo" * 40, "rejected": "no"}
     file = lines(tmp_path / "pairs.jsonl", [*ROWS, long])
     (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json"))["models"]
-    assert (found["pairs"], sum(found["left_out"].values())) == (6, 1)
-    (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json", "--set", "data.max_completion_length=3"))[
-        "models"
-    ]
-    assert found["pairs"] < 6 and found["left_out"]["completion too long"] == 7 - found["pairs"] - (
-        found["left_out"].get("prompt too long", 0)
-    )
+    assert (found["pairs"], found["left_out"]) == (6, {"completion too long": 1})
+    limit = ("--set", "data.max_completion_length=3")
+    (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json", *limit))["models"]
+    assert found["pairs"] < 6 and found["left_out"] == {"completion too long": 7 - found["pairs"]}
 
 
 @pytest.mark.parametrize(
