@@ -38,6 +38,22 @@ def test_several_commands_may_be_given_one_by_one() -> None:
     assert "# Start it: rlhf sft --config recipe.yaml\n# Start it: rlhf reward --config recipe.yaml\n" in done.stdout
 
 
+def test_a_script_may_be_named_and_what_its_caller_gives_it_assigned(tmp_path: Path) -> None:
+    script = tmp_path / "run_13b.sh"
+    script.write_text(
+        '#!/bin/bash\nACTOR=$1\nZERO=$2\nif [ "$ZERO" == "" ]; then\n    ZERO=3\nfi\n'
+        "deepspeed --num_gpus 2 step3_rlhf_finetuning/main.py --actor_model_name_or_path $ACTOR \\\n"
+        "   --critic_model_name_or_path c --actor_zero_stage $ZERO &> log\n",
+        encoding="utf-8",
+    )
+    done = rlhf("--from-deepspeed-chat", "ACTOR=out/actor", "--from-deepspeed-chat", str(script))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  actor: out/actor  # --actor_model_name_or_path out/actor\n" in done.stdout
+    assert "    zero_stage: 3  # --actor_zero_stage 3\n" in done.stdout
+    refused = rlhf("--from-deepspeed-chat", str(script))
+    assert refused.stderr.endswith("$ACTOR is the shell's, and has no value here; put ACTOR=VALUE before the command\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
