@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf import hub
 from rlhf.config import Config, ModelConfig
 from rlhf.errors import ModelError, OutOfMemory
+from rlhf.evaluation.adapters import base_of, merged
 from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_ends, trained_format
 from rlhf.metrics.progress import progress
 from rlhf.models.folder import check_model_folder
@@ -188,6 +189,8 @@ class Judge(Loaded):
 def load_writer(path: Path | str, config: Config, device: Device, *, name: str | None = None) -> Writer:
     """The causal language model at `path`: of a run its last policy's, a model's folder, or a hub name.
 
+    An adapter alone is put into the model that it names.
+
     Args:
         config: whether code of the model's own may run, and with which tokenizer instead of the model's.
         name: how messages call it; default: `path`.
@@ -196,19 +199,23 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
         RunError, ModelError: there is no such model, or it is none that writes.
     """
     folder = str(model_folder(path))
-    check_model_folder(folder)
+    base = base_of(folder) or folder
+    check_model_folder(base)
     from rlhf.models.loading import load_causal_lm
     from rlhf.models.scalar_head import SUFFIX
     from rlhf.models.support import read_config
     from rlhf.models.tokenizers import end_tokens
 
-    source = config.model.model_copy(update={"path": folder})
-    hub.ask(folder, "model")
-    for architecture in read_config(folder, source).architectures or ():
+    source = config.model.model_copy(update={"path": base})
+    hub.ask(base, "model")
+    for architecture in read_config(base, source).architectures or ():
         if architecture.endswith(("ForSequenceClassification", SUFFIX)):
-            raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
+            raise ModelError(f"{base}: is a reward model, which scores texts and writes none; name another model")
     tokenizer, options = _prepared(source, device, scalar_head=False)
-    model = load_causal_lm(source, tokenizer, **options)
+    if base == folder:
+        model = load_causal_lm(source, tokenizer, **options)
+    else:
+        model = merged(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
     ends = end_tokens(tokenizer, model.generation_config)
     placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
     return Writer(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
