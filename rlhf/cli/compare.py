@@ -16,12 +16,12 @@ from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import for_a_program, print_json, print_table
 from rlhf.config import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
+from rlhf.evaluation.adapters import check_folder
 from rlhf.evaluation.folders import model_folder, reward_model_folder, run_of
 from rlhf.evaluation.models import Device
 from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
 from rlhf.evaluation.rows import HELDOUT, overrides
 from rlhf.files import atomic_write, check_writable
-from rlhf.models.folder import check_model_folder
 from rlhf.names import is_path
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _check(
     if output:
         check_writable(output.parent)
     for folder in (*map(model_folder, models), *map(reward_model_folder, [reward_model] if reward_model else [])):
-        check_model_folder(str(folder))
+        check_folder(str(folder))
 
 
 def _settings(options: Options, prompts: str | None) -> Config:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.errors import ModelError
 from rlhf.files import read_json
+from rlhf.models.folder import check_model_folder
 
 _CONFIG = "adapter_config.json"
 
@@ -23,6 +24,11 @@ def base_of(folder: str) -> str | None:
     if named := read_json(config).get("base_model_name_or_path"):
         return str(named)
     raise ModelError(f"{folder}: this adapter names no model; put its base_model_name_or_path into {_CONFIG}")
+
+
+def check_folder(folder: str) -> None:
+    """Raise `ModelError` where a local folder holds neither a model nor the adapter of one; hub names pass."""
+    check_model_folder(base_of(folder) or folder)
 
 
 def merged(model: Any, folder: str) -> Any:
