@@ -7,7 +7,6 @@ suit a device that runs eagerly and needs no special care. Only the abstract met
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import logging
@@ -21,8 +20,12 @@ import torch
 from accelerators import blame, deepspeed_view, graphs, kernels
 from accelerators.guard import is_lack_of_memory, text
 from accelerators.shapes import ShapePolicy
+from accelerators.structures import map_tensors
 from accelerators.types import (
+    AUTO,
+    NONE,
     OPERATIONS,
+    OPTIONAL,
     AcceleratorError,
     DeepSpeedView,
     DeviceInfo,
@@ -87,7 +90,7 @@ class Accelerator(ABC):
     def to_device(self, batch: Batch) -> Batch:
         """The same structure (tensors in dicts, lists, tuples, dataclasses) with every tensor on the device."""
         # Copies to a device may overlap with what runs there; they are queued in order, so nobody has to wait.
-        return _map_tensors(batch, lambda tensor: tensor.to(self.device(), non_blocking=True))
+        return map_tensors(batch, lambda tensor: tensor.to(self.device(), non_blocking=True))
 
     @abstractmethod
     def info(self) -> DeviceInfo:
@@ -105,12 +108,16 @@ class Accelerator(ABC):
     def capture(self, fn: Function, key: str) -> Function:
         """`fn`, recorded and replayed where the device can (operation `graph_capture`); else `fn` itself.
 
+        Where it is not recorded its first call is checked all the same, unless none was chosen.
+
         `fn` works on tensors of fixed shapes: its arguments, and those it holds and changes in place. `key` names
         it in reports. What was recorded is freed with the function that this returns.
 
         Raises:
             CaptureError: on a call, where `fn` waits for the device or its arguments' shapes have changed.
         """
+        if self._chosen.get("graph_capture") == NONE:
+            return fn
         recorded = self.kernel("graph_capture")
         return recorded(fn, key) if recorded else graphs.checked(fn, key)
 
@@ -145,12 +152,20 @@ class Accelerator(ABC):
     def choose(self, operation: str, name: str) -> None:
         """Have an operation done by the implementation of this name alone, whatever the priorities.
 
+        Args:
+            name: or auto, the best; or none, for an operation in OPTIONAL: it is done without.
+
         Raises:
             AcceleratorError: there is none of this name, or it cannot be used here.
         """
+        self._chosen = {other: taken for other, taken in self._chosen.items() if other != operation}
+        if name == AUTO:
+            return
         found = {impl.name: support for impl, support in self.candidates(operation)}
+        if operation in OPTIONAL:
+            found[NONE] = Support(True, "it is done without")
         if name not in found:
-            there = ", ".join(found) or "none"
+            there = ", ".join(found) or "nothing"
             raise AcceleratorError(f"{operation}: {self.name} has no implementation {name}; there is: {there}")
         if not found[name].ok:
             raise AcceleratorError(f"{operation}: {name} cannot be used on {self.name}: {found[name].reason}")
@@ -230,6 +245,8 @@ class Accelerator(ABC):
 
     def _capability(self, operation: str) -> Support:
         ranked = self.candidates(operation)
+        if self._chosen.get(operation) == NONE:
+            return Support(False, "none was chosen")
         if not ranked:
             return Support(False, self.absent.get(operation, f"the {self.name} backend has no {operation}"))
         implementation, support = ranked[0]
@@ -328,18 +345,3 @@ def _remembering(bind: Any) -> Callable[..., torch.device]:
 def _identity(implementation: KernelImpl) -> tuple[str, str, str]:
     """Backends may make their `KernelImpl`s anew at each question."""
     return implementation.operation, implementation.name, implementation.plugin
-
-
-def _map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(item, fn) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, fn) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(item, fn) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _map_tensors(getattr(value, f.name), fn) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **fields)
-    return value

@@ -33,6 +33,12 @@ OPERATIONS = (
 RESERVED: tuple[str, ...] = ()
 """Those of OPERATIONS that no trainer asks for yet."""
 
+AUTO, NONE = "auto", "none"
+"""What may be chosen in place of an implementation: the best, or, of what is in OPTIONAL, none."""
+
+OPTIONAL = ("graph_capture",)
+"""Those of OPERATIONS that trainers do without where there is no implementation."""
+
 ALLOWLIST_ENV = "RLHF_PLUGINS"
 """The environment variable that names the plugins to load."""
 
@@ -170,8 +176,8 @@ class KernelImpl:
             raise ValueError(
                 f"KernelImpl: no operation is named {self.operation!r}; {hint}known: {', '.join(OPERATIONS)}"
             )
-        if not self.name:
-            raise ValueError("KernelImpl: needs a name")
+        if self.name in ("", AUTO, NONE):
+            raise ValueError(f"KernelImpl: name is {self.name!r}, expected one that says what it is")
 
 
 @dataclass(frozen=True)

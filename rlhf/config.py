@@ -60,6 +60,12 @@ class ModelConfig(Section):
         None, description="name of a GGUF file inside `path`; its weights are de-quantized when loaded"
     )
     tokenizer: OptionalName = Field(None, description="folder or hub name of the tokenizer; empty: the model's own")
+    eos_token: str | None = Field(
+        None,
+        min_length=1,
+        description="token that ends a reply, added to tokenizer and model where they have none such (with LoRA, "
+        "lora.also_train: [embeddings] learns it); empty: the tokenizer's own",
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )

@@ -99,8 +99,8 @@ class EngineConfig(Section):
     )
     kernels: dict[str, str] = Field(
         {},
-        description="implementations to take in place of the best, by operation, e.g. {adamw: torch-foreach}; "
-        "`rlhf accelerators explain` lists them",
+        description="implementations to take in place of the best (auto), by operation, e.g. {adamw: torch-foreach}; "
+        "{graph_capture: none} records no rollouts. `rlhf accelerators explain` lists them",
     )
     deepspeed: dict[str, Any] = Field(
         {},
@@ -130,6 +130,9 @@ class RoleConfig(Section):
         None, description="recompute activations in the backward pass; empty: model.gradient_checkpointing"
     )
     lora_rank: int | None = Field(None, ge=0, description="rank of the adapters; empty: lora.rank")
+    lora_learning_rate: float | None = Field(
+        None, gt=0, description="peak learning rate of the adapters; empty: lora.learning_rate"
+    )
 
 
 class RolesConfig(Section):

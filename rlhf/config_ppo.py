@@ -60,6 +60,11 @@ class PPOConfig(TrainingConfig):
         description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
         "one the policy with a new head",
     )
+    save_critic: bool = Field(
+        True,
+        description="leave the critic too, as `critic` beside the model, merged whatever lora.save says; PPO can begin "
+        "with it again (ppo.critic)",
+    )
     batch_size: int = Field(32, ge=1, description="completions of one rollout, over all ranks")
     micro_batch_size: int | None = Field(
         None,
@@ -74,6 +79,9 @@ class PPOConfig(TrainingConfig):
     )
     samples: int = Field(1, ge=1, description="completions shown each time, with prompt, score and KL")
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
+    epochs: int | None = Field(
+        None, ge=1, description="passes over the prompts, in place of `steps`; empty: `steps` rollouts"
+    )
     generation_batch_size: int | None = Field(
         None, ge=1, description="rows that a rank generates at a time, at most; empty: its share of batch_size"
     )
@@ -290,9 +298,15 @@ class PPOConfig(TrainingConfig):
         micro = divide(rows, min(micro, max(rows // world_size, 1)), world_size, "ppo.ptx_batch_size", "ppo")
         return rows // (micro * world_size), micro
 
-    def shows_samples(self, step: int) -> bool:
-        """Whether samples of the rollout of `step`, counted from 1, are shown."""
-        every = max(1, self.steps // 10) if self.samples_every is None else self.samples_every
+    def total_steps(self, prompts: int) -> int:
+        """Rollouts of the stage, which has so many `prompts`; the last one begins another pass where it is not full."""
+        if self.epochs is None:
+            return self.steps
+        return -(-self.epochs * prompts * self.method.completions // self.batch_size)
+
+    def shows_samples(self, step: int, steps: int) -> bool:
+        """Whether samples of the rollout of `step`, counted from 1, of `steps` are shown."""
+        every = max(1, steps // 10) if self.samples_every is None else self.samples_every
         return every > 0 and step % every == 0
 
     def minibatch(self, world_size: int) -> tuple[int, int]:

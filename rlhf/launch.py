@@ -11,7 +11,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
 from rlhf.metrics.summary import print_summary
-from rlhf.outcome import Defect, Interrupted, shortage
+from rlhf.metrics.terminal import add_line
+from rlhf.outcome import Defect, Interrupted, Outcome, shortage
 from rlhf.place import here
 from rlhf.run import RunDirectory
 from rlhf.settings import disagreement
@@ -80,12 +81,20 @@ def run(
         selection = select(config, accelerator)
         if here().rank == 0:
             _announce(config, selection, stages, pending, recipe)
-        try:
-            with _opened(config, selection, directory, request, pending) as (decided, device):
-                if not dry_run:
-                    from rlhf import pipeline  # imports DeepSpeed, which has been told about the device
+        with _explained(directory, stages, before), _opened(config, selection, directory, request, pending) as found:
+            if not dry_run:
+                from rlhf import pipeline  # imports DeepSpeed, which has been told about the device
 
-                    pipeline.run(decided, device, directory, stages)
+                pipeline.run(*found, directory, stages)
+    return directory
+
+
+@contextmanager
+def _explained(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> Iterator[None]:
+    """Errors of the block as a user can use them, and how the run ended in the log of its stage."""
+    try:
+        try:
+            yield
         except KeyboardInterrupt as error:
             raise Interrupted(_how_to_go_on(directory, stages, before)) from error
         except Exception as error:
@@ -97,7 +106,18 @@ def run(
             if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
                 raise
             raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
-    return directory
+    except Exception as error:
+        if here().rank == 0 and here().launcher != "rlhf":  # which knows of all ranks how they ended
+            log_end(directory, Outcome.of(error))
+        raise
+
+
+def log_end(directory: RunDirectory, outcome: Outcome) -> None:
+    """Add how a run ended to what the terminal showed of the stage that it was in, if that has begun."""
+    for stage in directory.stages:
+        if stage.console.is_file() and not stage.done:
+            with suppress(OSError):  # the disk may be full, which is how it ended
+                add_line(stage.console, outcome.line)
 
 
 @contextmanager
@@ -262,7 +282,8 @@ def _next_command(directory: RunDirectory, stages: Sequence[Stage], before: byte
     """
     if not _is_ours(directory, before):
         return command_line()
-    words = ["rlhf", *(stages if len(stages) == 1 else ()), "--output", str(directory.path), "--resume"]
+    named = [] if tuple(stages) == STAGES else [*stages] if len(stages) == 1 else ["--stages", ",".join(stages)]
+    words = ["rlhf", *named, "--output", str(directory.path), "--resume"]
     return shlex.join([*words, *here().options()])
 
 

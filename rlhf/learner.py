@@ -64,14 +64,14 @@ class Learner:
     Attributes:
         trainer: the algorithm, for what is not here: tensors, engines (`rlhf.rl.trainer.PPO`).
         done: steps that are done, those before a checkpoint included.
-        steps: steps that the learning rates' schedules are made for, `ppo.steps`.
+        steps: steps that the learning rates' schedules are made for, `ppo.steps` or those of `ppo.epochs`.
     """
 
     def __init__(self, context: StageContext, needs: pipeline.PolicyNeeds, planned: dict[str, Any]) -> None:
         self._context, self._planned = context, planned
         self._tokenizer, self._data, self._judge = needs.tokenizer, needs.data, needs.judge
-        self.steps = context.config.ppo.steps
         self.trainer = PPO(context, needs.models, needs.tokenizer, needs.data)
+        self.steps = self.trainer.steps
         self._texts = Texts(self.trainer, needs.data.prompt_format)
         self._measured: list[Found] = []
         self._ended, self._saved = "", False
@@ -212,11 +212,11 @@ class Learner:
         """Save the policy as `lora.save` says and complete the stage; `rlhf chat` finds it in the run's folder."""
         self._check_open()
         context, trainer = self._context, self.trainer
-        summary: dict[str, Any] = {"steps": self.done, "prompt_format": self._data.prompt_format}
+        summary: dict[str, Any] = {"steps": self.done, **self._data.written}
         if self._measured:
             summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
         with self._working():
-            leave(context, trainer.actor, self._tokenizer, context.directory.path)
+            leave(context, trainer.actor, self._tokenizer, context.directory.path, trainer.critic)
             pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
             context.settle()
         self._saved = True
@@ -240,7 +240,7 @@ class Learner:
                 "begin anew with session.ppo(), or leave the number out"
             )
         if self.done >= self.steps:
-            raise RunError(f"step {self.done}: ppo.steps is {self.steps}, and so long are the schedules; set more")
+            raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +23,10 @@ from rlhf.data.tokenization import StageData, load_stage
 from rlhf.data.tokenizer import world_tokenizer
 from rlhf.engine import distributed, memory, parking
 from rlhf.engine.deepspeed_config import deepspeed_config
-from rlhf.metrics.progress import console
+from rlhf.invocation import command_line
 from rlhf.metrics.recorder import Recorder
 from rlhf.metrics.summary import print_summary
+from rlhf.metrics.terminal import console, copied_to
 from rlhf.models.attention import EMBEDDED, choose_attention, describe
 from rlhf.models.embedded import build_llama
 from rlhf.models.loading import (
@@ -84,11 +86,19 @@ def surroundings(
         shapes = accelerators.ShapePolicy(config.engine.shapes)
     checkpoint = place.latest_checkpoint
     step = step_of(checkpoint) if checkpoint else None
-    if step is None and place.begun and world.is_main:
-        console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
-    with Recorder(place, enabled=world.is_main, resume_step=step) as recorder:
+    with (
+        Recorder(place, enabled=world.is_main, resume_step=step) as recorder,
+        copied_to(place.console, _title()) if world.is_main else nullcontext(),
+    ):
+        if step is None and place.begun and world.is_main:
+            console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
         precision = accelerator.precision(config.precision)
         yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+
+
+def _title() -> str:
+    """What stands above a process's lines in a stage's `console.log`."""
+    return f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {command_line()}"
 
 
 def prepare(context: StageContext) -> dict[str, Any]:
@@ -149,7 +159,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
         return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
 
     data = _data(context, tokenizer, generation_settings(path, config.model) if path else None)
-    return sft.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return sft.run(context, load, tokenizer, data) | data.written
 
 
 def _reward(context: StageContext) -> dict[str, Any]:
@@ -171,7 +181,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
         )
 
     data = _data(context, tokenizer, generation_settings(path, config.model))
-    return reward.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return reward.run(context, load, tokenizer, data) | data.written
 
 
 def _dpo(context: StageContext) -> dict[str, Any]:
@@ -184,12 +194,12 @@ def _dpo(context: StageContext) -> dict[str, Any]:
         return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, holding))
 
     data = _data(context, tokenizer, generation_settings(path, config.model))
-    return dpo.run(context, load, tokenizer, data) | {"prompt_format": data.prompt_format}
+    return dpo.run(context, load, tokenizer, data) | data.written
 
 
 def _ppo(context: StageContext) -> dict[str, Any]:
     needed = policy_needs(context)
-    return ppo.run(context, *needed) | {"prompt_format": needed.data.prompt_format}
+    return ppo.run(context, *needed) | needed.data.written
 
 
 class PolicyNeeds(NamedTuple):

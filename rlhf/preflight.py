@@ -24,7 +24,7 @@ from rlhf.roles import holdings
 from rlhf.rollout.choice import check as check_rollouts
 from rlhf.run import RunDirectory
 from rlhf.settings import Fingerprints
-from rlhf.starts import Start, starts
+from rlhf.starts import REWARD_MODEL, Start, starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,10 +61,10 @@ class StagePlan:
 
     def steps(self, config: Config) -> int:
         """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
-        if self.stage == "ppo":
-            return config.ppo.steps
-        section = config.supervised(self.stage)
         rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
+        if self.stage == "ppo":
+            return config.ppo.total_steps(rows)
+        section = config.supervised(self.stage)
         return section.total_steps(-(-rows // section.batch_size))
 
 
@@ -218,7 +218,7 @@ class _Tokenizers:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._tokenizers: dict[str | None, PreTrainedTokenizerBase] = {}
+        self._tokenizers: dict[tuple[str | None, str | None], PreTrainedTokenizerBase] = {}
 
     def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
         """The tokenizer that the stage will load with the model."""
@@ -227,12 +227,14 @@ class _Tokenizers:
 
         # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
         first = found.start.key == "model.path" or "sft" in found.through
-        key = None if first else found.path
+        config, path = self._config.model, None if first else found.path
+        if found.path is None and config.eos_token:
+            raise ConfigError("model.eos_token: the embedded model has one of its own; leave it out, or set model.path")
+        if found.start == REWARD_MODEL and not found.through:  # it is trained, and cannot know a new token
+            config = config.model_copy(update={"eos_token": None})
+        key = path, config.eos_token
         if key not in self._tokenizers:
-            if found.path is None:
-                self._tokenizers[key] = world_tokenizer()
-            else:
-                self._tokenizers[key] = load_model_tokenizer(self._config.model, key)[0]
+            self._tokenizers[key] = world_tokenizer() if found.path is None else load_model_tokenizer(config, path)[0]
         return self._tokenizers[key]
 
     def end_tokens(self, found: Origin) -> list[int]:

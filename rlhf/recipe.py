@@ -57,7 +57,7 @@ def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
             for item in value:
                 yield from _item(list(_lines(item, depth + 2)), indent + "  ")
         else:
-            yield f"{indent}{name}: {_scalar(value)}".rstrip()
+            yield f"{indent}{name}: {scalar(value)}".rstrip()
 
 
 def _item(lines: list[str], indent: str) -> Iterator[str]:
@@ -72,18 +72,24 @@ def _comment(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
+    """A value as YAML on one line, as it is read back."""
     if value is None:
         return ""
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, tuple):
-        value = list(value)
     # Digits included: what is read back is what was printed.
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    """What YAML has a form for: values of a mapping that is not the schema's still know where they were given."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str | Path) else value
 
 
 def _choices(annotation: Any) -> str:
     """The words that a key admits, where they are few."""
-    words = [_scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
+    words = [scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
     return f" ({' | '.join(words)})" if words else ""

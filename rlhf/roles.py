@@ -113,6 +113,7 @@ def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
 def _holding(config: Config, stage: Stage, role: Role) -> Holding:
     own: RoleConfig = getattr(config.roles, role.name)
     rank = config.lora.rank if own.lora_rank is None else own.lora_rank
+    rate = config.lora.learning_rate if own.lora_learning_rate is None else own.lora_learning_rate
     checkpointing = own.gradient_checkpointing
     if checkpointing is None:
         checkpointing = config.model.gradient_checkpointing
@@ -124,7 +125,8 @@ def _holding(config: Config, stage: Stage, role: Role) -> Holding:
         dropout=_dropout(config, stage, role),
         lora=config.lora.model_copy(
             # Rollouts are scored without dropout: with it, the ratio of new to old policy would not begin at 1.
-            update={"rank": rank if role.trained else 0} | ({"dropout": 0.0} if stage == "ppo" else {})
+            update={"rank": rank if role.trained else 0, "learning_rate": rate}
+            | ({"dropout": 0.0} if stage == "ppo" else {})
         ),
         engine=config.engine.model_copy(
             update={
@@ -190,11 +192,12 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
             f"roles.reference.zero_stage: {own.zero_stage} shards an optimizer, and the reference is frozen; "
             "set 0, or 3 to shard its weights"
         )
-    for key, nothing in {"gradient_checkpointing": "false", "lora_rank": "0"}.items():
+    trained = {"gradient_checkpointing": ", or set false", "lora_rank": ", or set 0", "lora_learning_rate": ""}
+    for key, nothing in trained.items():
         if said.get(key):
             raise ConfigError(
                 f"roles.reference.{key}: is for a model that is trained, and the reference is frozen; "
-                f"leave it out, or set {nothing}"
+                f"leave it out{nothing}"
             )
     if own.offload == "optimizer":
         raise ConfigError(

@@ -16,6 +16,8 @@ from rlhf.files import PARTIAL, atomic_write_json, read_json
 STATE = "state-rank{rank}.pt"
 """In a checkpoint, what a rank has saved beside its engines."""
 
+CRITIC = "critic"
+"""The folder of PPO's critic, beside that of its model."""
 
 AVERAGE = "-ema"
 """What follows the name of a model's folder, or its adapter's, in that of its moving average."""
@@ -32,6 +34,11 @@ class StageDirectory:
     def model(self) -> Path:
         """The trained model, in Hugging Face format."""
         return self.path / "model"
+
+    @property
+    def critic(self) -> Path:
+        """The model of values that PPO trained beside it, in the same format with a scalar head."""
+        return self.path / CRITIC
 
     @property
     def average(self) -> Path:
@@ -59,6 +66,11 @@ class StageDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def console(self) -> Path:
+        """What the terminal showed, as text."""
+        return self.path / "console.log"
 
     @property
     def begun(self) -> bool:

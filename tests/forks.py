@@ -93,7 +93,7 @@ def serve() -> None:
     """Fork a command for each line of standard input; answer with its process, and with its exit code when it ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what is printed while importing is no answer
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # DeepSpeed 0.19.8 takes a second for it, at ZeRO
     import transformers.models.llama.modeling_llama  # noqa: F401
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 

@@ -217,7 +217,7 @@ def test_an_interrupted_step_is_finished_and_the_next_one_follows(found: dict[st
 def test_every_mistake_is_one_line_that_says_what_to_do(found: dict[str, Any]) -> None:
     parts = [
         "step 7: 3 steps are done",
-        "step 3: ppo.steps is 3",
+        "step 3: PPO has 3 steps",
         "data.max_prompt_length is 24",
         "data.max_completion_length is 16",
         "1 prompts and 0 completions",

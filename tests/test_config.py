@@ -1,6 +1,7 @@
 """The configuration: one schema for files, `--set` and Python, and errors that name the key."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -211,8 +212,23 @@ def test_a_step_cannot_turn_the_kl_coefficient_negative() -> None:
 
 @pytest.mark.parametrize(("every", "shown"), [(None, [4, 8, 12]), (5, [5, 10]), (0, [])])
 def test_samples_are_shown_ten_times_a_run_or_as_often_as_is_said(every: int | None, shown: list[int]) -> None:
-    settings = PPOConfig(steps=48 if every is None else 12, samples_every=every)
-    assert [step for step in range(1, 13) if settings.shows_samples(step)] == shown
+    steps = 48 if every is None else 12
+    settings = PPOConfig(samples_every=every)
+    assert [step for step in range(1, 13) if settings.shows_samples(step, steps)] == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"steps": 7, "epochs": 1, "batch_size": 4}, 3),
+        ({"epochs": 2, "batch_size": 4}, 5),
+        ({"epochs": 2, "batch_size": 10}, 2),
+        ({"epochs": 1, "batch_size": 16, "estimator": "rloo"}, 3),  # four completions of each of four prompts
+    ],
+)
+def test_ppo_is_as_long_as_steps_or_passes_over_ten_prompts(settings: dict[str, Any], steps: int) -> None:
+    assert PPOConfig(**settings).total_steps(10) == steps
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""rlhf/rl/DETAILS.md: every place and key that the table names exists, and every detail of the lists has a row."""
+"""rlhf/rl/DETAILS.md: every place and key that the table names exists, and every detail of the lists has a row.
+
+rlhf/migration/decisions.md: every key and file that it names exists.
+"""
 
 import ast
 import re
@@ -20,6 +23,10 @@ PLACES = sorted({place for row in ROWS for place in re.findall(r"`(rlhf/[^`]+)`"
 KEYS = sorted({key for row in ROWS for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)`", row[-1])})
 
 
+DECISIONS = ROOT / "rlhf" / "migration" / "decisions.md"
+DECIDED = re.findall(rf"`((?:{'|'.join(Config.model_fields)})(?:\.[a-z_]+)+)", DECISIONS.read_text(encoding="utf-8"))
+
+
 def defined(tree: ast.AST, path: list[str]) -> bool:
     """Whether a module or class defines `path[0]`, and that the rest of it."""
     for node in ast.iter_child_nodes(tree):
@@ -35,12 +42,22 @@ def test_every_place_exists(place: str) -> None:
     assert not name or defined(ast.parse((ROOT / file).read_text(encoding="utf-8")), name.split("."))
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", sorted({*KEYS, *DECIDED}))
 def test_every_key_exists(key: str) -> None:
     section: Any = Config()
     for part in key.split("."):
         assert isinstance(section, BaseModel) and part in type(section).model_fields
         section = getattr(section, part)
+
+
+def test_decisions_say_what_is_here_and_why() -> None:
+    text = DECISIONS.read_text(encoding="utf-8")
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) > 30 and all(
+        len(row) == 3 and all(cell.strip() for cell in row) for row in rows if row[0][:3] != "---"
+    )
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (DECISIONS.parent / link).exists(), link
 
 
 def test_every_row_is_whole() -> None:

@@ -311,6 +311,8 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
         launch.run(config, stages=("reward",), accelerator="cpu")
     goes_on = Options(output=run.path, resume=True).of_run(("reward",)).load()
     assert goes_on.reward.optimizer.learning_rate == 0.7 and goes_on.accelerator == "cpu"
+    with pytest.raises(Interrupted, match=rf"; to continue: rlhf --stages reward,dpo --output {run.path} --resume$"):
+        launch.run(config, stages=("reward", "dpo"), resume=True)
 
 
 def test_a_run_that_is_replaced_may_have_other_rows(tmp_path: Path) -> None:

@@ -73,3 +73,12 @@ def test_a_recipe_with_absolute_paths_holds_anywhere(tmp_path: Path, monkeypatch
         monkeypatch.chdir(folder)
         assert load_config(path) == whole
     assert given.output == Path("run"), "in Python, a path is kept as it was given"
+
+
+def test_settings_in_words_of_another_library_are_printed_as_they_were_given(tmp_path: Path) -> None:
+    deepspeed = {"zero_optimization": {"reduce_bucket_size": 12}, "comms_logger": {"prof_ops": ["all_reduce"]}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"engine": {"deepspeed": deepspeed}}))
+    printed = to_yaml(load_config(tmp_path / "recipe.yaml", ["engine.kernels={graph_capture: none}"]))
+    engine = yaml.safe_load(printed)["engine"]
+    assert engine["deepspeed"] == deepspeed
+    assert engine["kernels"] == {"graph_capture": "none"}

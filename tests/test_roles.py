@@ -67,6 +67,11 @@ def refusal(stages=STAGES, ranks=1, **sections):
             "set 0",
         ),
         (
+            {"roles": {"reference": {"lora_learning_rate": 1e-4}}},
+            "roles.reference.lora_learning_rate: is for a model that is trained, and the reference is frozen; leave "
+            "it out",
+        ),
+        (
             {"roles": {"reference": {"offload": "optimizer"}}},
             "roles.reference.offload: the reference is frozen and has no optimizer; set parameters, or leave it out",
         ),
@@ -195,3 +200,14 @@ def test_what_is_quantized_is_what_is_frozen(sections, stage, quantized):
     check(config, STAGES, 1)
     held = holdings(config, stage)
     assert {name: holding.quantization for name, holding in held.items() if holding.quantization} == quantized
+
+
+def test_adapters_of_each_model_may_have_a_rate_of_their_own():
+    rates = {"actor": {"lora_learning_rate": 4e-4}, "reward": {"lora_learning_rate": 5e-3}}
+    config = configuration(lora={"rank": 4, "learning_rate": 1e-4}, roles=rates)
+    assert {role: held.lora.learning_rate for stage in STAGES for role, held in holdings(config, stage).items()} == {
+        "sft": 1e-4,
+        "reward": 5e-3,
+        "actor": 4e-4,
+        "critic": 1e-4,
+    }

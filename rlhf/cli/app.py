@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf.cli import accelerators, chat, data, plan, schema, sweep
-from rlhf.cli.options import RUN, Options, shared
+from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, schema, sweep
+from rlhf.cli.options import RUN, Options, shared, stages_of
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, FailedElsewhere, RunError
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, RunError
 from rlhf.outcome import INTERRUPTED, Outcome
 from rlhf.version import __version__
 
@@ -32,10 +32,13 @@ _EXAMPLES = {
     "rlhf --config recipe.yaml --output runs/a": "a recipe of your own",
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
     "rlhf --output runs/a --resume": "continue, with the run's own settings",
+    "rlhf --stages sft,dpo --output runs/b": "these stages, one after the other",
     "rlhf dpo --output runs/a": "DPO on its pairs, from its SFT model",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
     "rlhf chat runs/a": "talk to the result",
+    "rlhf compare runs/a/sft runs/a -R runs/a": "what PPO has changed, in numbers",
+    "rlhf evaluate runs/a --pairs heldout": "is its reward model right, and as sure as that?",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
     "rlhf sweep grid.yaml": "a recipe at every point of a grid",
@@ -58,18 +61,28 @@ def _print_version(wanted: bool) -> None:
 def run(
     context: typer.Context,
     options: Options,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Run these alone, of sft, reward, dpo and ppo, in this order.", metavar="NAME,..."),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", metavar="", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train a language model with human feedback: SFT, then a reward model, then PPO.
 
-    Without a command, these three stages run. Options may stand before or after a command.
+    Without a command, these three stages run, or those that [bold]--stages[/] names. Options may stand before or after
+    a command.
     """
-    if context.invoked_subcommand:
+    wanted = STAGES if stages is None else stages_of(stages)
+    if not context.invoked_subcommand:
+        _start(options, wanted)
+    elif stages is None:
         context.obj = options
     else:
-        _start(options, STAGES)
+        raise ConfigError(
+            f"--stages {stages}: is for `rlhf` without a command; leave `{context.invoked_subcommand}` out"
+        )
 
 
 @app.command()
@@ -114,6 +127,8 @@ def ppo(context: typer.Context, options: Options) -> None:
 
 
 app.command()(chat.chat)
+app.command()(compare.compare)
+app.command()(evaluate.evaluate)
 app.command()(schema.config)
 app.command()(data.data)
 app.command()(plan.plan)
@@ -189,8 +204,11 @@ def _end(outcome: Outcome | None, config: Config | None) -> None:
         return
     code = outcome.report()
     if config:
+        from rlhf.launch import log_end
         from rlhf.run import RunDirectory
 
+        directory = RunDirectory(config.output)
         with suppress(RunError):  # the next start tries again
-            RunDirectory(config.output).recover()
+            directory.recover()
+        log_end(directory, outcome)
     raise typer.Exit(code)

@@ -15,7 +15,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from rlhf.config import Config, Stage, load_config
+from rlhf.config import EVERY_STAGE, Config, Stage, load_config
+from rlhf.errors import ConfigError
 from rlhf.run import RunDirectory
 from rlhf.values import Keys, names_model_or_data, overridden
 
@@ -134,6 +135,22 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return command
 
     return decorate
+
+
+def stages_of(text: str) -> tuple[Stage, ...]:
+    """The stages that `--stages` names, as `sft,reward`.
+
+    Raises:
+        ConfigError: a name is no stage's, stands there twice, or before a stage that runs earlier.
+    """
+    names = [name.strip() for name in text.split(",")]
+    stages = tuple(stage for stage in EVERY_STAGE if stage in names)
+    for name in names:
+        if name not in EVERY_STAGE:
+            raise ConfigError(f"--stages {text}: no stage {name!r}; use some of {', '.join(EVERY_STAGE)}")
+    if list(stages) != names:
+        raise ConfigError(f"--stages {text}: each stage runs once, and in this order: {','.join(stages)}; write that")
+    return stages
 
 
 def _is_given(value: Any) -> bool:

@@ -42,7 +42,7 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Money for an hour of one device.", min=0, metavar="X")] = None,
     rows: Annotated[
         int | None,
-        typer.Option(help="Rows that SFT, the reward model and DPO train on, for hours.", min=1, metavar="N"),
+        typer.Option(help="Rows that a stage passes over, for hours.", min=1, metavar="N"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:

@@ -6,6 +6,8 @@ example, which suit its tiny model and no other.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from typing import Annotated
 
@@ -34,13 +36,38 @@ def config(
     example: Annotated[
         bool, typer.Option("--example", metavar="", help="The embedded example's values, not the defaults.")
     ] = False,
+    from_deepspeed_chat: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from-deepspeed-chat",
+            metavar="COMMAND",
+            help="A command line of DeepSpeed-Chat, or of several of its steps, as a recipe; - reads it from standard "
+            "input. Repeatable.",
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(help="With --from-deepspeed-chat: devices, where the command names none.", min=1, metavar="N"),
+    ] = None,
 ) -> None:
     """Print every key of a recipe with its meaning and its default.
 
     The output is a recipe itself: [bold]rlhf config > recipe.yaml[/], edit, [bold]rlhf --config recipe.yaml[/].
     What [bold]--config[/] and [bold]--set[/] give stands above the defaults. The embedded example, which plain
     [bold]rlhf[/] runs, has values that suit its tiny model alone; [bold]--example[/] prints them.
+
+    [bold]--from-deepspeed-chat[/] prints the recipe that trains as a command line of DeepSpeed-Chat does, or of its
+    fork with its HL_* variables: what each flag became, or why nothing. rlhf/migration/README.md lists them all.
+
+    [bold]rlhf config --from-deepspeed-chat "deepspeed --num_gpus 1 main.py --model_name_or_path facebook/opt-1.3b"[/]
+
+    [bold]rlhf config --from-deepspeed-chat - < training_scripts/opt/single_gpu/run_1.3b.sh > recipe.yaml[/]
     """
+    if from_deepspeed_chat:
+        _show(_translation(from_deepspeed_chat, devices, options, example))
+        return
+    if devices:
+        raise ConfigError("--devices: is for --from-deepspeed-chat; leave it out")
     if example and options.config:
         raise ConfigError("--example and --config: each names a recipe to print; give one of them")
     about = _DEFAULTS
@@ -53,7 +80,22 @@ def config(
     values = (replace(options, config=EMBEDDED_RECIPE) if example else options).load(example=False)
     if options.config:  # whose paths start from its folder, and not from that of the recipe printed here
         values = Config.model_validate(values.model_dump(mode="json"))
-    text = recipe_text(values, about)
+    _show(recipe_text(values, about))
+
+
+def _translation(commands: list[str], devices: int | None, options: Options, example: bool) -> str:
+    """The recipe of commands of DeepSpeed-Chat."""
+    from rlhf.migration.text import text_of
+    from rlhf.migration.translate import translated
+
+    others = (options.config, options.overrides, options.precision, options.output, options.seed)
+    if example or any(value is not None for value in others):
+        raise ConfigError("--from-deepspeed-chat: prints what the command means; give other options to rlhf later")
+    texts = [sys.stdin.read() if command == "-" else command for command in commands]
+    return text_of(translated(texts, os.environ, devices))
+
+
+def _show(text: str) -> None:
     from rlhf.metrics.progress import console
 
     if not console.is_terminal:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
+
+
+@contextmanager
+def for_a_program(as_json: bool) -> Iterator[bool]:
+    """Whether a program reads standard output: a pipe, or what wants JSON. Then progress and notes go to the other."""
+    from rlhf.metrics.progress import console
+
+    piped, before = as_json or not console.is_terminal, console.stderr
+    console.stderr = before or piped
+    try:
+        yield piped
+    finally:
+        console.stderr = before
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -40,7 +40,7 @@ def collate_sft(
         input_ids, attention_mask (int64) and loss_mask (bool), all [B, T]; loss_mask marks tokens to be predicted.
     """
     rows = [example.prompt_ids + example.completion_ids for example in examples]
-    input_ids, attention_mask = _pad_right(rows, policy, maximum, pad_token_id)
+    input_ids, attention_mask = pad_right(rows, policy, maximum, pad_token_id)
     first = [max(len(example.prompt_ids), 1) if loss_on == "completion" else 1 for example in examples]
     targets = torch.arange(input_ids.shape[1]) >= torch.tensor(first)[:, None]
     return {
@@ -61,7 +61,7 @@ def collate_reward(
     """
     rows = [example.prompt_ids + example.chosen_ids for example in examples]
     rows += [example.prompt_ids + example.rejected_ids for example in examples]
-    input_ids, attention_mask = _pad_right(rows, policy, maximum, pad_token_id)
+    input_ids, attention_mask = pad_right(rows, policy, maximum, pad_token_id)
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -92,8 +92,8 @@ def collate_dpo(
     """
     prompts = [example.prompt_ids[::-1] for example in examples] * 2
     replies = [example.chosen_ids for example in examples] + [example.rejected_ids for example in examples]
-    before, before_mask = _pad_right(prompts, policy, prompt, pad_token_id)
-    after, after_mask = _pad_right(replies, policy, completion, pad_token_id)
+    before, before_mask = pad_right(prompts, policy, prompt, pad_token_id)
+    after, after_mask = pad_right(replies, policy, completion, pad_token_id)
     return {
         "input_ids": torch.cat([before.flip(1), after], 1),
         "attention_mask": torch.cat([before_mask.flip(1), after_mask], 1),
@@ -112,7 +112,7 @@ def collate_ppo(
         prompt_ids, prompt_mask (int64), both [B, P]; row_mask (bool) [B]: False for rows that only fill the batch up.
     """
     rows = [example.prompt_ids[::-1] for example in examples]
-    prompt_ids, prompt_mask = _pad_right(rows, policy, maximum, pad_token_id)
+    prompt_ids, prompt_mask = pad_right(rows, policy, maximum, pad_token_id)
     return {"prompt_ids": prompt_ids.flip(1), "prompt_mask": prompt_mask.flip(1), "row_mask": _real(examples, real)}
 
 
@@ -189,7 +189,7 @@ class Batches(Generic[E]):
         return batches
 
 
-def _pad_right(
+def pad_right(
     rows: Sequence[Sequence[int]], policy: ShapePolicy, maximum: int, pad_token_id: int
 ) -> tuple[Tensor, Tensor]:
     """(token ids, mask of real tokens), both int64 [rows, T]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config import STAGES, DataConfig, DatasetConfig, Stage, share_of
 from rlhf.data.encoding import (
@@ -60,12 +60,18 @@ _REPLIES: dict[Stage, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StageData:
-    """What one stage trains on and is evaluated on, what became of each source's rows, and how prompts are written."""
+    """What one stage trains on and is evaluated on, what became of each source's rows, and how they are written."""
 
     train: list[Example]
     heldout: list[Example]
     reports: list[DataReport]
     prompt_format: PromptFormat = "plain"
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What `stage.json` says of how prompts are written and replies end, for those who use the model."""
+        return {"prompt_format": self.prompt_format, "end_ids": list(self.end_ids)}
 
 
 @dataclass
@@ -113,13 +119,13 @@ def load_stage(
     shares = dict(zip(STAGES, config.stage_split, strict=True))
 
     def part_of(source: Rows, rows: Sequence[Row], report: DataReport, weight: float) -> _Part:
-        usable = [row for row in rows if not _dropped(row, _unusable(row, stage), report)]
-        if sample is not None and sample < len(usable):
-            report.unseen = len(usable) - sample
-            drawn = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
-            usable = [usable[place] for place in sorted(drawn)]
+        kept = usable(rows, report)
+        if sample is not None and sample < len(kept):
+            report.unseen = len(kept) - sample
+            drawn = random.Random(f"sample {seed}").sample(range(len(kept)), sample)
+            kept = [kept[place] for place in sorted(drawn)]
         report.how, report.rows, report.share = source.how, len(source.rows), len(rows)
-        examples = _examples(usable, config, tokenizer, report, end_ids, show=read.show)
+        examples = encode_rows(kept, config, tokenizer, report, end_ids, show=read.show)
         if examples:
             report.tokens = percentiles(examples, *SHARES)
             report.example = typical(examples)
@@ -161,7 +167,7 @@ def load_stage(
     if not heldout or not train:
         raise _too_few(reports, len(train) + len(heldout))
     form = prompt_format(tokenizer, [example.row for example in train], chat_template=config.chat_template)
-    return StageData(train, heldout, reports, form)
+    return StageData(train, heldout, reports, form, tuple(end_ids or [tokenizer.eos_token_id]))
 
 
 def check_stage(
@@ -190,16 +196,21 @@ def check_stage(
         return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources)
 
 
-def _examples(
+def usable(rows: Sequence[Row], report: DataReport) -> list[Row]:
+    """The rows that `report.stage` can use; the report counts the others."""
+    return [row for row in rows if not _dropped(row, _unusable(row, report.stage), report)]
+
+
+def encode_rows(
     rows: Sequence[Row],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     report: DataReport,
-    end_ids: Sequence[int] | None,
+    end_ids: Sequence[int] | None = None,
     *,
-    show: bool,
+    show: bool = False,
 ) -> list[Example]:
-    """Examples of the rows that fit."""
+    """Examples of the rows that fit, in their order; the report counts the others."""
     names = _REPLIES[report.stage]
     control, templated = control_tokens(tokenizer), has_template(tokenizer, config.chat_template)
 

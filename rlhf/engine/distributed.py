@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerators import verify_agreement
 from rlhf import quiet
-from rlhf.engine.supervision import supervised
+from rlhf.engine.supervision import store, supervised
 from rlhf.errors import FailedElsewhere
 from rlhf.place import Place, here
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 _WAITS = itertools.count()  # the same on all ranks, which wait for the same things
+_GROUPS = itertools.count()  # so that none finds what is left of another in the store, such as addresses
+_MEETING = "rlhf"  # the scheme of `_meet`
 _SECONDS_TO_NAME = 20.0  # for the rank that is late to be found, before a collective only says that somebody is
 _members: list[Member | None] = []  # the session's connection with the other ranks
 
@@ -72,16 +74,26 @@ def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accele
             if place.size == 1:  # no launcher, so no address to meet at
                 with quiet.unheard():  # gloo of torch 2.9 prints that it is alone
                     dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
-            # DeepSpeed joins the process group above, or makes one from the launcher's environment.
+            # DeepSpeed joins the process group above, or makes one with its own settings for the device.
             with quiet.unheard():  # for some devices it compiles collectives
                 deepspeed.init_distributed(
                     dist_backend=accelerator.dist_backend(),
                     verbose=False,
                     timeout=timedelta(seconds=timeout + _SECONDS_TO_NAME),
+                    init_method=f"{_MEETING}://",
                 )
             _members.append(member)
             verify_agreement(all_gather_objects(accelerator.name))
             yield accelerator
+
+
+def _meet(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Where torch has the ranks of a process group find each other: (store, rank, size)."""
+    place = here()
+    yield dist.PrefixStore(f"rlhf/group/{next(_GROUPS)}", store(place, timeout.total_seconds())), place.rank, place.size
+
+
+dist.register_rendezvous_handler(_MEETING, _meet)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _MOMENTS, _MASTER = 8, 4
 
 
 class Need(NamedTuple):
-    """What a stage writes: checkpoints of the models that it trains, and the first of these when it is done."""
+    """What a stage writes: checkpoints of the models that it trains, and when it is done the first of them, or both."""
 
     models: Sequence[nn.Module]
     steps: int
@@ -57,7 +57,8 @@ def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precisi
         averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
         checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
         # The newest two stay, and a third is written beside them; the model comes when two are left.
-        trained = width * (1 + averaged) * sum(counts[:1])
+        critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
+        trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
         best = trained if getattr(config, stage).kept_by else 0  # lies there while others are tried
         most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
         left += trained

@@ -28,7 +28,8 @@ from rlhf.errors import ConfigError, FailedElsewhere
 from rlhf.outcome import INTERRUPTED, Outcome, rank_name
 from rlhf.place import Place
 
-_SESSIONS = itertools.count()  # the same on all ranks; a launcher's store outlives a session
+_SESSIONS = itertools.count()  # the same on all ranks; the store outlives a session
+_stores: dict[tuple[str, int], dist.Store] = {}  # until the process ends: some ranks begin the next session early
 _SECONDS_TO_LEAVE = 5.0  # for the main thread to find out by itself that another rank is gone
 # What collectives say where another rank is gone or late, by the libraries that raise a RuntimeError for it.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
@@ -55,8 +56,7 @@ def supervised(place: Place, timeout: float) -> Iterator[Member | None]:
         if not left.wait(_SECONDS_TO_LEAVE):
             os._exit(verdict.report())
 
-    store = _store(place, timeout)  # kept until the end: on rank 0 the others find it
-    address = _hub(store, place, timeout)
+    address = _hub(store(place, timeout), place, timeout)
     member = Member(address, place.rank, rank_name(place.rank), {}, timeout, judged=leave)
     try:
         if member.met() is None:
@@ -81,8 +81,21 @@ def _is_loss(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
-def _store(place: Place, timeout: float) -> dist.Store:
-    """What all ranks can read and write, where their launcher makes them meet; the process group will use it too."""
+def store(place: Place, timeout: float) -> dist.Store:
+    """What all ranks can read and write, where their launcher makes them meet; one for all sessions of a process.
+
+    Raises:
+        ConfigError: as `supervised`.
+    """
+    assert place.address and place.port
+    where = (place.address, place.port)
+    if where not in _stores:
+        _stores[where] = _connected(place, timeout)
+    _stores[where].set_timeout(timedelta(seconds=timeout))
+    return _stores[where]
+
+
+def _connected(place: Place, timeout: float) -> dist.Store:
     assert place.address and place.port
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = place.rank == 0 and not launcher_listens

@@ -74,7 +74,7 @@ def _origin(found: Origin) -> str:
 def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
         rows, each = config.ppo.batch_size, config.ppo.method.completions
-        said = f"{config.ppo.steps:,} rollouts of {rows // each} prompts"
+        said = f"{plan.steps(config):,} rollouts of {rows // each} prompts"
         return said if each == 1 else f"{said}, {each} completions of each"
     section = config.supervised(plan.stage)
     return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

@@ -1,13 +1,14 @@
 """Progress of long work: a live bar on a terminal, plain lines elsewhere, nothing on other ranks than 0.
 
 A total and a description flow in, then counts and the latest numbers; rates and remaining time come out.
-Print through `console` while a bar is shown: its lines appear above the bar.
+Print through `console` while a bar is shown: its lines appear above the bar. A copy of what a terminal shows has the
+plain lines (`rlhf.metrics.terminal`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -16,7 +17,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-console = Console(highlight=False)
+from rlhf.metrics.terminal import console
+
+__all__ = ["Bar", "console", "format_number", "format_seconds", "progress"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 _NARROW = 75  # columns; below, the numbers need the room that the bar would take
@@ -41,11 +44,14 @@ def progress(total: int, description: str, *, unit: str = "rows", enabled: bool 
         yield _Silent()
     elif console.is_terminal:
         with _display() as display:
-            bar = _Live(display, total, description, unit)
+            bars: list[_Live | _Lines] = [_Live(display, total, description, unit)]
+            if console.copy:
+                bars.append(_Lines(console.copy, total, description, unit))
+            bar = _Several(bars)
             yield bar
             bar.close()
     else:
-        lines = _Lines(total, description, unit)
+        lines = _Lines(console, total, description, unit)
         yield lines
         lines.close()
 
@@ -78,10 +84,26 @@ class _Silent:
         pass
 
 
+class _Several:
+    """Bars that show the same."""
+
+    def __init__(self, bars: Sequence[_Live | _Lines]) -> None:
+        self._bars = bars
+
+    def advance(self, count: int = 1, **metrics: float) -> None:
+        for bar in self._bars:
+            bar.advance(count, **metrics)
+
+    def close(self) -> None:
+        for bar in self._bars:
+            bar.close()
+
+
 class _Lines:
     """A line at the start, at most one every ten seconds, and one at the end."""
 
-    def __init__(self, total: int, description: str, unit: str) -> None:
+    def __init__(self, console: Console, total: int, description: str, unit: str) -> None:
+        self._console = console
         self._total, self._description, self._unit = total, description, unit
         self._done = 0
         self._metrics: dict[str, float] = {}
@@ -109,7 +131,7 @@ class _Lines:
             last,
             _metrics_text(self._metrics),
         ]
-        console.print("  ".join(part for part in parts if part), soft_wrap=True, markup=False)
+        self._console.print("  ".join(part for part in parts if part), soft_wrap=True, markup=False)
 
 
 class _Live:

@@ -26,7 +26,7 @@ from rlhf.models.final_norm import final_norm, reset_final_norm
 from rlhf.models.folder import check_model_folder
 from rlhf.models.reasons import reason, unreachable
 from rlhf.models.support import check_support
-from rlhf.models.tokenizers import load_tokenizer
+from rlhf.models.tokenizers import end_tokens, load_tokenizer
 from rlhf.models.weights import Checkpoint, Put, fill, grow, into, make_real, prepare
 from rlhf.roles import Holding
 
@@ -136,7 +136,7 @@ def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[
     if path is None and config.tokenizer is None:
         check_model_folder(where)
     hub.ask(where, "model")
-    return load_tokenizer(where, trust_remote_code=config.trust_remote_code)
+    return load_tokenizer(where, trust_remote_code=config.trust_remote_code, eos_token=config.eos_token)
 
 
 def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, reward_path: str) -> None:
@@ -294,6 +294,8 @@ def _fit(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-        if model.generation_config.eos_token_id is None:
-            model.generation_config.eos_token_id = tokenizer.eos_token_id
+        settings, own = model.generation_config, model.generation_config.eos_token_id
+        if tokenizer.eos_token_id not in (own if isinstance(own, list) else [own]):
+            ends = end_tokens(tokenizer, settings)
+            settings.eos_token_id = ends if len(ends) > 1 else ends[0]
     return model

@@ -22,12 +22,17 @@ _STRANGE = "\u0378 \u2603 \ua9c5 \U000f0000"
 """Characters that only a tokenizer that can write every text (byte by byte) has tokens for."""
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerBase, list[str]]:
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, eos_token: str | None = None
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """A tokenizer with an EOS token and a pad token that is not EOS.
 
     A reward model in Hugging Face's format finds the last token of a row as the last one that is not
     padding, so a pad token that equals EOS would hide the EOS. Where the tokenizer has no other, a token
     that no text contains becomes the pad token, or a new one is added.
+
+    Args:
+        eos_token: the text of the token that is to be EOS, added where the tokenizer has no such token; None: its own.
 
     Returns:
         (tokenizer, notes about what was changed).
@@ -53,12 +58,14 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> tuple[PreTr
         raise ModelError(
             f"{path}: its tokenizer cannot be loaded ({reason(error)}); check its files, or name another"
         ) from error
+    before = tokenizer.eos_token_id
+    notes = _end_with(tokenizer, eos_token, path) if eos_token else []
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"{path}: the tokenizer has no end-of-sequence token, so no completion could end; "
-            "set eos_token in its tokenizer_config.json"
+            "name one, or a new one, in model.eos_token, e.g. '</s>'"
         )
-    return tokenizer, _ensure_pad(tokenizer, path)
+    return tokenizer, notes + _ensure_pad(tokenizer, path, {before, tokenizer.eos_token_id})
 
 
 def end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
@@ -73,10 +80,20 @@ def end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
     return sorted({tokenizer.eos_token_id, *(token for token in more if token in control)})
 
 
-def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
+def _end_with(tokenizer: PreTrainedTokenizerBase, token: str, path: str) -> list[str]:
+    if tokenizer.eos_token == token:
+        return []
+    was = f"ends with {tokenizer.eos_token!r}" if tokenizer.eos_token else "has no end-of-sequence token"
+    new = token not in tokenizer.get_vocab()
+    tokenizer.add_special_tokens({"eos_token": token})
+    what = f"added {token!r} (id {tokenizer.eos_token_id}), to be learned" if new else f"ending with {token!r}"
+    return [f"{path}: the tokenizer {was}; {what}"]
+
+
+def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str, ends: set[int | None]) -> list[str]:
     if tokenizer.pad_token_id is None:
         was = "has no pad token"
-    elif tokenizer.pad_token_id == tokenizer.eos_token_id:
+    elif tokenizer.pad_token_id in ends:
         was = "pads with its end-of-sequence token"
     elif tokenizer.pad_token in str(tokenizer.chat_template or ""):
         was = f"pads with {tokenizer.pad_token!r}, which its chat template writes"

@@ -36,7 +36,7 @@ class Duration:
 def steps_of(config: Config, stage: Stage, rows: int | None) -> int | None:
     """Optimizer steps of a stage, in PPO rollouts; None where they depend on rows whose number is not given."""
     if stage == "ppo":
-        return config.ppo.steps
+        return None if config.ppo.epochs and rows is None else config.ppo.total_steps(rows or 0)
     section = config.supervised(stage)
     if rows is None:
         return section.max_steps

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.engine.training import Batch
+if TYPE_CHECKING:
+    from rlhf.engine.training import Batch
 
 
 def completion_ids(sequences: Batch) -> list[list[int]]:

@@ -62,9 +62,10 @@ class PPO:
         self.accelerator = context.accelerator
         self.tokenizer = tokenizer
         self.experience: Experience | None = None  # the latest, for samples
+        self.steps = settings.total_steps(len(data.train))
         minibatch, micro_rows = settings.minibatch(context.world.size)
         sizes = {
-            "total_steps": settings.steps * settings.updates,
+            "total_steps": self.steps * settings.updates,
             "batch_size": minibatch,
             "micro_batch_size": micro_rows,
         }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf.models.adapters import save_adapter
 from rlhf.models.export import save_model
 from rlhf.sharing import ADAPTER
-from rlhf.stage_directory import AVERAGE
+from rlhf.stage_directory import AVERAGE, CRITIC
 from rlhf.starts import starts
 
 if TYPE_CHECKING:
@@ -20,12 +20,21 @@ if TYPE_CHECKING:
 _LAST = ("dpo", "ppo")  # stages from which no other starts by itself
 
 
-def leave(context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def leave(
+    context: StageContext,
+    engine: TrainingEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    critic: TrainingEngine | None = None,
+) -> None:
     """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
 
     A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
-    models can stand on one base. Beside all that, the same of the weights' moving average where there is one.
+    models can stand on one base. Beside all that, the same of the weights' moving average where there is one, and the
+    critic, if `ppo.save_critic` says so.
     """
+    if critic and context.config.ppo.save_critic:
+        save_model(critic, tokenizer, folder / CRITIC)
     _write(context, engine, tokenizer, folder, "")
     if engine.ema:
         with engine.ema.in_place():

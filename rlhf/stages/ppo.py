@@ -32,16 +32,16 @@ def run(
 
     def step(index: int) -> Numbers:
         numbers = ppo.step(index)
-        if settings.shows_samples(index + 1):
+        if settings.shows_samples(index + 1, ppo.steps):
             tell(context, ppo, index + 1)
         return numbers
 
     summary = run_steps(
         context,
-        total_steps=settings.steps,
+        total_steps=ppo.steps,
         step=step,
         measure=lambda when: measure(context, ppo, data, when, judge),
-        leave=lambda folder: leave(context, ppo.actor, tokenizer, folder),
+        leave=lambda folder: leave(context, ppo.actor, tokenizer, folder, ppo.critic),
         engines=ppo.engines,
         settings=settings,
         unit="tokens",

@@ -109,3 +109,57 @@ def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():
 
     with pytest.raises(AcceleratorError, match="attention: swift cannot be used on cpu: too slow"):
         Refusing().choose("attention", "swift")
+
+
+def test_auto_takes_back_what_was_chosen():
+    cpu = CPU()
+    cpu.choose("adamw", "torch-foreach")
+    cpu.choose("adamw", "auto")
+    assert cpu.capabilities()["adamw"].implementation == "torch-fused"
+
+
+# capture, which may be turned off
+
+
+class Recorder(CPU):
+    """It answers for the functions that it is given to record."""
+
+    def kernels(self):
+        recorder = KernelImpl(
+            operation="graph_capture",
+            name="tape",
+            factory=lambda accelerator: lambda fn, key: lambda: "replayed",
+            supported=lambda accelerator: Support(True, "it is quick"),
+        )
+        return [*super().kernels(), recorder]
+
+
+@pytest.mark.parametrize("backend", [CPU, Recorder])
+def test_where_no_recording_is_chosen_a_function_runs_as_it_is_and_the_report_says_so(backend):
+    accelerator = backend()
+    accelerator.choose("graph_capture", "none")
+
+    def reads_on_the_host():
+        return torch.ones(1).item()
+
+    assert accelerator.capture(reads_on_the_host, key="it")() == 1
+    assert accelerator.capabilities()["graph_capture"] == Support(False, "none was chosen")
+    assert accelerator.kernel("graph_capture") is None
+
+
+def test_recording_is_on_unless_it_is_turned_off():
+    recorder = Recorder()
+    for chosen, expected in (("auto", "replayed"), ("none", "plain"), ("tape", "replayed"), ("auto", "replayed")):
+        recorder.choose("graph_capture", chosen)
+        assert recorder.capture(lambda: "plain", key="it")() == expected
+
+
+def test_what_no_trainer_does_without_cannot_be_turned_off():
+    with pytest.raises(AcceleratorError, match="attention: cpu has no implementation none; there is: sdpa, eager"):
+        CPU().choose("attention", "none")
+
+
+@pytest.mark.parametrize("name", ["", "auto", "none"])
+def test_no_implementation_has_the_name_of_a_choice(name):
+    with pytest.raises(ValueError, match=f"KernelImpl: name is '{name}', expected one that says what it is"):
+        KernelImpl(operation="adamw", name=name, factory=print, supported=lambda accelerator: Support(True, "it is"))

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rlhf.aside import Aside
-from rlhf.cli.chat import ChatModel, Show, _converse, model_folder
+from rlhf.cli.chat import ChatModel, Show, _converse
 from rlhf.cli.options import Options
 from rlhf.config import Config
 from rlhf.errors import ModelError, RunError
+from rlhf.evaluation.folders import model_folder
 from rlhf.lock import locked
 from rlhf.run import RunDirectory
 
@@ -166,7 +167,7 @@ def chat_model(
 def test_weights_take_the_compute_precision_and_rotary_frequencies_keep_theirs(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = chat_model(tiny_model, monkeypatch, "bf16").model
+    model = chat_model(tiny_model, monkeypatch, "bf16").writer.module
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -206,7 +207,7 @@ def test_the_prompt_is_written_as_in_training(
     tokenizer.save_pretrained(folder)
     run.stage("sft").finish({"prompt_format": recorded} if recorded else {})
     model = chat_model(folder, monkeypatch)
-    assert model.tokenizer.decode(model._prompt([("user", "hello")])) == prompt
+    assert model.writer.tokenizer.decode(model._prompt([("user", "hello")])) == prompt
     assert model.converses == converses
 
 

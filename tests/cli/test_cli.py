@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -92,6 +93,29 @@ def test_help_needs_no_heavy_import() -> None:
 
 def test_the_version_is_shown(rlhf: Command) -> None:
     assert re.fullmatch(r"rlhf \d+\.\d+\.\d+\n", rlhf("--version").stdout)
+
+
+def test_stages_may_be_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(launch, "run", lambda config, *, stages, **options: asked.append(stages))
+    for listed in (["--stages", "sft,dpo"], ["--stages", "reward, ppo"], ["--stages", "sft"], []):
+        assert CliRunner().invoke(app, [*listed, "--output", str(tmp_path)]).exit_code == 0
+    assert asked == [("sft", "dpo"), ("reward", "ppo"), ("sft",), ("sft", "reward", "ppo")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--stages", "sft,pp"], "--stages sft,pp: no stage 'pp'; use some of sft, reward, dpo, ppo"),
+        (["--stages", ""], "--stages : no stage ''; use some of sft, reward, dpo, ppo"),
+        (["--stages", "ppo,sft"], "--stages ppo,sft: each stage runs once, and in this order: sft,ppo; write that"),
+        (["--stages", "sft,sft"], "--stages sft,sft: each stage runs once, and in this order: sft; write that"),
+        (["--stages", "sft", "ppo"], "--stages sft: is for `rlhf` without a command; leave `ppo` out"),
+    ],
+)
+def test_a_list_that_is_no_order_of_stages_is_refused_in_one_line(given: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, given)
+    assert Outcome.of(done.exception) == Outcome(2, f"rlhf: error: {words}", ANY)
 
 
 def test_options_may_stand_before_and_after_a_command(rlhf: Command) -> None:

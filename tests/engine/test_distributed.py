@@ -1,4 +1,4 @@
-"""What rank 0 does alone: the others wait for it, for as long as it takes, and learn how it ended."""
+"""What rank 0 does alone: the others wait for it as long as it takes, and learn how it ended; and sessions in a row."""
 
 import sys
 from pathlib import Path
@@ -52,3 +52,29 @@ def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(tmp_path: Path) -> 
 def test_the_others_do_not_outwait_a_rank_0_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):  # it said nothing, and the launcher ended the other in the end
         on_two_ranks(tmp_path, then="import os; os._exit(3)")
+
+
+SESSIONS = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+import accelerators
+from rlhf.engine import distributed
+destroy = dist.destroy_process_group
+def late():
+    time.sleep(1 if os.environ["RANK"] == "0" else 0)
+    destroy()
+dist.destroy_process_group = late
+for number in range(3):
+    with distributed.session(accelerators.select("cpu", environ={{}}), timeout=20):
+        found = distributed.all_gather_objects([number, distributed.world().rank])
+Path({folder!r}, f"rank{{os.environ['RANK']}}").write_text(str(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_may_begin_a_session_while_rank_0_still_leaves_the_one_before(tmp_path: Path) -> None:
+    script = SESSIONS.format(root=str(ROOT), folder=str(tmp_path))
+    assert ranks.start(2, [sys.executable, "-c", script]) is None
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[[2, 0], [2, 1]]"] * 2

@@ -95,8 +95,10 @@ def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
     best = config(sft={"eval_every": 10, "keep": "best(perplexity)"})  # beside the three
     assert bytes_needed(best, {"sft": Need([model], 201)}, FP32) == (3 * 12 + 4) * 10**6
     assert bytes_needed(config(reward={"checkpoint_every": 0}), {"reward": Need([model], 201)}, FP32) == 16 * 10**6
-    averaged = config(ppo={"ema": 0.9})  # 4 MB more in a checkpoint, and another model
-    assert bytes_needed(averaged, {"ppo": Need([model, model], 1)}, FP32) == (2 * 12 + 4 + 2 * 4) * 10**6
+    averaged = config(ppo={"ema": 0.9})  # 4 MB more in a checkpoint, and another model, beside actor and critic
+    assert bytes_needed(averaged, {"ppo": Need([model, model], 1)}, FP32) == (2 * 12 + 4 + 3 * 4) * 10**6
+    alone = config(ppo={"save_critic": False})
+    assert bytes_needed(alone, {"ppo": Need([model, model], 1)}, FP32) == (2 * 12 + 4) * 10**6
     assert bytes_needed(averaged, {"sft": Need([model], 1)}, FP32) == (12 + 4) * 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 21_000_000))
     check_room(config(), tmp_path / "run", few, FP32)

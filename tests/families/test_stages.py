@@ -47,7 +47,7 @@ def of_plain_transformers(folder: Path, vocabulary: int) -> torch.Tensor:
     """The same of a saved model, each row alone."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    scalar = folder.parent.name == "reward"
+    scalar = folder.parent.name == "reward" or folder.name == "critic"
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     if no_class := (folder / "README.md").is_file():  # its backbone and its head, as that file says
         kind = AutoModel
@@ -83,7 +83,7 @@ def trained(
     save, loss = leaving.save_model, updates.policy_loss
 
     def saved(engine: Any, own: Any, path: Path) -> None:
-        ends[path.parent.name] = numbers(engine.module, len(tokenizer))
+        ends[f"{path.parent.name}/{path.name}"] = numbers(engine.module, len(tokenizer))
         save(engine, own, path)
 
     def watched(log_probs: Any, old: Any, advantages: Any, mask: Any, **options: Any) -> Any:
@@ -125,12 +125,12 @@ def test_a_family_is_trained_and_saved_as_plain_transformers_reads_it(
     trained: Any, tokenizer: Any, family: Family
 ) -> None:
     folder, ends, ratios = trained(family)
-    assert set(ends) == {"sft", "reward", "ppo"}
+    assert set(ends) == {"sft/model", "reward/model", "ppo/model", "ppo/critic"}
     assert (folder / "reward" / "model" / "README.md").is_file() == (not family.has_classifier)
-    for stage, expected in ends.items():
-        summary = json.loads((folder / stage / "stage.json").read_text())
+    for place, expected in ends.items():
+        summary = json.loads((folder / place).with_name("stage.json").read_text())
         assert summary["steps"] == 2
-        found = of_plain_transformers(folder / stage / "model", len(tokenizer))
+        found = of_plain_transformers(folder / place, len(tokenizer))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     assert len(ratios) == 2, "one update a rollout"
     if not family.draws:

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from rich.console import Console
 
 from rlhf.metrics import progress as module
 from rlhf.metrics.progress import format_number, format_seconds, progress
+from rlhf.metrics.terminal import Terminal
 
 
 class Clock:
@@ -30,14 +30,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     output = io.StringIO()
-    monkeypatch.setattr(module, "console", Console(file=output, force_terminal=False))
+    monkeypatch.setattr(module, "console", Terminal(file=output, force_terminal=False))
     return output
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     output = io.StringIO()
-    monkeypatch.setattr(module, "console", Console(file=output, force_terminal=True, width=100, color_system=None))
+    monkeypatch.setattr(module, "console", Terminal(file=output, force_terminal=True, width=100, color_system=None))
     yield output
     assert module._current is None, "a display was left open"
 

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
+from rlhf.config import ModelConfig
+from rlhf.models.loading import load_causal_lm, load_model_tokenizer
 from rlhf.models.tokenizers import end_tokens, load_tokenizer
-from tests.helpers import build_tokenizer
+from tests.helpers import build_tokenizer, llama
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -102,3 +105,59 @@ def test_end_tokens_are_the_tokenizers_and_the_models(settings: Any, expected: l
     tokenizer.add_tokens(["<turn>"])
     assert tokenizer.eos_token_id == 1 and tokenizer.convert_tokens_to_ids(["#", "<turn>"]) == [7, 300]
     assert end_tokens(tokenizer, settings) == expected
+
+
+def endless(folder: Path) -> Any:
+    """A tokenizer without an end-of-sequence token, saved in `folder`."""
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_an_end_token_that_is_asked_for_is_added_once(tmp_path: Path) -> None:
+    before = endless(tmp_path)
+    found, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
+    assert (found.eos_token, found.eos_token_id, len(found)) == ("<|end|>", len(before), len(before) + 1)
+    assert notes == [
+        f"{tmp_path}: the tokenizer has no end-of-sequence token; added '<|end|>' (id {len(before)}), to be learned"
+    ]
+    assert found("moo<|end|>", add_special_tokens=False)["input_ids"][-1] == found.eos_token_id
+    assert found.decode([found.eos_token_id], skip_special_tokens=True) == ""
+    found.save_pretrained(tmp_path / "saved")
+    for asked in ("<|end|>", None):
+        again, notes = load_tokenizer(str(tmp_path / "saved"), eos_token=asked)
+        assert (again.get_vocab(), again.eos_token, notes) == (found.get_vocab(), "<|end|>", [])
+
+
+def test_an_end_token_may_be_one_of_the_tokenizer(tmp_path: Path) -> None:
+    before = endless(tmp_path)
+    found, (note,) = load_tokenizer(str(tmp_path), eos_token="<eos>")
+    assert (found.eos_token_id, found.get_vocab()) == (before.convert_tokens_to_ids("<eos>"), before.get_vocab())
+    assert note.endswith("the tokenizer has no end-of-sequence token; ending with '<eos>'")
+
+
+def test_the_end_token_of_before_does_not_pad_beside_another(tmp_path: Path) -> None:
+    tokenizer_with([], [], CHATML).save_pretrained(tmp_path)  # pads with <eos>, which ends generation still
+    found, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
+    assert (found.eos_token, found.pad_token) == ("<|end|>", "<|pad|>")
+    assert "ends with '<eos>'; added '<|end|>'" in notes[0] and "pads with its end-of-sequence token" in notes[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, [300]), (1, [1, 300]), ([1, 7], [1, 300])])
+def test_a_model_ends_where_its_tokenizer_does(tmp_path: Path, before: Any, after: list[int]) -> None:
+    """Of what its settings named before, special tokens stay (1); 7 is a letter of this tokenizer."""
+    model = llama(300)
+    model.generation_config.eos_token_id = before
+    model.save_pretrained(tmp_path)
+    tokenizer = build_tokenizer()
+    assert len(tokenizer) == 300
+    tokenizer.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), eos_token="<|end|>")
+    tokenizer, _ = load_model_tokenizer(config)
+    found = load_causal_lm(config, tokenizer, attention="sdpa")
+    ends = found.generation_config.eos_token_id
+    assert (ends if isinstance(ends, list) else [ends]) == after
+    rows = found.get_input_embeddings().weight
+    assert len(rows) == 301
+    torch.testing.assert_close(rows[300], rows[:300].mean(0))

@@ -27,6 +27,9 @@ WORDS = ("<end>", "a", "b", "c")
 END = 0  # also the padding
 PROMPT_COLUMNS = 3  # one of padding
 LENGTH = 3  # of the longest completion
+BETA = 0.5  # what a nat away from the first policy costs
+# Of the models: first distributions that are far from uniform, and features of every input from the start.
+SIZES = {"initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": END}
 COMPLETIONS = [
     words
     for length in range(1, LENGTH + 1)

@@ -22,11 +22,12 @@ from rlhf.stages import dpo
 from tests.helpers import llama
 from tests.in_process import ROW, stage_context
 from tests.optimum.language import (
+    BETA,
     COMPLETIONS,
-    END,
     LENGTH,
     PROMPT,
     PROMPT_COLUMNS,
+    SIZES,
     WORDS,
     Distance,
     log_probabilities,
@@ -34,8 +35,6 @@ from tests.optimum.language import (
     tokenizer,
 )
 
-BETA = 0.5
-SIZES = {"initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": END}
 STRENGTHS = random.Random(5).choices((1, 2, 4), k=len(COMPLETIONS))
 REWARDS = torch.tensor(STRENGTHS).double().log()
 # In a ring, each completion against the two after it.

@@ -22,10 +22,11 @@ from rlhf.rl.trainer import PPO, Models
 from tests.helpers import llama
 from tests.in_process import given, scalar_llama, stage_context
 from tests.optimum.language import (
-    END,
+    BETA,
     LENGTH,
     PROMPT,
     PROMPT_COLUMNS,
+    SIZES,
     WORDS,
     Distance,
     TableOfRewards,
@@ -36,10 +37,6 @@ from tests.optimum.language import (
     table,
     tokenizer,
 )
-
-BETA = 0.5
-# First distributions that are far from uniform, and features of every input from the start.
-SIZES = {"initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": END}
 
 
 class Algorithm(NamedTuple):

@@ -218,6 +218,11 @@ def no_end_token(bench: Bench) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def an_end_token_for_the_embedded_model(bench: Bench) -> tuple[list[str], list[str]]:
+    return settings(model__path="", model__eos_token="</s>"), ["model.eos_token: the embedded model has one of its own"]
+
+
+@mistake
 def a_model_that_no_hub_gives(bench: Bench) -> tuple[list[str], list[str]]:
     return settings(ppo__reward_model="nobody/nothing"), ["nobody/nothing: no folder here", "HF_HUB_OFFLINE"]
 

@@ -11,7 +11,8 @@ from tests.preflight.raised import raised
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("errors.yaml")
-# What runs before, beside or around the stages; `rlhf/cli` has commands of their own, `accelerators/testing` the kit.
+# What runs before, beside or around the stages; `cli` and `evaluation` are commands of their own,
+# `accelerators/testing` is the kit.
 RLHF = ("data", "models", "engine", "rollout", "stages", "metrics", "config.py", "config_data.py", "kinds.py")
 RLHF += ("files.py", "lock.py", "outcome.py", "pipeline.py", "preflight.py", "ranks.py", "run.py", "settings.py")
 RLHF += ("stage_directory.py", "launch.py", "values.py", "hub.py", "place.py", "nodes.py", "companions.py")
@@ -41,7 +42,7 @@ def test_every_module_of_rlhf_is_looked_at() -> None:
     root = ROOT / "rlhf"
     quiet = {"aside.py", "errors.py", "names.py", "objectives", "problems.py", "quiet.py", "recipe.py", "starts.py"}
     quiet |= {"estimators.py", "invocation.py", "signals.py", "__init__.py", "__main__.py", "cli", "recipes"}
-    quiet |= {"version.py"}
+    quiet |= {"version.py", "evaluation", "migration"}
     there = {path.name for path in root.iterdir() if path.name != "__pycache__"}
     assert there == quiet | set(RLHF)
     assert raised(*(f"rlhf/{name}" for name in quiet if name.endswith(".py"))) == []

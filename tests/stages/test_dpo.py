@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from accelerators import Precision
-from rlhf.cli.chat import model_folder
 from rlhf.data.tokenization import StageData
+from rlhf.evaluation.folders import model_folder
 from rlhf.metrics.recorder import Recorder
 from rlhf.run import RunDirectory
 from rlhf.stage_directory import step_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.cli.chat import model_folder
 from rlhf.errors import RunError
+from rlhf.evaluation.folders import model_folder
 from tests.helpers import assert_same_weights, start, wait_for, weights
 
 

@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -222,20 +224,27 @@ def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, ac
     same_training(folder, expected, "sft")
 
 
-def test_no_model_of_steps_that_were_done_differently_is_kept(accelerator, tmp_path, monkeypatch):
-    """After the checkpoint of step 6, step 7 is the best; resumed for more steps, it has another learning rate."""
-    slower = {"learning_rate": 0.03, "warmup": 0, "schedule": "linear"}
+@contextmanager
+def failing_at(monkeypatch: pytest.MonkeyPatch, moment: str) -> Iterator[None]:
+    """SFT ends with an error when it is measured at that moment."""
     evaluate = sft.evaluate
 
     def fails(*arguments: Any) -> Any:
-        if arguments[-1] == "after step 8":
+        if arguments[-1] == moment:
             raise RuntimeError
         return evaluate(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(sft, "evaluate", fails)
         with pytest.raises(RuntimeError):
-            tune(accelerator, tmp_path, optimizer=slower, epochs=5)
+            yield
+
+
+def test_no_model_of_steps_that_were_done_differently_is_kept(accelerator, tmp_path, monkeypatch):
+    """After the checkpoint of step 6, step 7 is the best; resumed for more steps, it has another learning rate."""
+    slower = {"learning_rate": 0.03, "warmup": 0, "schedule": "linear"}
+    with failing_at(monkeypatch, "after step 8"):
+        tune(accelerator, tmp_path, optimizer=slower, epochs=5)
     stale = measured(tmp_path)
     assert (tmp_path / "sft" / "best" / "step-00000007").is_dir()
     summary = tune(accelerator, tmp_path, optimizer=slower, epochs=7)
@@ -247,17 +256,8 @@ def test_no_model_of_steps_that_were_done_differently_is_kept(accelerator, tmp_p
 
 def test_the_earlier_checkpoint_has_its_best_model_too(whole, accelerator, tmp_path, monkeypatch):
     """The newest checkpoint cannot be read, and is moved away: what was the best before is there."""
-    evaluate = sft.evaluate
-
-    def fails(*arguments: Any) -> Any:
-        if arguments[-1] == "after step 7":
-            raise RuntimeError
-        return evaluate(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "evaluate", fails)
-        with pytest.raises(RuntimeError):
-            tune(accelerator, tmp_path)
+    with failing_at(monkeypatch, "after step 7"):
+        tune(accelerator, tmp_path)
     there = {path.name for path in (tmp_path / "sft" / "best").iterdir()}
     values = measured(tmp_path)
     assert there == {f"step-{min(range(1, until + 1), key=values.__getitem__):08d}" for until in (3, 6)}

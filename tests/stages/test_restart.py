@@ -49,6 +49,9 @@ def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finishe
     assert not (tmp_path / "killed" / "ppo" / "stage.json").exists()
     found = rlhf(*ppo_arguments(finished_run, tmp_path / "killed"), "--resume")
     assert "resumed after step" in found.stdout
+    log = (tmp_path / "killed" / "ppo" / "console.log").read_text()
+    assert {line for line in found.stdout.splitlines() if line.startswith("ppo: ")} <= set(log.splitlines())
+    assert log.count(" rlhf ppo --output") == 2 and log.index("resumed after step") > log.rindex(" rlhf ppo --output")
     assert_same_weights(tmp_path / "killed" / "ppo" / "model", tmp_path / "whole" / "ppo" / "model")
     for folder in ("killed", "whole"):
         lines = (tmp_path / folder / "ppo" / "metrics.jsonl").read_text().splitlines()
@@ -66,6 +69,7 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     assert process.returncode == 130
     command = f"to continue: rlhf ppo --output {output} --resume --ranks 2"
     assert errors.splitlines()[-1].endswith(command)
+    assert (output / "ppo" / "console.log").read_text().splitlines()[-1] == errors.splitlines()[-1]
     (kept,) = (output / "ppo" / "checkpoints").iterdir()
     assert len(list(kept.glob("state-rank*.pt"))) == 2
     assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from accelerators import host
 from rlhf import pipeline, ranks
-from rlhf.cli.chat import model_folder
 from rlhf.engine import memory
 from rlhf.errors import RunError
+from rlhf.evaluation.folders import model_folder
 from rlhf.rl.trainer import PPO
 from tests.in_process import stage_context
 

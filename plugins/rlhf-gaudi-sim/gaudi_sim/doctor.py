@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WARM_UP, WARM_UP_ZERO_3 = 2, 3
 ROWS, PARTS = 4, 2
 """The most rows of a micro-batch, and parts that a batch is cut into: more of them compile nothing else."""
+_STARTS_FROM = {"sft": ("sft",), "reward": ("sft", "reward"), "dpo": ("sft", "dpo"), "ppo": ("sft", "reward", "ppo")}
+"""Each stage after those that it starts from."""
 _REFUSAL = re.compile(r"^rlhf: note: generation is not recorded: (.*)", re.MULTILINE)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -61,6 +63,12 @@ def shapes(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set one key, above the file. Repeatable.", metavar="KEY=VALUE")
     ] = None,
+    stages: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stage", help="sft, reward, dpo or ppo, and what it starts from. Repeatable; else ppo.", metavar="STAGE"
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each stage.", min=WARM_UP_ZERO_3 + 1, metavar="N")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,7 +85,7 @@ def shapes(
     from rlhf.config import load_config
 
     recipe = load_config(config, overrides or ())
-    reports = examine(recipe, steps, _say if not as_json else lambda line: None)
+    reports = examine(recipe, _all(stages or ["ppo"]), steps, _say if not as_json else lambda line: None)
     if as_json:
         print_json([asdict(report) | {"stable": report.stable} for report in reports])
     else:
@@ -89,22 +97,40 @@ def shapes(
     raise typer.Exit(1)
 
 
-def examine(config: Config, steps: int, say: Callable[[str], None]) -> list[StageReport]:
-    """Run `steps` steps of every stage on the simulation.
+def _all(stages: Sequence[str]) -> list[str]:
+    """The stages, and those that they start from, in their order.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    from rlhf.errors import ConfigError
+
+    for stage in stages:
+        if stage not in _STARTS_FROM:
+            raise ConfigError(f"--stage {stage}: no such stage; use one of {', '.join(_STARTS_FROM)}")
+    wanted = {needed for stage in stages for needed in _STARTS_FROM[stage]}
+    return [stage for stage in _STARTS_FROM if stage in wanted]
+
+
+def examine(config: Config, stages: Sequence[str], steps: int, say: Callable[[str], None]) -> list[StageReport]:
+    """Run `steps` steps of the stages on the simulation.
 
     Raises:
         RLHFError, AcceleratorError: the recipe is wrong.
         typer.Exit: a stage failed; its own line is on standard error.
     """
     from gaudi_sim.toy import toy_copy
-    from rlhf.config import STAGES
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = toy_copy(config.model, folder / "toy") if config.model.path else config.model
-        (folder / "recipe.yaml").write_text(json.dumps(_short(config, model, folder, steps)))  # JSON is YAML
+        values = _short(config, model, folder, steps)
+        if config.reward.model and config.reward.model != config.model.path and "reward" in stages:
+            other = config.model.model_copy(update={"path": config.reward.model, "gguf_file": None})
+            values["reward"]["model"] = toy_copy(other, folder / "toy-reward").path
+        (folder / "recipe.yaml").write_text(json.dumps(values))  # JSON is YAML
         reports = []
-        for stage in STAGES:
+        for stage in stages:
             say(f"{stage}: {steps} steps on the simulation")
             reports.append(_run(stage, folder, zero_3=config.engine.zero_stage == 3))
         return reports
@@ -114,14 +140,16 @@ def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, An
     """The recipe with the toy model, few rows and few steps; every length as it was."""
     values = config.model_dump(mode="json")
     values |= {"output": str(folder / "run"), "accelerator": "auto", "model": model.model_dump(mode="json")}
-    for stage, key in (("sft", "max_steps"), ("reward", "max_steps"), ("ppo", "steps")):
+    for stage, key in (("sft", "max_steps"), ("reward", "max_steps"), ("dpo", "max_steps"), ("ppo", "steps")):
         section = values[stage]
         section |= _few_rows(section)
         # One evaluation batch and a part of one: the last one is seldom full.
         rows = min(section["eval_rows"], section["batch_size"] + max(1, section["batch_size"] // 2))
         section |= {key: steps, "eval_rows": rows, "log_every": 1, "checkpoint_every": 0}
-    values["sft"]["epochs"] = values["reward"]["epochs"] = steps  # small data sets last for all steps
-    values["reward"]["model"] = values["ppo"]["actor"] = values["ppo"]["reward_model"] = None
+        section["epochs"] = None if stage == "ppo" else steps  # small data sets last for all steps
+    # Stages start from what the ones before left; a reward model of its own may be of another shape.
+    values["dpo"]["model"] = values["ppo"]["actor"] = values["ppo"]["reward_model"] = values["ppo"]["critic"] = None
+    values["reward"]["model"] = values["model"]["path"] if config.reward.model else None
     return values
 
 

@@ -46,6 +46,7 @@ def test_a_recipe_of_dynamic_shapes_is_told_which_lines_compile_late(python: Run
     ("arguments", "reason"),
     [
         (("--config", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("--stage", "sgt"), "--stage sgt: no such stage; use one of sft, reward, dpo, ppo"),
         (("--set", "sft.epoch=2"), "did you mean 'epochs'?"),
         (("--set", "model.path=nowhere", "--set", "data.datasets=[{path: world}]"), "nowhere: no toy copy can be made"),
     ],

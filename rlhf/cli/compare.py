@@ -1,0 +1,318 @@
+"""`rlhf compare`: several models complete the same prompts; what they wrote is shown, scored and compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import for_a_program, print_json, print_table
+from rlhf.config import Config, SamplingConfig, load_config
+from rlhf.errors import ConfigError, RunError
+from rlhf.evaluation.folders import model_folder, reward_model_folder, run_of
+from rlhf.evaluation.models import Device
+from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
+from rlhf.evaluation.rows import HELDOUT, overrides
+from rlhf.files import atomic_write, check_writable
+from rlhf.models.folder import check_model_folder
+from rlhf.names import is_path
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Row
+
+_SHARES = ("win_rate", "truncated_share", "repeated_share")
+_LABELS = {
+    "reward": "reward",
+    "win_rate": "win rate",
+    "reward_difference": "reward difference",
+    "kl": "KL, nats",
+    "kl.per_token": "KL per token",
+    "log_ratio": "log-ratio, nats",
+    "log_ratio.per_token": "log-ratio per token",
+    "distinct_1": "distinct 1",
+    "distinct_2": "distinct 2",
+    "distinct_3": "distinct 3",
+    "length": "length, tokens",
+    "truncated_share": "truncated",
+    "repeated_share": "repeated",
+}
+
+
+@shared("config", "overrides", "accelerator", "precision", "seed", "debug")
+def compare(
+    context: typer.Context,
+    options: Options,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Runs, stages of runs, model folders, hub names. The others are measured by the first.",
+            metavar="MODEL...",
+            show_default=False,
+        ),
+    ],
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="A .txt file of one prompt a line, - for standard input, or a source as in data.datasets. "
+            "Without, or [bold]heldout[/]: what the first run among the models holds out.",
+            metavar="SOURCE",
+        ),
+    ] = None,
+    reward_model: Annotated[
+        str | None,
+        typer.Option("--reward-model", "-R", help="What scores: a run, a model folder or a hub name.", metavar="MODEL"),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts, drawn by the seed.", metavar="N")] = 100,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="0: always the most likely token. Without: 0, and 1 with --best-of.",
+            metavar="T",
+            show_default=False,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", min=0.001, max=1, help="Draw from the likeliest tokens of this share.", metavar="P"),
+    ] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Completions at a time.", metavar="N")] = 16,
+    best_of: Annotated[
+        str | None,
+        typer.Option(help="Draw as many samples as the largest, and tell the best's score: 1,4,16.", metavar="N,..."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write all completions and scores there, as JSON lines.", metavar="FILE")
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="Prompts shown with their completions.", metavar="N")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+) -> None:
+    """Compare models: completions of the same prompts side by side, scores, win rates, distance, variety.
+
+    [bold]rlhf compare runs/a/sft runs/a --reward-model runs/a[/]
+
+    [bold]rlhf compare facebook/opt-350m runs/b runs/c --prompts questions.txt -R runs/b --output all.jsonl[/]
+
+    [bold]rlhf compare runs/a/sft runs/a -R runs/a --best-of 1,4,16[/]
+
+    The [bold]win rate[/] is the share of prompts on which the reward model prefers a model to the first one; a tie
+    counts half. In brackets stand intervals of 95 % over prompts: Wilson's of the win rate, the paired t test's of the
+    difference. The [bold]KL[/] to the first model is estimated on a model's own samples, as the mean of
+    log p(model) - log p(first); of greedy completions (--temperature 0) or with --top-p that mean is no KL, and is
+    called log-ratio. [bold]distinct n[/] is the share of different runs of n tokens among all.
+
+    [bold]--best-of[/] tells how the best of n samples would score, without training, and at what KL at most: where PPO
+    scores no higher than the best of n of the SFT model at its KL, look at its training.
+
+    Each model is loaded, writes, and is released before the next. Exit code 2: something has to be mended first.
+    """
+    numbers = _numbers(best_of)
+    _check(models, reward_model, numbers, temperature, output)
+    if temperature is None:
+        temperature = 1.0 if numbers else 0.0
+    sampling = SamplingConfig(temperature=temperature, top_p=top_p)
+    with for_a_program(as_json) as piped:
+        config = _settings(options, prompts)
+        rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
+        device = Device.chosen(config, options.accelerator)
+        from rlhf.evaluation import compare as comparing
+        from rlhf.evaluation.figures import figures, records
+        from rlhf.evaluation.writing import Manner
+
+        found = comparing.compare(
+            models,
+            drawn(rows or _held_out(options, config, models), limit, config.seed),
+            Manner(sampling, max_tokens, batch_size, config.seed),
+            config,
+            device,
+            reward_model=reward_model,
+            samples=max(numbers, default=1),
+        )
+        if output:
+            _write(output, records(found))
+        for reason, (count, first) in found.left_out.items():
+            _say(f"{count:,} prompt{'s' if count > 1 else ''} left out: {reason} (first: {first})")
+        for note in found.notes:
+            _say(note)
+    told = figures(found, numbers)
+    if as_json:
+        print_json(told)
+    elif piped:
+        _print_lines(told)
+    else:
+        _print_samples(records(found)[:show])
+        _print_tables(told)
+
+
+def _numbers(text: str | None) -> list[int]:
+    """The n of `--best-of`."""
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
+    if wrong := next((part for part in parts if not (part.isdecimal() and int(part) >= 1)), None):
+        raise ConfigError(f"--best-of {text}: {wrong!r} is no number of samples; write 1,4,16")
+    if text is not None and not all(parts):
+        raise ConfigError(f"--best-of {text!r}: a number is missing; write 1,4,16")
+    return sorted({int(part) for part in parts})
+
+
+def _check(
+    models: Sequence[str],
+    reward_model: str | None,
+    best_of: Sequence[int],
+    temperature: float | None,
+    output: Path | None,
+) -> None:
+    """Find out what is wrong with the command line before anything slow is imported."""
+    if len(models) == 1 and not best_of:
+        raise ConfigError(f"{models[0]}: one model alone has nothing to be compared with; name two or more")
+    if best_of and not reward_model:
+        raise ConfigError("--best-of: no reward model says which sample is the best; name one with --reward-model")
+    if best_of and temperature == 0:
+        raise ConfigError("--best-of: at --temperature 0 all samples are the same; leave that out")
+    if output and output.is_dir():
+        raise RunError(f"{output}: is a folder; name a file with --output")
+    if output:
+        check_writable(output.parent)
+    for folder in (*map(model_folder, models), *map(reward_model_folder, [reward_model] if reward_model else [])):
+        check_model_folder(str(folder))
+
+
+def _settings(options: Options, prompts: str | None) -> Config:
+    """The configuration, its data being `prompts` where these are a data set."""
+    more = overrides(prompts, "--prompts") if prompts and prompts != HELDOUT and not has_lines(prompts) else []
+    return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
+
+
+def _read(prompts: str, config: Config) -> list[Row]:
+    """The prompts of `--prompts`."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
+    return read_lines(prompts) if has_lines(prompts) else read_prompts(config, show=True)
+
+
+def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
+    """The prompts that the recipe holds out, or without one that of the first run among the models."""
+    from rlhf.models.loading import load_model_tokenizer
+
+    name = models[0]
+    if options.config is None:
+        runs = ((name, run_of(name)) for name in models if is_path(name))
+        name, run = next(((name, run) for name, run in runs if run), (name, None))
+        recipe = run.own_recipe() if run else None
+        if recipe is None:
+            raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
+        config = load_config(recipe, options.overrides or ())
+    tokenizer, _ = load_model_tokenizer(config.model, str(model_folder(name)))
+    return held_out(config, tokenizer)
+
+
+def _say(line: str) -> None:
+    from rlhf.metrics.progress import console
+
+    console.print(f"note: {line}", markup=False, soft_wrap=True)
+
+
+def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _print_lines(told: dict[str, Any]) -> None:
+    """A line for each model, its numbers under the names that they have in JSON."""
+    lines = []
+    for model in told["models"]:
+        best = {f"best_of_{row['best_of']}": row["reward"][model["model"]] for row in told.get("best_of", ())}
+        lines.append(_flat(model | best))
+    columns = list(dict.fromkeys(name for line in reversed(lines) for name in line))  # the first has fewer
+    print_table("", columns, [[_plain(line.get(name)) for name in columns] for line in lines])
+
+
+def _print_tables(told: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    from rlhf.metrics.progress import console, format_number
+
+    first, *others = (model["model"] for model in told["models"])
+    flat = [_flat(model) for model in told["models"]]
+    rows = []
+    for name, label in _LABELS.items():
+        values = [_value(name, line) for line in flat]
+        if any(values):
+            rows.append([label, *values])
+    how = "greedy" if told["temperature"] == 0 else f"temperature {told['temperature']:g}"
+    how += f", top-p {told['top_p']:g}" if told["top_p"] < 1 else ""
+    how += f", {told['samples']} samples of each" if told["samples"] > 1 else ""
+    said = f"{told['prompts']:,} prompts, {how}. ± is the standard error; in brackets are 95 % intervals."
+    console.print(Text(said, "dim"), soft_wrap=True)
+    print_table("", ["" if not others else f"against {first}", first, *others], rows)
+    if "best_of" not in told:
+        return
+    names = [model["model"] for model in told["models"] if "reward" in model]
+    rows = [
+        [str(row["best_of"]), format_number(row["kl_at_most"])]
+        + [_value("reward", _flat({"reward": row["reward"][name]})) for name in names]
+        for row in told["best_of"]
+    ]
+    print_table("reward of the best of n samples", ["n", "KL at most", *names], rows)
+    for one in told["best_of_at_kl"]:
+        own = next(_flat(model) for model in told["models"] if model["model"] == one["model"])
+        best = f"the best of {one['best_of']:,} of {first}, {format_number(one['kl_at_most'])} nats away at most"
+        worth = f"scores {_value('reward', _flat(one))}" if one["reward"] else "takes more samples than were drawn"
+        line = f"{one['model']} scores {_value('reward', own)}, {format_number(one['kl'])} nats away; {best}, {worth}"
+        console.print(Text(line), soft_wrap=True)
+
+
+def _print_samples(records: Sequence[dict[str, Any]]) -> None:
+    """Prompts with a completion of each model: of several, the first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlhf.metrics.progress import console, format_number
+
+    for record in records:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, style="dim", overflow="ellipsis", max_width=console.width // 3)
+        grid.add_column(no_wrap=True, justify="right", style="cyan")
+        grid.add_column(overflow="fold")
+        grid.add_row("prompt", "", Text(record["prompt"].strip(), style="italic"))
+        for name, texts in record["completions"].items():
+            scores = record["scores"].get(name)
+            score = format_number(scores[0]) if scores else ""
+            grid.add_row(Text(name), score, Text(texts[0].strip() or "(empty)"))
+        console.print(grid)
+        console.print()
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested values under names with dots."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _plain(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _value(name: str, line: dict[str, Any]) -> str:
+    """A number as a person reads it, with its error or its interval."""
+    from rlhf.metrics.progress import format_number
+
+    def shown(value: float) -> str:
+        return f"{100 * value:.1f}%" if name in _SHARES else format_number(value)
+
+    mean = line.get(f"{name}.mean", line.get(name))
+    if mean is None:
+        return ""
+    if name in ("win_rate", "reward_difference") and line.get(f"{name}.low") is not None:
+        return f"{shown(mean)} [{shown(line[f'{name}.low'])}, {shown(line[f'{name}.high'])}]"
+    error = line.get(f"{name}.error")
+    return shown(mean) if error is None else f"{shown(mean)} ± {format_number(float(f'{error:.2g}'))}"

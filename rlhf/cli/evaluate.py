@@ -1,0 +1,337 @@
+"""`rlhf evaluate`: what a finished model is worth, by pairs of replies, by text, or by sentences of one's own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import print_json, print_table
+from rlhf.config import Config, Stage
+from rlhf.errors import ConfigError, DataError
+from rlhf.names import is_path
+
+if TYPE_CHECKING:
+    from rlhf.evaluation.models import Device, Judge
+    from rlhf.evaluation.rows import Measured
+    from rlhf.evaluation.sentences import Question
+
+logger = logging.getLogger(__name__)
+
+Numbers = dict[str, Any]
+
+_PAIRS = {
+    "pairs": "pairs",
+    "accuracy": "accuracy",
+    "accuracy_interval": "95% interval",
+    "chosen_score": "chosen",
+    "rejected_score": "rejected",
+    "margin": "margin",
+    "log_loss": "log loss",
+    "brier": "Brier",
+    "calibration_error": "ECE",
+    "temperature": "temperature",
+}
+_TEXT = {
+    "rows": "rows",
+    "tokens": "tokens",
+    "loss": "nats a token",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits a byte",
+}
+
+
+@shared("config", "overrides", "accelerator", "precision", "seed", "debug")
+def evaluate(
+    context: typer.Context,
+    options: Options,
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Folders of models or runs, or hub names; several side by side.", metavar="MODEL..."),
+    ],
+    pairs: Annotated[
+        str | None,
+        typer.Option(
+            help="Pairs of replies for reward models: a source as in data.datasets, or [bold]heldout[/].",
+            metavar="SOURCE",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Replies or text for language models: a source, a .txt file, or [bold]heldout[/].", metavar="SOURCE"
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="A prompt of your own, for reward models.", metavar="TEXT")] = None,
+    reply: Annotated[
+        list[str] | None, typer.Option(help="A reply to it, to be scored. Repeatable.", metavar="TEXT")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of a forward pass.", min=1, metavar="N")] = 8,
+    bins: Annotated[int, typer.Option(help="Bins of confidence, in the calibration.", min=1, metavar="N")] = 10,
+    rows: Annotated[bool, typer.Option("--rows", metavar="", help="With --json: the numbers of each row too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+) -> None:
+    """Measure finished models: reward models on pairs, language models on text.
+
+    [bold]rlhf evaluate runs/a --pairs heldout[/]  ·  accuracy and calibration on what its recipe held out
+
+    [bold]rlhf evaluate runs/a runs/b/reward/model --pairs pairs.jsonl[/]  ·  two reward models, on pairs of your own
+
+    [bold]rlhf evaluate runs/a --prompt "Where does the bee live?" --reply "In the hive." --reply "Go away."[/]
+
+    [bold]rlhf evaluate runs/a < sentences.tsv[/]  ·  prompt, tab, reply, tab, another; or JSON lines; or type them
+
+    [bold]rlhf evaluate gpt2 runs/a/sft --text replies.jsonl[/]  ·  perplexity
+
+    Of a run, its reward model or its last policy is meant; runs/a/sft means the one of that stage. A SOURCE is a path,
+    a hub name, or what data.datasets takes: [bold]--pairs '{path: rows.csv, columns: {chosen: good, rejected: bad}}'[/]
+
+    A score is that of a reply's last token, as PPO has it. Calibration asks whether chosen replies are better as often
+    as sigmoid(chosen - rejected) says. Texts longer than a model's room are read in windows that overlap by half.
+    """
+    asked = [name for name, value in {"--pairs": pairs, "--text": text, "--prompt": prompt}.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{asked[0]} and {asked[1]}: one thing is measured at a time; give one of them")
+    if bool(prompt) != bool(reply):
+        raise ConfigError("--prompt and --reply: belong together; give both")
+    if rows and not as_json:
+        raise ConfigError("--rows: adds to JSON; give --json too")
+    source, option = (pairs, "--pairs") if pairs else (text or "", "--text")
+    if twice := next((name for name in models if models.count(name) > 1), None):
+        raise ConfigError(f"{twice}: is named twice; name each model once")
+    config = _settings(options, source, option, models)
+    _check(models, reward=not text)
+    from rlhf.evaluation.models import Device
+
+    device = Device.chosen(config, options.accelerator)
+    if pairs or text:
+        measure = _by_pairs(batch_size, bins) if pairs else _by_text(batch_size)
+        _measure(device, config, models, pairs or text or "", measure, rows=rows, json=as_json)
+    elif prompt or not sys.stdin.isatty():
+        _score(device, config, models, list(_questions(prompt, reply)), batch_size, as_json)
+    else:
+        _converse(device, config, models)
+
+
+def _settings(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
+    """The configuration, its data being `source`; of what is held out, that of the first run that is named."""
+    from rlhf.evaluation.folders import run_of
+    from rlhf.evaluation.rows import HELDOUT, overrides
+
+    if source == HELDOUT and not options.config:
+        run = next((run for model in models if is_path(model) and (run := run_of(model))), None)
+        recipe = run.own_recipe() if run else None
+        if not recipe:
+            raise ConfigError(f"{option} {HELDOUT}: no recipe says what is held out; give --config, or name a run")
+        options = replace(options, config=recipe)
+    more = overrides(source, option) if source else []
+    return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
+
+
+def _check(models: Sequence[str], *, reward: bool) -> None:
+    """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
+    from rlhf.evaluation.folders import model_folder, reward_model_folder
+    from rlhf.models.folder import check_model_folder
+
+    for model in models:
+        check_model_folder(str(reward_model_folder(model) if reward else model_folder(model)))
+
+
+class _Measure(NamedTuple):
+    """How models of one kind are measured, and what is shown of it: keys of the numbers, and their titles."""
+
+    kind: str
+    stage: Stage
+    load: Callable[..., Any]
+    take: Callable[..., Measured]
+    columns: dict[str, str]
+
+
+def _by_pairs(batch_size: int, bins: int) -> _Measure:
+    from rlhf.evaluation import pairs
+    from rlhf.evaluation.models import load_judge
+
+    return _Measure("pairs", "reward", load_judge, partial(pairs.measure, batch_size=batch_size, bins=bins), _PAIRS)
+
+
+def _by_text(batch_size: int) -> _Measure:
+    from rlhf.evaluation import perplexity
+    from rlhf.evaluation.models import load_writer
+
+    return _Measure("text", "sft", load_writer, partial(perplexity.measure, batch_size=batch_size), _TEXT)
+
+
+def _measure(
+    device: Device, config: Config, models: Sequence[str], source: str, by: _Measure, *, rows: bool, json: bool
+) -> None:
+    """Measure each model on the source, one after the other, and print all."""
+    from rlhf.evaluation.rows import read_rows
+    from rlhf.metrics.progress import console
+
+    show, found = console.is_terminal and not json, None
+    measures: list[Numbers] = []
+    for name in models:
+        with _loading(name, show):
+            model = by.load(name, config, device)
+        found = found or read_rows(source, by.stage, config, model, show=show)
+        numbers, each, report = by.take(model, found, config, show=show)
+        dropped = {reason: count for reason, (count, _) in report.dropped.items()}
+        measures.append({"model": name, "folder": model.folder, **numbers, "left_out": dropped})
+        if rows:
+            measures[-1]["each"] = [one._asdict() for one in each]
+        if report.dropped:
+            logger.warning("%s: left out: %s", name, report.reasons())
+        del model
+        device.free()
+    if json:
+        print_json({"kind": by.kind, "source": source, **_where(device), "models": measures})
+        return
+    cells = [[one["model"], *(_cell(one[key]) for key in by.columns)] for one in measures]
+    print_table(f"{source}: {by.kind}", ["model", *by.columns.values()], cells)
+    for one in measures:
+        if "bins" in one:
+            _print_bins(one["model"], one["bins"])
+
+
+def _print_bins(name: str, bins: Sequence[Numbers]) -> None:
+    rows = [
+        [f"{one['low']:.3g} to {one['high']:.3g}", *(_cell(one[key]) for key in ("pairs", "confidence", "accuracy"))]
+        for one in bins
+    ]
+    print_table(f"{name}: as right as it is sure?", ("confidence", "pairs", "mean confidence", "accuracy"), rows)
+
+
+def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Question]:
+    from rlhf.evaluation.sentences import question, read_line
+
+    if prompt:
+        yield question(prompt, replies or (), "--prompt")
+        return
+    lines = [(number, line) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
+    if not lines:
+        raise DataError(
+            "nothing to measure: standard input is empty; give --pairs or --text, or a line of prompt, tab, reply"
+        )
+    for number, line in lines:
+        yield read_line(line, f"line {number}")
+
+
+def _score(
+    device: Device, config: Config, models: Sequence[str], questions: Sequence[Question], size: int, json: bool
+) -> None:
+    """Score sentences by each model, one after the other, and print all."""
+    from rlhf.evaluation.models import load_judge
+    from rlhf.evaluation.sentences import score
+    from rlhf.metrics.progress import console
+
+    show = console.is_terminal and not json
+    found: dict[str, list[list[float]]] = {}
+    for name in models:
+        with _loading(name, show):
+            judge = load_judge(name, config, device)
+        found[name] = score(judge, questions, batch_size=size, show=show)
+        del judge
+        device.free()
+    if json:
+        print_json({"kind": "sentences", **_where(device), "questions": _as_json(questions, found)})
+    else:
+        _print_scores(questions, found)
+
+
+def _converse(device: Device, config: Config, models: Sequence[str]) -> None:
+    """Ask for prompts and replies until the terminal has no more; all models are held at once."""
+    import readline  # noqa: F401  # gives input() editing and history
+
+    from rlhf.evaluation.models import load_judge
+    from rlhf.evaluation.sentences import question, score
+    from rlhf.metrics.progress import console
+
+    judges: list[Judge] = []
+    for name in models:
+        with _loading(name, True):
+            judges.append(load_judge(name, config, device))
+    console.print("[dim]a prompt, then replies to it; an empty line scores them, Ctrl-D leaves[/]\n")
+    while True:
+        try:
+            prompt = input("prompt  ")
+            replies: list[str] = []
+            while prompt.strip() and (reply := input("reply   ").strip()):
+                replies.append(reply)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if replies:
+            try:
+                asked = [question(prompt, replies, "prompt")]
+                _print_scores(asked, {judge.name: score(judge, asked, batch_size=len(replies)) for judge in judges})
+            except DataError as error:
+                print(f"({error})")
+        print()
+
+
+def _as_json(questions: Sequence[Question], found: dict[str, list[list[float]]]) -> list[Numbers]:
+    from rlhf.evaluation.sentences import chances
+
+    return [
+        {
+            "prompt": [{"role": message.role, "content": message.content} for message in asked.prompt],
+            "replies": [
+                {
+                    "reply": reply,
+                    "scores": {name: scores[place][at] for name, scores in found.items()},
+                    "best": {name: chances(scores[place])[at] for name, scores in found.items()},
+                }
+                for at, reply in enumerate(asked.replies)
+            ],
+        }
+        for place, asked in enumerate(questions)
+    ]
+
+
+def _print_scores(questions: Sequence[Question], found: dict[str, list[list[float]]]) -> None:
+    from rlhf.evaluation.sentences import chances
+
+    several = any(len(asked.replies) > 1 for asked in questions)
+    rows = []
+    for place, asked in enumerate(questions):
+        for at, reply in enumerate(asked.replies):
+            row = [asked.shown, reply]
+            for scores in found.values():
+                row += [f"{scores[place][at]:.4f}"]
+                best = f"{chances(scores[place])[at]:.3f}" if len(asked.replies) > 1 else "-"
+                row += [best] if several else []
+            rows.append([" ".join(cell.split()) for cell in row])
+    alone = len(found) == 1
+    columns = ["prompt", "reply"]
+    for name in found:
+        columns += ["score" if alone else f"{name}: score"]
+        columns += (["P(best)"] if alone else [f"{name}: P(best)"]) if several else []
+    print_table("scores", columns, rows)
+
+
+def _cell(value: Any) -> str:
+    from rlhf.metrics.progress import format_number
+
+    if isinstance(value, list):
+        return " to ".join(f"{one:.4f}" for one in value)
+    return value if isinstance(value, str) else "-" if value is None else format_number(value)
+
+
+def _where(device: Device) -> Numbers:
+    return {"accelerator": device.accelerator.name, "precision": device.precision.name}
+
+
+def _loading(name: str, show: bool) -> Any:
+    from contextlib import nullcontext
+
+    from rich.text import Text
+
+    from rlhf.metrics.progress import console
+
+    return console.status(Text(f"loading {name}")) if show else nullcontext()

@@ -1,0 +1,160 @@
+"""The rows that finished models are measured on: all of a file's, or those that a recipe holds out.
+
+A source and a configuration flow in; rows flow out, the same for all models, and for each model its examples of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf.config import Config, DataConfig, Stage
+from rlhf.data import sources
+from rlhf.errors import DataError
+
+if TYPE_CHECKING:
+    from rlhf.data.examples import Example
+    from rlhf.data.report import DataReport
+    from rlhf.data.rows import Row
+    from rlhf.evaluation.models import Loaded
+
+HELDOUT = "heldout"
+"""What names the rows that a recipe holds out; a file of this name is `./heldout`."""
+_TEXT = ".txt"
+_LIMITS = ("max_prompt_length", "max_completion_length")
+
+
+class Measured(NamedTuple):
+    """What a model made of rows: `numbers` that rlhf/metrics/KEYS.md defines, those of `each` row, what is left out."""
+
+    numbers: dict[str, Any]
+    each: Sequence[Any]
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was found in the sources, in their order; `report` says why other records are left out."""
+
+    rows: list[Row]
+    report: DataReport
+
+
+def overrides(source: str, option: str) -> list[str]:
+    """Settings, as `--set` takes them, that make `source` all of the data: a path, or what `data.datasets` may hold.
+
+    Raises:
+        DataError: `source` is a path, and nothing is there.
+    """
+    if source == HELDOUT or _is_text(source):
+        if source != HELDOUT:
+            sources.check(source, option)
+        return []
+    written = source.lstrip().startswith("{") and not Path(source).exists()
+    if not written:
+        sources.check(source, option)
+    return [f"data.datasets=[{source if written else json.dumps({'path': source})}]", "data.stage_split=1:1:1"]
+
+
+def read_rows(source: str, stage: Stage, config: Config, first: Loaded, *, show: bool = False) -> Rows:
+    """The rows of the sources of `config`, which `overrides` has set; or those that a stage holds out.
+
+    Args:
+        stage: what learns from such rows.
+        first: the model whose tokenizer says which rows a recipe can use, and so which it holds out.
+
+    Raises:
+        DataError: a source cannot be read, or there is no row.
+    """
+    from rlhf.data.reading import Source, read_sources
+    from rlhf.data.report import DataReport
+    from rlhf.data.tokenization import load_stage
+
+    if source == HELDOUT:
+        data = load_stage(
+            _as_trained(config.data, first), stage, first.tokenizer, seed=config.seed, end_ids=first.end_ids
+        )
+        return Rows([example.row for example in data.heldout], DataReport(stage, HELDOUT))
+    report = DataReport(stage, source)
+    if _is_text(source):
+        return Rows([_document(source)], report)
+    rows: list[Row] = []
+    read = read_sources(config.data, [stage], seed=config.seed, show=show)
+    for found in (read[Source.trained(dataset)] for dataset in config.data.datasets):
+        rows += found.rows
+        for reason, (count, first_of) in found.dropped.items():
+            before, where = report.dropped.get(reason, (0, first_of))
+            report.dropped[reason] = before + count, where
+    if not rows:
+        why = f"{report.reasons()}; {report.remedies()}" if report.dropped else "it is empty"
+        raise DataError(f"{source}: no usable row: {why}")
+    return Rows(rows, report)
+
+
+def examples(
+    found: Rows, config: DataConfig, model: Loaded, *, fits: bool, show: bool = False
+) -> tuple[list[Any], DataReport]:
+    """(the examples that `model` gets of the rows, a report on those that are left out).
+
+    Prompts are written and replies end as in the model's training. Lengths that the settings name hold; without them
+    the model's own room does.
+
+    Args:
+        fits: whether rows that exceed the model's room are left out.
+
+    Raises:
+        DataError: none is left.
+    """
+    from rlhf.data.reasons import LONG_COMPLETION
+    from rlhf.data.report import DataReport
+    from rlhf.data.tokenization import encode_rows, usable
+
+    report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
+    settings = _as_trained(config, model)
+    free = {limit: model.room if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
+    settings = settings.model_copy(update=free)
+    made = encode_rows(usable(found.rows, report), settings, model.tokenizer, report, model.end_ids, show=show)
+    kept: list[Example] = []
+    for example in made:
+        tokens = _longest(example)
+        if fits and tokens > model.room:
+            report.drop_long(LONG_COMPLETION, example.row.source, tokens, model.room)
+        else:
+            kept.append(example)
+    report.heldout = len(kept)
+    if not kept:
+        raise DataError(f"{report.source}: no row that {model.name} can use: {report.reasons()}; {report.remedies()}")
+    return kept, report
+
+
+def _longest(example: Example) -> int:
+    from rlhf.data.examples import parts
+
+    (_, prompt), *replies = parts(example)
+    return len(prompt) + max((len(ids) for _, ids in replies), default=0)
+
+
+def _as_trained(config: DataConfig, model: Loaded) -> DataConfig:
+    return config.model_copy(update={"chat_template": model.prompt_format == "template"})
+
+
+def _is_text(source: str) -> bool:
+    return source.lower().endswith(_TEXT)
+
+
+def _document(source: str) -> Row:
+    """A text file, as one text without a prompt."""
+    from rlhf.data.rows import Row
+
+    try:
+        text = Path(source).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{source}: cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source}: not a UTF-8 text file; save it as UTF-8") from error
+    if not text.strip():
+        raise DataError(f"{source}: holds no text; name another file")
+    return Row((), "", text, None, None, Path(source).name)

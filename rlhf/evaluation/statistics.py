@@ -1,0 +1,121 @@
+"""Numbers that judge models, and how sure they are: means, shares, wins, best of n, variety. Plain Python, no tensors.
+
+Intervals are of 95 %. What was drawn for the same prompt is compared with one another, prompt by prompt (paired).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """The bounds between which a number is expected."""
+
+    low: float
+    high: float
+
+
+class Estimate(NamedTuple):
+    """A mean, its standard error and its interval; these are None where one value alone says nothing of its spread."""
+
+    mean: float
+    error: float | None
+    interval: Interval | None
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of independent values, with Student's interval; of differences, it is that of the paired t test."""
+    mean, count = fmean(values), len(values)
+    if count < 2:
+        return Estimate(mean, None, None)
+    error = stdev(values, mean) / math.sqrt(count)
+    reach = student_quantile(count - 1) * error
+    return Estimate(mean, error, Interval(mean - reach, mean + reach))
+
+
+def wilson(successes: float, count: int) -> Interval:
+    """The interval of a share, `successes` of `count`: E. B. Wilson (1927), the score interval.
+
+    A success may count in part, as a tie counts half. Values between 0 and 1 of mean p vary by p (1 - p) at most, which
+    is what shares of whole ones vary by; so with ties the interval is wider than it need be, and never too narrow.
+    """
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    share, spread = successes / count, z**2 / count
+    middle = (share + spread / 2) / (1 + spread)
+    reach = math.sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
+    return Interval(max(middle - reach, 0.0), min(middle + reach, 1.0))
+
+
+def student_quantile(degrees: int) -> float:
+    """The t that a variable of Student's distribution stays within, on either side, with `CONFIDENCE`.
+
+    Its distribution function has a closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is halved towards.
+    """
+    low, high = 0.0, math.pi / 2  # of the angle of which t / sqrt(degrees) is the tangent
+    while (angle := (low + high) / 2) not in (low, high):
+        low, high = (angle, high) if _within(angle, degrees) < CONFIDENCE else (low, angle)
+    return math.sqrt(degrees) * math.tan(angle)
+
+
+def win_share(own: Sequence[float], other: Sequence[float]) -> float:
+    """The part of all pairs of an own and another score in which the own one is higher; a tie counts half."""
+    return fmean((mine > theirs) + (mine == theirs) / 2 for mine in own for theirs in other)
+
+
+def expected_best(scores: Sequence[float], best_of: int) -> float:
+    """The mean, over all subsets of `best_of` of the scores, of the highest one in each.
+
+    Unbiased for the best of `best_of` fresh samples. With the scores in order, the i-th is the highest of
+    C(i - 1, k - 1) of the C(n, k) subsets.
+    """
+    ordered, subsets = sorted(scores), math.comb(len(scores), best_of)
+    return sum(score * (math.comb(place, best_of - 1) / subsets) for place, score in enumerate(ordered))
+
+
+def best_of_kl(best_of: int) -> float:
+    """Nats of KL(best of n || one sample), at most: log n - (n - 1) / n.
+
+    arXiv:2009.01325 gives it as the value; arXiv:2401.01879 shows that it is an upper bound.
+    """
+    return math.log(best_of) - (best_of - 1) / best_of
+
+
+def best_of_at(kl: float) -> int:
+    """The largest n of which `best_of_kl` is `kl` at most."""
+    low, high = 1, 2
+    while best_of_kl(high) <= kl:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if best_of_kl(middle) <= kl else (low, middle)
+    return low
+
+
+def distinct(completions: Sequence[Sequence[int]], length: int) -> float:
+    """Different runs of `length` tokens, as a part of all such runs, over all completions together (arXiv:1510.03055).
+
+    0 where there is no run so long.
+    """
+    runs = [tuple(ids[start : start + length]) for ids in completions for start in range(len(ids) - length + 1)]
+    return len(set(runs)) / max(len(runs), 1)
+
+
+def repeated(texts: Sequence[str]) -> float:
+    """The share of texts that say what another one before them says."""
+    return 1 - len(set(texts)) / len(texts)
+
+
+def _within(angle: float, degrees: int) -> float:
+    """P(|T| < sqrt(degrees) tan(angle)), T of Student's distribution."""
+    cosine, total = math.cos(angle), 0.0
+    term = cosine if degrees % 2 else 1.0
+    for power in range(degrees % 2, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    total *= math.sin(angle)
+    return (total + angle) * 2 / math.pi if degrees % 2 else total

@@ -1,0 +1,183 @@
+"""What models are loaded by which names, and that they score as plain transformers does, row by row without padding."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerators import ShapePolicy
+from rlhf.config import Config, build_config
+from rlhf.data.encoding import conversation_row
+from rlhf.data.tokenization import load_stage
+from rlhf.data.transcripts import Message
+from rlhf.errors import ModelError, RunError
+from rlhf.evaluation.folders import reward_model_folder, run_of
+from rlhf.evaluation.models import Device, load_judge, load_writer
+from rlhf.run import RunDirectory
+from tests.evaluation.conftest import by_transformers, reward_model
+from tests.models.test_deepspeed_chat import saved
+
+PAIRS = [("cow", "please moo"), ("dog or owl", "go"), ("owl", "hoot hoot thanks no go away red blue"), ("", "no")]
+ROWS = [conversation_row([Message("user", prompt)], "template") for prompt, _ in PAIRS]
+REPLIES = [reply for _, reply in PAIRS]
+
+
+@pytest.mark.parametrize("shapes", ["static", "bucketed", "dynamic"])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_scores_are_those_of_transformers_in_the_order_of_the_rows(
+    device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, shapes: Any, batch_size: int
+) -> None:
+    folder, model = judge_folder
+    judge = load_judge(folder, Config(), replace(device, shapes=ShapePolicy(shapes, first=4)))
+    found = judge.scores([ids or [] for ids in judge.encode(ROWS, REPLIES)], batch_size=batch_size)
+    expected = [by_transformers(model, tokenizer, *pair) for pair in PAIRS]
+    assert found == pytest.approx(expected, abs=1e-4) and len({round(score, 2) for score in expected}) == len(PAIRS)
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom", "gpt2", "gpt_neox"])
+def test_any_classifier_of_one_label_scores_without_a_template(
+    device: Device, tokenizer: Any, tmp_path: Path, family: str
+) -> None:
+    plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<eos>")
+    model = reward_model(tmp_path / "judge", plain, family)
+    judge = load_judge(tmp_path / "judge", Config(), device)
+    assert judge.prompt_format == "plain" and judge.name == str(tmp_path / "judge")
+    rows = [conversation_row([Message("user", prompt or "go")], "plain") for prompt, _ in PAIRS]
+    found = judge.scores([ids or [] for ids in judge.encode(rows, REPLIES)], batch_size=3)
+    for (prompt, reply), score in zip(PAIRS, found, strict=True):
+        ids = torch.tensor([plain(f"{prompt or 'go'} {reply}")["input_ids"] + [plain.eos_token_id]])
+        with torch.no_grad():
+            assert score == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-4)
+
+
+def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(device: Device, tmp_path: Path) -> None:
+    theirs = saved(tmp_path / "reward", "opt")
+    judge = load_judge(tmp_path / "reward", Config(), device)
+    (ids,) = judge.encode(ROWS[:1], REPLIES[:1])
+    assert ids is not None and ids[-1] == 1
+    assert judge.scores([ids]) == pytest.approx([float(theirs.scores(ids[:-1])[-1])], abs=1e-4)
+
+
+def test_one_device_serves_several_models(
+    device: Device, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any
+) -> None:
+    writer = load_writer(model_folder, Config(), device, name="small")
+    judges = [load_judge(judge_folder[0], Config(), device) for _ in range(2)]
+    assert writer.name == "small" and writer.room == judges[0].room == 128
+    assert not writer.module.training and not judges[0].module.training
+    sequences = [ids or [] for ids in judges[0].encode(ROWS, REPLIES)]
+    assert judges[0].scores(sequences) == judges[1].scores(sequences)
+
+
+def test_of_a_run_the_reward_stage_s_model_is_meant(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.opened(Config()):
+        for name in ("sft", "ppo"):
+            run.stage(name).model.mkdir(parents=True)
+            run.stage(name).finish({})
+    with pytest.raises(RunError, match="has no finished reward stage"):
+        reward_model_folder(run.path)
+    run.stage("reward").model.mkdir(parents=True)
+    run.stage("reward").finish({})
+    expected = run.stage("reward").model
+    assert reward_model_folder(run.path) == reward_model_folder(run.path / "reward") == expected
+    assert reward_model_folder(expected) == expected
+    for inside in (run.path, run.path / "reward", expected):
+        found = run_of(inside)
+        assert found is not None and found.path.samefile(run.path)
+    assert run_of(tmp_path) is None
+
+
+def test_prompts_and_ends_are_those_of_the_training(
+    device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    """The reward stage's summary says how it wrote prompts and which tokens ended its replies."""
+    folder = Path(shutil.copytree(judge_folder[0], tmp_path / "reward" / "model"))
+    (moo,) = tokenizer("moo", add_special_tokens=False)["input_ids"][:1]
+    (tmp_path / "reward" / "stage.json").write_text(json.dumps({"prompt_format": "transcript", "end_ids": [1, moo]}))
+    judge = load_judge(folder, Config(), device)
+    row = conversation_row([Message("user", "cow")], judge.prompt_format)
+    (ids,) = judge.encode([row], ["moo moo"])
+    assert ids == [*tokenizer("Human: cow\n\nAssistant:", add_special_tokens=False)["input_ids"], *ids[-2:]]
+    assert ids[-1] == moo, "the reply ends at the first of them"
+
+
+def test_settings_switch_a_template_off_where_no_training_says_how(
+    device: Device, judge_folder: tuple[Path, Any]
+) -> None:
+    config = build_config({"data": {"chat_template": False}})
+    assert load_judge(judge_folder[0], config, device).prompt_format == "plain"
+    assert load_judge(judge_folder[0], Config(), device).prompt_format == "template"
+
+
+def test_a_model_of_the_other_kind_is_named(
+    device: Device, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="is a reward model, which scores texts and writes none"):
+        load_writer(judge_folder[0], Config(), device)
+    with pytest.raises(ModelError, match=r"its weights lack score\.weight"):
+        load_judge(model_folder, Config(), device)
+    reward_model(tmp_path / "two", tokenizer, outputs=2)
+    with pytest.raises(ModelError, match="its head has 2 outputs, a reward model has one"):
+        load_judge(tmp_path / "two", Config(), device)
+
+
+def test_a_score_that_is_no_number_is_an_error(
+    device: Device, judge_folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = load_judge(judge_folder[0], Config(), device, name="mine")
+    judge.module.model.score.weight.fill_(math.nan)
+    with pytest.raises(ModelError, match="mine: a score is nan in fp32"):
+        judge.scores([[5, 6, 1]])
+
+
+def test_the_tokenizer_of_another_model_is_refused(
+    device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    from rlhf.data.tokenizer import world_tokenizer
+
+    other = world_tokenizer()
+    other.save_pretrained(tmp_path / "other")
+    config = build_config({"model": {"tokenizer": str(tmp_path / "other")}})
+    with pytest.raises(ModelError, match=r"this tokenizer has .* tokens, and the model .* knows"):
+        load_judge(judge_folder[0], config, device)
+
+
+def test_a_name_that_is_no_path_is_asked_of_the_hub(device: Device) -> None:
+    for load in (load_judge, load_writer):
+        with pytest.raises(ModelError, match="nobody/nothing: no folder here, and there is no copy of it"):
+            load("nobody/nothing", Config(), device)
+    with pytest.raises(ModelError, match="absent: no such folder; name a run"):
+        load_judge("./absent", Config(), device)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_static_shapes_give_every_batch_one_shape(device: Device, rows: int) -> None:
+    """A lazy device compiles a graph for each shape."""
+    seen: list[Any] = []
+
+    def compute(input_ids: torch.Tensor, attention_mask: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(input_ids.shape))
+        return (input_ids * attention_mask).sum(-1) + more
+
+    lengths = [2, 7, 1, 5, 3, 6, 4]
+    static = replace(device, shapes=ShapePolicy("static"))
+    found = static.each(
+        [[1] * length for length in lengths], compute, pad=9, batch_size=rows, numbers={"more": [10, 20] * 3 + [30]}
+    )
+    assert found == [length + more for length, more in zip(lengths, [10, 20] * 3 + [30], strict=True)]
+    assert set(seen) == {(rows, 7)}
+    assert static.each([], compute, pad=9, batch_size=rows) == []
+
+
+def test_a_stage_says_what_ended_its_replies(data_file: Path, tokenizer: Any) -> None:
+    config = build_config({"data": {"datasets": [{"path": str(data_file)}]}}).data
+    assert load_stage(config, "reward", tokenizer, seed=0, end_ids=[1, 7]).written["end_ids"] == [1, 7]
+    assert load_stage(config, "reward", tokenizer, seed=0).written["end_ids"] == [1]

@@ -1,0 +1,172 @@
+"""`rlhf evaluate --pairs` says of a reward model what plain transformers and a count by hand say."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.evaluation import models
+from rlhf.evaluation.models import load_judge
+from rlhf.evaluation.pairs import Scored, numbers
+from tests.evaluation.conftest import Evaluate, by_transformers, defined, lines, reward_model, told
+
+PAIRS = [
+    ("cow", "please moo", "go away"),
+    ("dog or owl", "woof", "no no no red green blue thanks"),
+    ("owl", "hoot hoot thanks", "moo"),
+    ("red", "blue", "green"),
+    ("please", "thanks owl", "no"),
+    ("go", "away", "cow cow"),
+]
+ROWS = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
+
+
+def test_its_numbers_are_those_of_transformers_and_a_count_by_hand(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    folder, model = judge_folder
+    file = lines(tmp_path / "pairs.jsonl", [*ROWS, {"prompt": "cow", "chosen": "", "rejected": "no"}])
+    document = told(evaluate(folder, "--pairs", file, "--json", "--rows", "--bins", 4, "--batch-size", 4))
+    assert (document["kind"], document["accelerator"], document["precision"]) == ("pairs", "cpu", "fp32")
+    (found,) = document["models"]
+    assert found.keys() == defined("pairs")
+    expected = [[by_transformers(model, tokenizer, prompt, reply) for reply in both] for prompt, *both in PAIRS]
+    assert [one["source"] for one in found["each"]] == [f"pairs.jsonl:{number}" for number in range(1, 7)]
+    assert [[one["chosen"], one["rejected"]] for one in found["each"]] == [
+        pytest.approx(both, abs=1e-4) for both in expected
+    ]
+    margins = [chosen - rejected for chosen, rejected in expected]
+    right = sum(margin > 0 for margin in margins)
+    assert 0 < right < 6 and found["left_out"] == {"empty response": 1}
+    assert (found["pairs"], found["accuracy"], found["ties"]) == (6, right / 6, 0)
+    assert found["chosen_score"] == pytest.approx(sum(chosen for chosen, _ in expected) / 6, abs=1e-4)
+    assert found["rejected_score"] == pytest.approx(sum(rejected for _, rejected in expected) / 6, abs=1e-4)
+    assert found["margin"] == pytest.approx(sum(margins) / 6, abs=1e-4)
+    claimed = [1 / (1 + math.exp(-margin)) for margin in margins]
+    assert found["log_loss"] == pytest.approx(-sum(map(math.log, claimed)) / 6, abs=1e-4)
+    assert found["brier"] == pytest.approx(sum((1 - p) ** 2 for p in claimed) / 6, abs=1e-4)
+    # Bins of width 0.125 from 0.5; each pair's confidence is that of the reply with the higher score.
+    bins: dict[int, list[tuple[float, bool]]] = {}
+    for p in claimed:
+        confidence = max(p, 1 - p)
+        bins.setdefault(min(int((confidence - 0.5) / 0.125), 3), []).append((confidence, p > 0.5))
+    error = sum(abs(sum(sure for sure, _ in one) - sum(right for _, right in one)) for one in bins.values()) / 6
+    assert found["calibration_error"] == pytest.approx(error, abs=1e-4)
+    assert [one["pairs"] for one in found["bins"]] == [len(bins[place]) for place in sorted(bins)]
+    # Wilson's score interval: where |share - p| is 1.96 deviations of p.
+    for bound in found["accuracy_interval"]:
+        assert abs(right / 6 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 6), rel=1e-5)
+
+
+def test_models_stand_side_by_side_and_a_pipe_gets_tabs(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    reward_model(tmp_path / "other", tokenizer, "opt")
+    file = lines(tmp_path / "pairs.jsonl", ROWS)
+    both_of = [judge_folder[0], tmp_path / "other"]
+    both = told(evaluate(*both_of, "--pairs", file, "--json"))["models"]
+    alone = [told(evaluate(model, "--pairs", file, "--json"))["models"][0] for model in both_of]
+    assert both == alone and both[0]["margin"] != both[1]["margin"] and "each" not in both[0]
+    head, first, second, *bins = evaluate(*both_of, "--pairs", file).stdout.splitlines()
+    assert head.split("\t")[:4] == ["model", "pairs", "accuracy", "95% interval"]
+    assert [line.split("\t")[:2] for line in (first, second)] == [[str(model), "6"] for model in both_of]
+    assert bins[0].split("\t") == ["confidence", "pairs", "mean confidence", "accuracy"]
+
+
+def test_a_source_is_what_data_datasets_takes(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tmp_path: Path
+) -> None:
+    plain = lines(tmp_path / "plain.jsonl", ROWS)
+    renamed = [{"prompt": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in ROWS]
+    other = lines(tmp_path / "other.jsonl", renamed)
+    columns = {"prompt": "prompt", "chosen": "good", "rejected": "bad"}
+    mapping = json.dumps({"path": str(other), "columns": columns})
+    sets = [part for key, name in columns.items() for part in ("--set", f"data.datasets.0.columns.{key}={name}")]
+    wanted = told(evaluate(judge_folder[0], "--pairs", plain, "--json"))["models"]
+    assert told(evaluate(judge_folder[0], "--pairs", mapping, "--json"))["models"] == wanted
+    assert told(evaluate(judge_folder[0], "--pairs", other, "--json", *sets))["models"] == wanted
+
+
+def test_what_a_model_has_no_room_for_is_left_out(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Its room is 128 tokens; settings may ask for less."""
+    long = {"prompt": "cow " * 100, "chosen": "moo " * 40, "rejected": "no"}
+    file = lines(tmp_path / "pairs.jsonl", [*ROWS, long])
+    (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json"))["models"]
+    assert (found["pairs"], sum(found["left_out"].values())) == (6, 1)
+    (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json", "--set", "data.max_completion_length=3"))[
+        "models"
+    ]
+    assert found["pairs"] < 6 and found["left_out"]["completion too long"] == 7 - found["pairs"] - (
+        found["left_out"].get("prompt too long", 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], r"rows.jsonl: no usable row: it is empty"),
+        ([{"prompt": "cow", "chosen": "moo"}], "a preference needs a column .rejected. too"),
+        ([{"prompt": "cow", "response": "moo"}], r"no row that .* can use: 1 no preference"),
+        ([{"prompt": "cow", "chosen": "moo", "rejected": "moo"}], "1 chosen equals rejected"),
+    ],
+)
+def test_rows_without_pairs_are_an_error(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tmp_path: Path, rows: list[Any], said: str
+) -> None:
+    done = evaluate(judge_folder[0], "--pairs", lines(tmp_path / "rows.jsonl", rows))
+    assert done.exception is not None
+    with pytest.raises(type(done.exception), match=said):
+        raise done.exception
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--pairs", "absent.jsonl"], "absent.jsonl: no such file or folder; check --pairs"),
+        (["--pairs", "heldout"], "--pairs heldout: no recipe says what is held out"),
+        (["--pairs", "a.jsonl", "--text", "a.jsonl"], "--pairs and --text: one thing is measured at a time"),
+        (["--prompt", "a"], "--prompt and --reply: belong together"),
+        (["--pairs", "world", "--rows"], "--rows: adds to JSON"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], arguments: list[str], said: str
+) -> None:
+    assert said in str(evaluate(judge_folder[0], *arguments).exception)
+
+
+def test_a_model_named_twice_is_an_error(evaluate: Evaluate, judge_folder: tuple[Path, Any]) -> None:
+    assert "is named twice" in str(evaluate(judge_folder[0], judge_folder[0], "--pairs", "world").exception)
+
+
+def test_equal_scores_are_ties_and_not_right() -> None:
+    found = numbers([Scored("a", 1.0, 1.0), Scored("b", 2.0, 1.0), Scored("c", 0.0, 1.0)], 10)
+    assert (found["ties"], found["accuracy"]) == (1, 1 / 3)
+    assert found["bins"][0]["pairs"] == 1 and found["bins"][0]["accuracy"] == 0
+
+
+def test_one_model_is_held_at_a_time(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward_model(tmp_path / "other", tokenizer, "opt")
+    held: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        gc.collect()
+        assert [one() for one in held] == [None] * len(held)
+        judge = load_judge(*arguments, **options)
+        held.append(weakref.ref(judge.module))
+        return judge
+
+    monkeypatch.setattr(models, "load_judge", load)
+    told(evaluate(judge_folder[0], tmp_path / "other", "--pairs", lines(tmp_path / "a.jsonl", ROWS), "--json"))
+    assert len(held) == 2

@@ -1,0 +1,67 @@
+"""The workflows of continuous integration: they parse, and what they run is here and takes the options that it gets."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.installing.places import ROOT
+
+FOLDER = ROOT / ".github" / "workflows"
+FILES = sorted(FOLDER.glob("*.yml"))
+
+
+def workflow(path: Path) -> dict[Any, Any]:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def commands(path: Path) -> list[str]:
+    """Every `run:` of a workflow."""
+    return [step["run"] for job in workflow(path)["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_jobs_have_a_machine_an_end_and_no_hub(path: Path) -> None:
+    found = workflow(path)
+    assert found["env"]["HF_HUB_OFFLINE"] == "1"
+    assert found["permissions"] == {"contents": "read"}
+    for job in found["jobs"].values():
+        assert job["runs-on"] and 0 < job["timeout-minutes"] <= 360
+        assert all(("run" in step) != ("uses" in step) for step in job["steps"])
+        assert all("@v" in step["uses"] for step in job["steps"] if "uses" in step)
+
+
+@pytest.mark.parametrize("command", [command for path in FILES for command in commands(path)])
+def test_what_they_run_is_here_and_takes_these_options(command: str) -> None:
+    subprocess.run(["bash", "-n", "-c", command], check=True)
+    words = [word for word in shlex.split(command) if word not in {"bash", "source", "&&"}]
+    scripts = [ROOT / word for word in words if "/" in word and not word.startswith(".venv/")]
+    assert scripts, command
+    assert all(script.is_file() for script in scripts), command
+    text = scripts[0].read_text(encoding="utf-8")
+    assert all(re.search(rf"^\s*{re.escape(word)}\)", text, re.MULTILINE) for word in words if word.startswith("--"))
+    functions = [word for word in words if word.endswith("_environment")]
+    assert all(f"{function}() {{" in text for function in functions)
+
+
+def test_a_change_runs_what_every_change_must_pass_and_a_night_the_rest() -> None:
+    ci, nightly = (commands(FOLDER / f"{name}.yml") for name in ("ci", "nightly"))
+    assert ci == ["bash .ci/run"]
+    assert {"bash ci/test.sh --all", "bash ci/test.sh --lowest", "bash ci/gpu.sh"} <= set(nightly)
+    assert any(command.endswith("python ci/mutants.py") for command in nightly)
+
+
+def test_a_gpu_is_asked_for_only_by_hand() -> None:
+    nightly = workflow(FOLDER / "nightly.yml")
+    waiting = {name: job for name, job in nightly["jobs"].items() if "self-hosted" in job["runs-on"]}
+    assert list(waiting) == ["gpu"] and "workflow_dispatch" in waiting["gpu"]["if"]
+    assert waiting["gpu"]["steps"][-1]["with"]["path"] == "ci/results/"
+    assert 'ROOT / "ci" / "results"' in (ROOT / "ci" / "gpu.py").read_text(encoding="utf-8")

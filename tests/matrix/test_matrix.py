@@ -1,0 +1,147 @@
+"""All points of the matrix train on two ranks, begin as ZeRO 0 does, and leave an actor and a critic that load."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import ranks
+from tests.families.table import BY_NAME
+from tests.matrix import rehearsal
+from tests.matrix.points import OFTEN, POINTS, STEPS, Point
+from tests.matrix.two_ranks import ACTIONS, rows
+
+ROOT = Path(__file__).parents[2]
+OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0}
+# What sums over shards round. In fp16 that soon draws another token: there the first step is compared, in fp32 all.
+LOSSES = {"fp32": 2e-6, "fp16": 1e-4}
+NUMBERS = {"fp32": 1e-5, "fp16": 5e-3}
+
+pytestmark = pytest.mark.xdist_group("matrix")  # two ranks run all that is asked for, once
+
+EACH = [pytest.param(point, id=point.name, marks=[] if point in OFTEN else [pytest.mark.slow]) for point in POINTS]
+
+
+@pytest.fixture(scope="module")
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, data_file: Path
+) -> Path:
+    """The runs of the points whose tests were selected, and those that they are compared with."""
+    from transformers import OPTForCausalLM
+
+    base = tmp_path_factory.mktemp("matrix")
+    own = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params["point"] for item in own if hasattr(item, "callspec")]
+    points = list(dict.fromkeys([*(point.plain for point in selected), *selected]))
+
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    torch.manual_seed(0)
+    model = OPTForCausalLM(BY_NAME["OPT"].configuration(vocab_size=len(tokenizer), **special))
+    model.save_pretrained(base / "model")
+    tokenizer.save_pretrained(base / "model")
+    short = {"batch_size": 4, "max_steps": 3, "eval_rows": 4, "optimizer": OPTIMIZER}
+    start = {
+        "precision": "fp32",
+        "model": {"path": str(base / "model")},
+        "data": {
+            "datasets": [{"path": str(data_file)}],
+            "max_prompt_length": 16,
+            "max_completion_length": 8,
+            "heldout_fraction": 0.2,
+        },
+        "engine": {"zero_persistence_threshold": 0, "shapes": "static", "timeout": 60},
+        "sft": short,
+        "reward": short,
+        "ppo": {
+            "batch_size": 8,
+            "minibatch_size": 4,
+            "steps": STEPS,
+            "checkpoint_every": 0,
+            "optimizer": OPTIMIZER,
+            "critic_optimizer": OPTIMIZER,
+        },
+    }
+    runs = {point.name: start | {"engine": start["engine"]} | point.settings for point in points}
+    (base / "asked.json").write_text(json.dumps({"start": start, "runs": runs}))
+    plugin = rehearsal.install(base / "site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(base / "site"), str(ROOT)]))
+        patch.setenv("RLHF_PLUGINS", plugin)
+        script = f"from tests.matrix import two_ranks; two_ranks.main({str(base)!r})"
+        outcome = ranks.start(2, [sys.executable, "-c", script])
+    assert outcome is None, outcome.line
+    return base
+
+
+@pytest.fixture
+def found(folder: Path, point: Point) -> Callable[[Point], dict[str, Any]]:
+    return lambda asked: torch.load(folder / asked.name / "found")
+
+
+@pytest.mark.parametrize("point", EACH)
+def test_it_trains_without_overflow(found: Any, point: Point) -> None:
+    steps = found(point)["steps"]
+    assert len(steps) == STEPS
+    for numbers in steps:
+        assert numbers.get("skipped_steps") == (0 if point.precision == "fp16" else None)  # recorded with a scale only
+        assert all(math.isfinite(value) for value in numbers.values()), numbers
+        assert numbers["grad_norm"] > 0 and numbers["critic_grad_norm"] > 0
+
+
+@pytest.mark.parametrize("point", EACH)
+def test_its_losses_are_those_of_zero_0(found: Any, point: Point) -> None:
+    compared = slice(STEPS if point.precision == "fp32" else 1)
+    own, plain = (found(each)["steps"][compared] for each in (point, point.plain))
+    for numbers, expected in zip(own, plain, strict=True):
+        for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
+            assert numbers[key] == pytest.approx(expected[key], abs=LOSSES[point.precision]), key
+
+
+@pytest.mark.parametrize("point", EACH)
+def test_rollouts_are_recorded_where_that_is_not_turned_off(folder: Path, found: Any, point: Point) -> None:
+    counts = found(point)["counts"]
+    run = json.loads((folder / point.name / "run.json").read_text())
+    said = run["accelerator"]["capabilities"]["graph_capture"]
+    if point.recorded:
+        assert counts["recorded"] == (STEPS if point.zero_stage == 3 else 1) and counts["replayed"] > STEPS
+        assert said["implementation"] == "tape"
+    else:
+        assert counts == {}
+        assert said == {"ok": False, "reason": "none was chosen", "implementation": ""}
+
+
+@pytest.mark.parametrize("point", EACH)
+def test_plain_transformers_makes_the_same_of_what_it_leaves(folder: Path, found: Any, point: Point) -> None:
+    """Each row alone, in float32; what training has moved is far more than the two may differ by."""
+    for role, expected in found(point)["ends"].items():
+        saved = folder / point.name / "ppo" / {"actor": "model"}.get(role, role)
+        tolerance = NUMBERS[point.precision]
+        torch.testing.assert_close(_of_plain_transformers(saved, role), expected, atol=tolerance, rtol=tolerance)
+        before = folder / "start" / {"actor": "sft", "critic": "reward"}[role] / "model"
+        assert (_of_plain_transformers(before, role) - expected).abs().max() > 4 * tolerance
+
+
+def _of_plain_transformers(folder: Path, role: str) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForCausalLM if role == "actor" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for ids, mask in zip(*rows()):
+            alone = ids[mask.bool()][None]
+            if role == "actor":
+                logits = model(input_ids=alone).logits[0, -ACTIONS - 1 : -1]
+                found.append(logits.log_softmax(-1).gather(-1, alone[0, -ACTIONS:, None]).flatten())
+            else:  # a classifier gives the last token's value: rows that end at each of them
+                ends = range(alone.shape[1] - ACTIONS + 1, alone.shape[1] + 1)
+                found.append(torch.stack([model(input_ids=alone[:, :end]).logits[0, 0] for end in ends]))
+    return torch.stack(found)

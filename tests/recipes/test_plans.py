@@ -1,0 +1,50 @@
+"""What the pages of the recipes say that a device holds is what `rlhf plan` says, and it fits there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Stage, load_config
+from rlhf.planning.report import told
+from rlhf.planning.surroundings import described, parse_bytes
+
+EXAMPLES = Path(__file__).parents[2] / "example_scripts"
+HEAD = "| recipe | devices | SFT | reward model | PPO | DPO |"
+STAGES: tuple[Stage, ...] = ("sft", "reward", "ppo", "dpo")
+ROW = re.compile(r"\| (\S+) \| (\d+) x (\w+) \|(.*)\|")
+
+
+def rows() -> list[tuple[Path, int, str, list[str]]]:
+    """(recipe, devices, memory of each, what the page says of each stage) of all tables."""
+    found = []
+    for page in sorted(EXAMPLES.glob("*/README.md")):
+        for line in page.read_text(encoding="utf-8").partition(f"{HEAD}\n")[2].splitlines()[1:]:
+            if not (row := ROW.fullmatch(line)):
+                break
+            said = [cell.strip() for cell in row[4].split("|")]
+            found.append((page.with_name(f"{row[1]}.yaml"), int(row[2]), row[3], said))
+    return found
+
+
+def name(value: object) -> str | None:
+    return f"{value.parent.name}/{value.stem}" if isinstance(value, Path) else None
+
+
+@pytest.mark.parametrize(("recipe", "devices", "memory", "said"), rows(), ids=name)
+def test_the_page_says_what_the_plan_says(recipe: Path, devices: int, memory: str, said: list[str]) -> None:
+    config = load_config(recipe)
+    around, room = described(config, devices, parse_bytes(memory, "--memory"), None)
+    for stage, gib in zip(STAGES, said, strict=True):
+        if gib:
+            plan = told(config, stage, around, room)
+            assert plan["fits"], plan["verdict"]
+            assert f"{max(phase['device'] for phase in plan['phases']) / 2**30:.1f}" == gib, (stage, plan["verdict"])
+
+
+@pytest.mark.parametrize("folder", ["bloom", "llama2-7b", "other_language"])
+def test_every_recipe_of_a_folder_is_in_its_table(folder: str) -> None:
+    listed = {recipe for recipe, *_ in rows()}
+    assert set((EXAMPLES / folder).glob("*.yaml")) - listed == set()

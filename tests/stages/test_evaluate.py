@@ -1,0 +1,45 @@
+"""`rlhf evaluate` on a finished run's held-out rows gives the numbers that its stages gave."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+
+def heldout(rlhf: Any, run: Path, option: str, *more: object) -> Any:
+    found = rlhf("evaluate", run, option, "heldout", "--json", "--rows", *more, recipe=None)
+    return json.loads(found.stdout)["models"][0]
+
+
+def after(run: Path, stage: str) -> Any:
+    return json.loads((run / stage / "stage.json").read_text())["after"]
+
+
+def test_a_reward_model_s_held_out_pairs_score_as_at_the_end_of_its_stage(rlhf: Any, finished_run: Path) -> None:
+    """The stage took the first 8 of them (reward.eval_rows)."""
+    found, then = heldout(rlhf, finished_run, "--pairs"), after(finished_run, "reward")
+    rows = found["each"][:8]
+    assert found["pairs"] > 8 and found["folder"] == str(finished_run / "reward" / "model")
+    assert fmean(one["chosen"] for one in rows) == pytest.approx(then["chosen_score"], abs=1e-5)
+    assert fmean(one["rejected"] for one in rows) == pytest.approx(then["rejected_score"], abs=1e-5)
+    assert fmean(one["chosen"] > one["rejected"] for one in rows) == then["accuracy"]
+
+
+def test_a_language_model_s_perplexity_is_that_of_its_stage(rlhf: Any, finished_run: Path) -> None:
+    found, then = heldout(rlhf, finished_run / "sft", "--text"), after(finished_run, "sft")
+    rows = found["each"][:8]
+    nll, tokens = sum(one["nll"] for one in rows), sum(one["tokens"] for one in rows)
+    assert found["rows"] >= 8 and math.exp(nll / tokens) == pytest.approx(then["perplexity"], rel=1e-5)
+    policy = heldout(rlhf, finished_run, "--text")
+    assert policy["folder"] == str(finished_run / "ppo" / "model") and policy["loss"] != found["loss"]
+
+
+def test_errors_are_one_line(rlhf: Any, finished_run: Path) -> None:
+    found = rlhf("evaluate", finished_run / "sft", "--pairs", "heldout", check=False, recipe=None)
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.startswith("rlhf: error: ") and found.stderr.count("\n") == 1
