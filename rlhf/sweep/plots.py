@@ -96,7 +96,7 @@ def _bars(found: Sequence[Row], columns: Sequence[str]) -> Figure:
     first.set_yticks(list(places), [row.name for row in found], fontsize=8)
     for label, row in zip(first.get_yticklabels(), found):
         label.set_color(_INK if row.status == "complete" else _FAINT)
-    first.invert_yaxis()
+    first.set_ylim(len(found) - 0.4, -0.6)
     return figure
 
 
