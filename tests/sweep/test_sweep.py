@@ -247,8 +247,8 @@ def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path
     rlhf("sft", *wishes, "--output", plain)
     assert_same_weights(plain / "sft/model", out / "seed2/sft/model")
     alone = [json.loads(line) for line in (plain / "sft/metrics.jsonl").read_text().splitlines()]
-    course = [(record["step"], record["loss"]) for record in folder.records("seed2", "sft")]
-    assert course == [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    course = [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    assert folder.course("seed2", "sft", "loss") == course and len(course) > 20
     assert columns(grid, rows(grid, folder, {})) == ["sft perplexity", "seconds", "peak_memory"]
 
 
