@@ -201,8 +201,8 @@ def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> No
                     f"{key} is {scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {scalar(one.value)} ({one.why}): "
                     f"start rlhf {stage} by itself, with --set {key}={scalar(one.value)}"
                 )
-            elif key in merged and one.explicit and one.why != merged[key].why:
-                recipe.remarks.append(Remark(one.why, f"{key}: {scalar(one.value)}, as the step before has it"))
+            elif key in merged and key != SOURCES and one.explicit and one.why != merged[key].why:
+                recipe.remarks.append(Remark(one.why, key, "As the step before has it"))
             merged.setdefault(key, one)
     sources = [(stage, one) for stage, settings in found for one in settings if one.key == SOURCES]
     if len({str(one.value) for _, one in sources}) > 1:
@@ -251,7 +251,7 @@ def _keep_what_differs(recipe: Recipe) -> None:
         if _at(chosen, key) != default:
             differs[key] = setting
         elif setting.explicit:
-            recipe.remarks.append(Remark(setting.why, f"{key}: {scalar(setting.value)}, as by default"))
+            recipe.remarks.append(Remark(setting.why, key, "As by default here"))
     recipe.settings = differs
 
 
