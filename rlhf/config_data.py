@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf import names
 from rlhf.kinds import Name, OptionalName, Section, Shares
-from rlhf.problems import at
+from rlhf.problems import at, shown
 from rlhf.values import as_sources
 
 Share = Literal["sft", "reward", "ppo"]
@@ -23,6 +24,7 @@ STAGES: tuple[Share, ...] = get_args(Share)
 EVERY_STAGE: tuple[Stage, ...] = get_args(Stage)
 """In the order in which a run's folder and closing table have them."""
 Cleaning = Literal["citations", "speaker"]
+Weight = float | Literal["all"]
 _WHOLE = re.compile(r"^(-?\d+)\.0+$")
 _BOOLEANS = ("True", "False", "TRUE", "FALSE")
 
@@ -116,6 +118,16 @@ class PreferConfig(Section):
         return self
 
 
+def _weight(value: Any) -> Any:
+    """A number or a word, so that the error is not that of one of them alone."""
+    try:
+        if value == "all" or (not isinstance(value, bool) and 0 < float(value) < math.inf):
+            return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"expected a number above 0, or all, found {shown(value)}")
+
+
 class DatasetConfig(Section):
     """One source of rows."""
 
@@ -139,8 +151,10 @@ class DatasetConfig(Section):
     stages: tuple[Share, ...] = Field(
         STAGES, min_length=1, description="stages that may use this source; what reward may, DPO may"
     )
-    weight: float = Field(
-        1.0, gt=0, description="share in the blend: rows of this source per row of a source of weight 1"
+    weight: Annotated[Weight, BeforeValidator(_weight)] = Field(
+        1.0,
+        description="share in the blend: rows of this source per row of a source of weight 1; or all: every row, "
+        "whatever the others have",
     )
     columns: ColumnsConfig = Field(
         ColumnsConfig(), description="column names, where they are not standard; question.text, answers.0 look inside"

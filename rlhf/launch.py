@@ -7,11 +7,10 @@ be called again, and from any thread.
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,12 @@ from rich.text import Text
 
 from rlhf import hub, lock, preflight, signals
 from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RunError
+from rlhf.ending import Ending
+from rlhf.errors import ConfigError, RunError
 from rlhf.files import read_json
-from rlhf.invocation import command_line
 from rlhf.metrics import plan
 from rlhf.metrics.progress import console
 from rlhf.metrics.summary import print_summary
-from rlhf.metrics.terminal import add_line
-from rlhf.outcome import Defect, Interrupted, Outcome, shortage
 from rlhf.place import here
 from rlhf.run import RunDirectory
 from rlhf.settings import disagreement
@@ -76,48 +73,17 @@ def run(
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
-    before = _contents(directory.description)
+    ending = Ending(directory, stages)
     with _left_as_found(), signals.terminal_that_may_close(), signals.heard(_interrupt):
         selection = select(config, accelerator)
         if here().rank == 0:
             _announce(config, selection, stages, pending, recipe)
-        with _explained(directory, stages, before), _opened(config, selection, directory, request, pending) as found:
+        with ending.explained(), _opened(config, selection, directory, request, pending) as found:
             if not dry_run:
                 from rlhf import pipeline  # imports DeepSpeed, which has been told about the device
 
                 pipeline.run(*found, directory, stages)
     return directory
-
-
-@contextmanager
-def _explained(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> Iterator[None]:
-    """Errors of the block as a user can use them, and how the run ended in the log of its stage."""
-    try:
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            raise Interrupted(_how_to_go_on(directory, stages, before)) from error
-        except Exception as error:
-            go_on = f"run: {_next_command(directory, stages, before)}"
-            if isinstance(error, OutOfMemory):
-                raise OutOfMemory(f"{error}; {go_on}") from error
-            if lack := shortage(error, directory.path, go_on):
-                raise lack from error
-            if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
-                raise
-            raise Defect.of(error, directory.path if directory.description.is_file() else None) from error
-    except Exception as error:
-        if here().rank == 0 and here().launcher != "rlhf":  # which knows of all ranks how they ended
-            log_end(directory, Outcome.of(error))
-        raise
-
-
-def log_end(directory: RunDirectory, outcome: Outcome) -> None:
-    """Add how a run ended to what the terminal showed of the stage that it was in, if that has begun."""
-    for stage in directory.stages:
-        if stage.console.is_file() and not stage.done:
-            with suppress(OSError):  # the disk may be full, which is how it ended
-                add_line(stage.console, outcome.line)
 
 
 @contextmanager
@@ -181,7 +147,7 @@ def _opened(
         if differing := disagreement(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _decided(config, pending, directory, accelerator)
-        _choose_kernels(config, accelerator)
+        choose_kernels(config, accelerator)
         selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
@@ -203,7 +169,12 @@ def _opened(
         yield config, accelerator
 
 
-def _choose_kernels(config: Config, accelerator: Accelerator) -> None:
+def choose_kernels(config: Config, accelerator: Accelerator) -> None:
+    """Make the accelerator use the implementations that `engine.kernels` names.
+
+    Raises:
+        ConfigError: it has none of that name.
+    """
     from accelerators import AcceleratorError
 
     for operation, name in config.engine.kernels.items():
@@ -262,38 +233,6 @@ def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator
         )
         plan.print_plan(stage, config, memory, console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
-
-
-def _how_to_go_on(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> str:
-    """What is saved, and the command that continues from there; see `_next_command`."""
-    saved = directory.saved_state() or f"nothing is saved yet in {directory.path}"
-    if _is_ours(directory, before) and all(directory.stage(stage).done for stage in stages):
-        return saved
-    elsewhere = "" if here().size == 1 or here().launcher == "rlhf" else " (with the launcher that you used)"
-    verb = "continue" if _is_ours(directory, before) else "start again"
-    return f"{saved}; to {verb}{elsewhere}: {_next_command(directory, stages, before)}"
-
-
-def _next_command(directory: RunDirectory, stages: Sequence[Stage], before: bytes | None) -> str:
-    """The command that goes on with the settings of this run.
-
-    Args:
-        before: run.json as it was; where it is that again, so is all that this run was to replace or to go on from.
-    """
-    if not _is_ours(directory, before):
-        return command_line()
-    named = [] if tuple(stages) == STAGES else [*stages] if len(stages) == 1 else ["--stages", ",".join(stages)]
-    words = ["rlhf", *named, "--output", str(directory.path), "--resume"]
-    return shlex.join([*words, *here().options()])
-
-
-def _is_ours(directory: RunDirectory, before: bytes | None) -> bool:
-    """Whether the folder holds what this run has left, and not what was there before it."""
-    return _contents(directory.description) not in (None, before)
-
-
-def _contents(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
 
 
 def _announce(

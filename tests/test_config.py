@@ -115,6 +115,8 @@ def test_overrides_reach_into_lists() -> None:
         ("ppo.estimator=graph", "ppo.estimator=graph: no estimator 'graph'; use one of gae, rloo, grpo, reinforce"),
         ("ppo.optimizer.lr_rate=1", "unknown key 'ppo.optimizer.lr_rate'"),
         ("data.datasets=[{path: a, wait: 2}]", r"did you mean 'weight'\?"),
+        ("data.datasets=[{path: a, weight: 0}]", "weight: expected a number above 0, or all, found 0"),
+        ("data.datasets=[{path: a, weight: most}]", "weight: expected a number above 0, or all, found 'most'"),
         ("engine.zzz=1", "unknown key 'engine.zzz'; known here: zero_stage"),
         ("data.datasets=[]", "at least 1 item"),
         ("ppo.steps", "expected key=value"),

@@ -10,9 +10,11 @@ import typer
 
 from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, schema, sweep
 from rlhf.cli.options import RUN, Options, shared, stages_of
-from rlhf.config import STAGES, Config, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, RunError
+from rlhf.config import STAGES, Stage
+from rlhf.ending import Ending
+from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
 from rlhf.outcome import INTERRUPTED, Outcome
+from rlhf.run import RunDirectory
 from rlhf.version import __version__
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ _EXAMPLES = {
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
     "rlhf sweep grid.yaml": "a recipe at every point of a grid",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
+    "rlhf config --from-deepspeed-chat run_1.3b.sh": "a script of DeepSpeed-Chat as a recipe",
     "rlhf config --example": "the embedded example's recipe",
 }
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
@@ -151,8 +154,8 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
             launch.select(config, options.accelerator)
-            outcome = ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug)
-            _end(outcome, config)
+            ending = Ending(RunDirectory(config.output), stages)
+            _end(ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
     launch.run(
         config,
@@ -186,6 +189,7 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
                 nodes.meet(machine, count, timeout, refusal=Outcome.brief(error))
             raise
     meeting = nodes.meet(machine, count, timeout, needed=bool(pending))
+    ending = Ending(RunDirectory(config.output), stages) if first else None
     outcome = None
     if meeting.needed:
         command = ranks.rank_command(sys.argv[1:])
@@ -195,20 +199,14 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
     verdict = meeting.member.conclude(outcome)
     # What is saved, and how to go on, every machine says for itself.
     own = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
-    _end(outcome if own or not verdict else verdict, config if first else None)
+    _end(outcome if own or not verdict else verdict, ending)
 
 
-def _end(outcome: Outcome | None, config: Config | None) -> None:
-    """Report how ranks ended that were started, and undo what one that had to be killed has left in the folder."""
+def _end(outcome: Outcome | None, ending: Ending | None) -> None:
+    """Report how ranks ended that were started; `ending` is of the process that answers for the folder."""
     if not outcome:
         return
     code = outcome.report()
-    if config:
-        from rlhf.launch import log_end
-        from rlhf.run import RunDirectory
-
-        directory = RunDirectory(config.output)
-        with suppress(RunError):  # the next start tries again
-            directory.recover()
-        log_end(directory, outcome)
+    if ending:
+        ending.conclude(outcome)
     raise typer.Exit(code)

@@ -32,7 +32,9 @@ _SAID = {
 def chat(
     context: typer.Context,
     options: Options,
-    run_or_model: Annotated[Path, typer.Argument(help="Folder of a run, or of a model.", metavar="RUN_OR_MODEL_DIR")],
+    run_or_model: Annotated[
+        str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
+    ],
     stage: Annotated[
         Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
     ] = None,

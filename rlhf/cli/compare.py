@@ -25,6 +25,7 @@ from rlhf.models.folder import check_model_folder
 from rlhf.names import is_path
 
 if TYPE_CHECKING:
+    from rlhf.data.report import Dropped
     from rlhf.data.rows import Row
 
 _SHARES = ("win_rate", "truncated_share", "repeated_share")
@@ -138,11 +139,11 @@ def compare(
         )
         if output:
             _write(output, records(found))
-        for reason, (count, first) in found.left_out.items():
-            _say(f"{count:,} prompt{'s' if count > 1 else ''} left out: {reason} (first: {first})")
+        _say_what_is_left_out("prompt", found.left_out)
         for note in found.notes:
             _say(note)
-    told = figures(found, numbers)
+    where = {"accelerator": device.accelerator.name, "precision": device.precision.name}
+    told = where | figures(found, numbers)
     if as_json:
         print_json(told)
     elif piped:
@@ -194,7 +195,11 @@ def _read(prompts: str, config: Config) -> list[Row]:
     """The prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
-    return read_lines(prompts) if has_lines(prompts) else read_prompts(config, show=True)
+    if has_lines(prompts):
+        return read_lines(prompts)
+    rows, dropped = read_prompts(config, show=True)
+    _say_what_is_left_out("row", dropped)
+    return rows
 
 
 def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
@@ -217,6 +222,11 @@ def _say(line: str) -> None:
     from rlhf.metrics.progress import console
 
     console.print(f"note: {line}", markup=False, soft_wrap=True)
+
+
+def _say_what_is_left_out(what: str, dropped: Dropped) -> None:
+    for reason, (count, first) in dropped.items():
+        _say(f"{count:,} {what}{'s' if count > 1 else ''} left out: {reason} (first: {first})")
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -306,13 +316,13 @@ def _value(name: str, line: dict[str, Any]) -> str:
     """A number as a person reads it, with its error or its interval."""
     from rlhf.metrics.progress import format_number
 
-    def shown(value: float) -> str:
-        return f"{100 * value:.1f}%" if name in _SHARES else format_number(value)
+    def shown(value: float, digits: int = 4) -> str:
+        return f"{100 * value:.1f}%" if name in _SHARES else format_number(float(f"{value:.{digits}g}"))
 
     mean = line.get(f"{name}.mean", line.get(name))
     if mean is None:
         return ""
     if name in ("win_rate", "reward_difference") and line.get(f"{name}.low") is not None:
-        return f"{shown(mean)} [{shown(line[f'{name}.low'])}, {shown(line[f'{name}.high'])}]"
+        return f"{shown(mean)} [{shown(line[f'{name}.low'], 3)}, {shown(line[f'{name}.high'], 3)}]"
     error = line.get(f"{name}.error")
-    return shown(mean) if error is None else f"{shown(mean)} ± {format_number(float(f'{error:.2g}'))}"
+    return shown(mean) if error is None else f"{shown(mean)} ± {shown(error, 2)}"

@@ -29,21 +29,21 @@ Numbers = dict[str, Any]
 _PAIRS = {
     "pairs": "pairs",
     "accuracy": "accuracy",
-    "accuracy_interval": "95% interval",
-    "chosen_score": "chosen",
-    "rejected_score": "rejected",
+    "accuracy_interval": "its 95% interval",
+    "chosen_score": "chosen score",
+    "rejected_score": "rejected score",
     "margin": "margin",
-    "log_loss": "log loss",
-    "brier": "Brier",
-    "calibration_error": "ECE",
-    "temperature": "temperature",
+    "log_loss": "log loss (a coin's: 0.693)",
+    "brier": "Brier score (a coin's: 0.25)",
+    "calibration_error": "calibration error (ECE)",
+    "temperature": "temperature that calibrates",
 }
 _TEXT = {
     "rows": "rows",
     "tokens": "tokens",
-    "loss": "nats a token",
+    "loss": "nats per token",
     "perplexity": "perplexity",
-    "bits_per_byte": "bits a byte",
+    "bits_per_byte": "bits per byte",
 }
 
 
@@ -144,13 +144,13 @@ def _check(models: Sequence[str], *, reward: bool) -> None:
 
 
 class _Measure(NamedTuple):
-    """How models of one kind are measured, and what is shown of it: keys of the numbers, and their titles."""
+    """How models of one kind are measured, and what is shown of it: keys of the numbers, and what they are called."""
 
     kind: str
     stage: Stage
     load: Callable[..., Any]
     take: Callable[..., Measured]
-    columns: dict[str, str]
+    shown: dict[str, str]
 
 
 def _by_pairs(batch_size: int, bins: int) -> _Measure:
@@ -192,8 +192,8 @@ def _measure(
     if json:
         print_json({"kind": by.kind, "source": source, **_where(device), "models": measures})
         return
-    cells = [[one["model"], *(_cell(one[key]) for key in by.columns)] for one in measures]
-    print_table(f"{source}: {by.kind}", ["model", *by.columns.values()], cells)
+    cells = [[called, *(_cell(one[key]) for one in measures)] for key, called in by.shown.items()]
+    print_table(f"{source}: {by.kind}", [by.kind, *models], cells)
     for one in measures:
         if "bins" in one:
             _print_bins(one["model"], one["bins"])

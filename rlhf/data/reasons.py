@@ -64,7 +64,7 @@ REMEDIES = {
     LONG_COMPLETION: "raise data.max_completion_length",
     TRAINED_ON: "name rows that no stage trains on in data.datasets.*.heldout",
     PROMPT_TRAINED_ON: "name prompts that no stage trains on in data.datasets.*.heldout",
-    LEFT_OUT_BY_WEIGHT: "change data.datasets.*.weight",
+    LEFT_OUT_BY_WEIGHT: "change data.datasets.*.weight (all: every row)",
 }
 
 

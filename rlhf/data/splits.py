@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
+from rlhf.config_data import Weight
 from rlhf.data.rows import Row
 
 T = TypeVar("T")
@@ -54,15 +55,18 @@ def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Ca
     return parts
 
 
-def blend(counts: Sequence[int], weights: Sequence[float], *, seed: int) -> list[list[int]]:
+def blend(counts: Sequence[int], weights: Sequence[Weight], *, seed: int) -> list[list[int]]:
     """Indices of the rows to keep of each source, so that the sources are in proportion to their weights.
 
-    No row is repeated: the source that is scarcest for its weight is kept whole, of the others a seeded sample.
+    No row is repeated: the source that is scarcest for its weight is kept whole, of the others a seeded sample. Those
+    of weight `all` are kept whole, and say nothing of the others.
     """
-    scale = min((count / weight for count, weight in zip(counts, weights, strict=True) if count), default=0.0)
+    pairs = [*zip(counts, weights, strict=True)]
+    scale = min((count / weight for count, weight in pairs if count and weight != "all"), default=0.0)
+    sizes = [count if weight == "all" else min(count, max(1, round(scale * weight))) for count, weight in pairs]
     return [
-        sorted(random.Random(f"blend {seed} {number}").sample(range(count), min(count, max(1, round(scale * weight)))))
-        for number, (count, weight) in enumerate(zip(counts, weights, strict=True))
+        sorted(random.Random(f"blend {seed} {number}").sample(range(count), size))
+        for number, (count, size) in enumerate(zip(counts, sizes, strict=True))
     ]
 
 

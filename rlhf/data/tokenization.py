@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config import STAGES, DataConfig, DatasetConfig, Stage, share_of
+from rlhf.config_data import Weight
 from rlhf.data.encoding import (
     PromptFormat,
     control_tokens,
@@ -80,7 +81,7 @@ class _Part:
 
     examples: list[Example]
     report: DataReport
-    weight: float
+    weight: Weight
 
 
 SHARES = (0.5, 0.9, 0.99, 1.0)
@@ -118,7 +119,7 @@ def load_stage(
     read = sources or read_sources(config, [stage], seed=seed)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
 
-    def part_of(source: Rows, rows: Sequence[Row], report: DataReport, weight: float) -> _Part:
+    def part_of(source: Rows, rows: Sequence[Row], report: DataReport, weight: Weight) -> _Part:
         kept = usable(rows, report)
         if sample is not None and sample < len(kept):
             report.unseen = len(kept) - sample

@@ -55,6 +55,7 @@ class Comparison:
     """Columns side by side: `samples` completions of each of `rows`, by each model; and what is to be said of it."""
 
     manner: Manner
+    reward_model: str | None
     samples: int
     rows: list[Row]
     left_out: Dropped
@@ -104,7 +105,7 @@ def compare(
     writers = [_look(name, config, device) for name in models]
     judge = _look(reward_model, config, device, scalar_head=True) if reward_model else None
     kept, prompts, left_out = _fitting([*writers, *([judge] if judge else [])], rows, manner.max_tokens)
-    found = Comparison(manner, samples, kept, left_out, [Column(name) for name in models], [])
+    found = Comparison(manner, reward_model, samples, kept, left_out, [Column(name) for name in models], [])
     repeated = [[ids for ids in column for _ in range(samples)] for column in prompts]
     first, *others = zip(writers, repeated, found.columns)
     for known, asked, column in (*others, first):

@@ -26,7 +26,11 @@ _GRAMS = (1, 2, 3)
 
 
 def figures(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
-    """All numbers of a comparison; `best_of`: the n of which the best is asked for, at most the samples of a prompt."""
+    """All numbers of a comparison, as rlhf/metrics/KEYS.md defines them.
+
+    Args:
+        best_of: the n of which the best is asked for, at most the samples of a prompt.
+    """
     first, *others = found.columns
     sampling = found.manner.sampling
     told: dict[str, Any] = {
@@ -37,6 +41,7 @@ def figures(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "max_tokens": found.manner.max_tokens,
         "seed": found.manner.seed,
+        "reward_model": found.reward_model,
         "notes": found.notes,
         "models": [_of_model(found, column) for column in found.columns],
     }

@@ -9,59 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Given:
-    """A flag's value; `said` is the flag as it was written, or with its default."""
-
-    value: Any
-    said: str
-    explicit: bool
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a key becomes, and why. `explicit`: because of a flag that was given, not of a default there."""
-
-    key: str
-    value: Any
-    why: str
-    explicit: bool = True
-
-
-@dataclass(frozen=True)
-class Remark:
-    """What is to be said of a flag that became no key."""
-
-    flag: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Flags:
-    """The flags of one command. `earlier` are the folders that the steps before it leave, by stage."""
-
-    stage: str
-    values: Mapping[str, Given]
-    devices: int
-    earlier: Mapping[str, str] = field(default_factory=dict)
-    alone: bool = True
-
-    def __getitem__(self, name: str) -> Given:
-        return self.values[f"--{name}"]
-
-    def setting(self, key: str, value: Any, *names: str, why: str = "") -> Setting:
-        """A setting that these flags decide."""
-        because = [self[name] for name in names]
-        said = " x ".join(given.said for given in because)
-        link = " " if why.startswith("x ") else "; "
-        return Setting(key, value, said + (link + why if why else ""), any(one.explicit for one in because))
-
+from rlhf.migration.given import Flags, Remark, Setting
+from rlhf.planning.shapes import shape_of
 
 Found = Iterator[Setting | Remark]
 
@@ -75,6 +27,8 @@ def sources(flags: Flags) -> Found:
         found += [{**_mapping(_source(name)), "stages": ["sft"]} for name in flags["sft_only_data_path"].value]
     if not found:
         raise ConfigError("--data_path: names no source; give one, or leave it out for DeepSpeed-Chat's own")
+    if len(found) > 1:  # all rows of each, where rlhf blends them in equal parts
+        found = [{**_mapping(source), "weight": "all"} for source in found]
     yield flags.setting("data.datasets", found, *names)
 
 
@@ -262,12 +216,30 @@ def lora(flags: Flags) -> Found:
     scope = "|".join(dict.fromkeys(scopes))
     scope = f"(?:{scope})" if "|" in scope else scope
     yield flags.setting("lora.target_modules", [f"re:.*{scope}.*"], *names)
-    yield Setting("lora.alpha", 1.0, "as there: adapters are scaled by 1 / dim", explicit=False)
+    yield _alpha(flags, *next(iter(used.items())))
     if flags["only_optimize_lora"].value:
         yield flags.setting("lora.also_train", [], "only_optimize_lora")
     else:
         beside = ["norms", "biases", "embeddings"]
         yield Setting("lora.also_train", beside, "no --only_optimize_lora: these are trained too", explicit=False)
+
+
+def _alpha(flags: Flags, role: str, prefix: str) -> Setting:
+    """What adapters are scaled by: there 1 / dim, on ones that begin larger.
+
+    Their input side begins within 1 / sqrt(dim) there, and within 1 / sqrt(width) here, as in peft.
+    """
+    model = flags[f"{prefix}model_name_or_path"].value
+    base = flags.bases.get({"actor": "sft", "critic": "reward"}.get(role, ""), "")
+    for name in filter(None, (model, base)):
+        try:
+            ratio = math.sqrt(shape_of(name).hidden / flags[f"{prefix}lora_dim"].value)
+        except ConfigError:
+            continue
+        why = f"1 / dim there, on adapters that begin {ratio:.1f} times larger: sqrt(width / dim)"
+        return Setting("lora.alpha", round(ratio, 1), why, explicit=False)
+    why = "1 / dim there, on adapters that begin sqrt(width / dim) times larger: set it to that"
+    return Setting("lora.alpha", 1.0, why, explicit=False)
 
 
 def pretraining(flags: Flags) -> Found:
@@ -303,10 +275,11 @@ def evaluation(flags: Flags) -> Found:
 
 def end_token(flags: Flags) -> Found:
     """The token that ends a reply."""
-    named = flags.values.get("--eot_token", Given("<|endoftext|>", "--add_eot_token", explicit=False))
+    named = flags.values.get("--eot_token")  # of step 1 alone
     if flags["add_eot_token"].value:
-        yield Setting("model.eos_token", named.value, f"--add_eot_token, {named.said}")
-    elif named.explicit:
+        said = f", {named.said}" if named else ""
+        yield Setting("model.eos_token", named.value if named else "<|endoftext|>", f"--add_eot_token{said}")
+    elif named and named.explicit:
         yield Remark(named.said, "nothing without --add_eot_token")
 
 

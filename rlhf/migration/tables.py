@@ -60,7 +60,6 @@ class Variable:
     flags: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, list[str]] = field(default_factory=dict)
     reader: str = "text"
-    beside: Mapping[str, Any] = field(default_factory=dict)
     earlier: Mapping[str, str] = field(default_factory=dict)
     option: str = ""
     automatic: str = ""

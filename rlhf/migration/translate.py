@@ -15,7 +15,8 @@ import yaml
 from rlhf.config import STAGES, Config, build_config, share_of
 from rlhf.errors import ConfigError
 from rlhf.migration.command import Command, parsed, unknown_variable
-from rlhf.migration.rules import RULES, Flags, Given, Remark, Setting
+from rlhf.migration.given import Flags, Given, Remark, Setting
+from rlhf.migration.rules import RULES
 from rlhf.migration.script import started
 from rlhf.migration.tables import STEPS, Flag, flag_of, flags, implied
 from rlhf.migration.values import READERS
@@ -53,7 +54,7 @@ def translated(texts: Sequence[str], environment: Mapping[str, str], devices: in
     found: list[tuple[str, list[Setting]]] = []
     for command in commands:
         count = _devices(command, devices, recipe)
-        mine = _flags(command, count, _earlier(commands, command), alone=len(commands) == 1)
+        mine = _flags(command, count, [one for one in commands if one is not command])
         settings = _settings(command, mine, recipe)
         found.append((command.stage, settings + _varied(command.variables, [command.stage], recipe)))
     if not commands:
@@ -65,12 +66,7 @@ def translated(texts: Sequence[str], environment: Mapping[str, str], devices: in
 
 def _commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
     """(the commands in the order of their steps, the variables of a text that holds nothing else)."""
-    commands: list[Command] = []
-    assigned: dict[str, str] = {}
-    for text in texts:
-        more, values = parsed(text)
-        commands += more
-        assigned |= values
+    commands, assigned = parsed("\n".join(texts))  # a variable that one of them assigns is there in the next
     if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: holds no command; give a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
@@ -120,19 +116,18 @@ def _devices(command: Command, otherwise: int | None, recipe: Recipe) -> int:
     return count * nodes
 
 
-def _earlier(commands: Sequence[Command], command: Command) -> dict[str, str]:
-    """The folders that the other steps of a recipe write to, as far as they are said."""
-    return {one.stage: " ".join(one.given.get("--output_dir", ())) for one in commands if one is not command}
-
-
-def _flags(command: Command, devices: int, earlier: Mapping[str, str], *, alone: bool) -> Flags:
+def _flags(command: Command, devices: int, others: Sequence[Command]) -> Flags:
     """All flags of a program, with the values that were given, or their defaults."""
     values = {name: _default(row, command.stage) for name, row in flags().items() if command.stage in row.of}
     for name, texts in command.given.items():
         row = flag_of(command.stage, name)
         if row:
-            values[name] = _given(row, texts, command, kept=bool(earlier) and row.rule == "models")
-    return Flags(command.stage, values, devices, earlier, alone)
+            values[name] = _given(row, texts, command, kept=bool(others) and row.rule == "models")
+    earlier, bases = (
+        {one.stage: " ".join(one.given.get(flag, ())) for one in others}
+        for flag in ("--output_dir", "--model_name_or_path")
+    )
+    return Flags(command.stage, values, devices, earlier, bases, alone=not others)
 
 
 def _default(row: Flag, stage: str) -> Given:
@@ -140,7 +135,8 @@ def _default(row: Flag, stage: str) -> Given:
     if row.reader and isinstance(value, str):
         value = READERS[row.reader](value)
     shown = " ".join(value) if isinstance(value, list) and row.reader == "names" else row.of[stage]
-    return Given(value, f"{row.name} {shown} (default)", explicit=False)
+    said = f"{row.name} (not given)" if value is None else f"{row.name} {shown} (default)"
+    return Given(value, said, explicit=False)
 
 
 def _given(row: Flag, texts: Sequence[str], command: Command, *, kept: bool) -> Given:
@@ -149,7 +145,9 @@ def _given(row: Flag, texts: Sequence[str], command: Command, *, kept: bool) -> 
     variable = unknown_variable(text)
     keys = row.keys_of(command.stage)
     if variable and keys and row.rule != "folder" and not kept:
-        raise ConfigError(f"{written}: {variable} is the shell's, and has no value here; write its value in its place")
+        name = variable.strip("${}`")
+        advice = f"put {name}=VALUE before the command" if name.isidentifier() else "write its value in its place"
+        raise ConfigError(f"{written}: {variable} is the shell's, and has no value here; {advice}")
     if not row.reader:
         return Given(True, written, explicit=True)
     if row.reader == "names":
@@ -191,15 +189,13 @@ def _instead(row: Flag) -> str:
 
 
 def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> None:
-    """One setting for each key. Within a step a flag stands above a default; of two steps the first stands."""
+    """One setting for each key. Within a step the last stands, a flag's; of two steps the first."""
     merged = recipe.settings
     for stage, settings in found:
-        mine: dict[str, Setting] = {}
-        for one in settings:
-            if one.key not in mine or one.explicit or not mine[one.key].explicit:
-                mine[one.key] = one
-        for key, one in mine.items():
+        for key, one in {one.key: one for one in settings}.items():
             if key in merged and key != SOURCES and merged[key].value != one.value:
+                if not (one.explicit or merged[key].explicit):
+                    continue
                 kept = merged[key]
                 recipe.notes.append(
                     f"{key} is {scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {scalar(one.value)} ({one.why}): "
@@ -220,6 +216,7 @@ def _shared(sources: Sequence[tuple[str, Setting]]) -> Iterator[dict[str, Any]]:
         for source in setting.value:
             row = {"path": source} if isinstance(source, str) else dict(source)
             mine = by_path.setdefault(row["path"], row | {"stages": []})
+            mine.update({name: value for name, value in row.items() if name not in mine})
             mine["stages"] = [*dict.fromkeys([*mine["stages"], *row.get("stages", [share_of(stage)])])]  # type: ignore[arg-type]
     steps = {share_of(stage) for stage, _ in sources}  # type: ignore[arg-type]
     for row in by_path.values():

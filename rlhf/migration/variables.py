@@ -88,13 +88,15 @@ def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], s
     if value is NOTHING:
         return [], f"nothing; {row.note}"
     keys = dict.fromkeys(key for stage in mine for key in row.keys[stage])
-    values = {**dict.fromkeys(keys, value), **(row.beside if value else {})}
-    pairs = [f"{key}={scalar(one)}" for key, one in values.items()]
+    pairs = [f"{key}={scalar(value)}" for key in keys]
     return [part for pair in pairs for part in ("--set", pair)], ", ".join(pairs)
 
 
 def main(stages: Sequence[str]) -> int:
     """Print the arguments, or one line that says what is wrong; the exit code."""
+    if {"-h", "--help"} & set(stages):
+        print(__doc__)
+        return 0
     try:
         found, taken = arguments(os.environ, stages or STAGES)
     except ConfigError as error:

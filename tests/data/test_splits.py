@@ -73,3 +73,9 @@ def test_blending_takes_rows_by_weight_without_repeating_any() -> None:
 def test_one_source_is_kept_whole_and_an_empty_one_holds_nobody_back() -> None:
     assert blend([5], [0.1], seed=0) == [[0, 1, 2, 3, 4]]
     assert [len(rows) for rows in blend([0, 5], [1.0, 1.0], seed=0)] == [0, 5]
+
+
+def test_a_source_of_weight_all_is_whole_and_says_nothing_of_the_others():
+    kept = blend([100, 40, 1000], [1.0, "all", 3.0], seed=0)
+    assert [len(rows) for rows in kept] == [100, 40, 300]
+    assert [len(rows) for rows in blend([100, 40], ["all", "all"], seed=0)] == [100, 40]

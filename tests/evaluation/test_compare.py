@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import re
 import weakref
 from collections.abc import Callable
 from itertools import combinations, pairwise
@@ -15,9 +16,12 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from rlhf.metrics.progress import format_number
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
+from tests.metrics.test_keys import table
 
+KEYS = [key for _, key, _ in table("`rlhf compare`")]
 PROMPTS = ["red cow", "please moo", "blue owl go away", "no", "dog woof woof thanks", "green"]
 MOST = 8
 
@@ -160,6 +164,7 @@ def test_greedy_numbers_are_those_of_plain_transformers(run: Run, models: dict[s
     assert second["log_ratio"]["mean"] == pytest.approx(fmean(ratios), abs=1e-3)
     assert second["log_ratio"]["per_token"] == pytest.approx(sum(ratios) / sum(map(len, written["b"])), abs=1e-4)
     assert "kl" not in second and "log_ratio" not in first and "win_rate" not in first
+    assert set(second) == set(KEYS) - {"kl", "no_log_ratio"}, "rlhf/metrics/KEYS.md says otherwise"
 
 
 def test_of_samples_the_log_ratio_at_their_temperature_is_the_kl(
@@ -256,7 +261,7 @@ def test_a_prompt_that_a_model_cannot_hold_is_left_out_for_all(
     run: Run, models: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "some.txt"
-    path.write_text("moo\n" + "moo " * 130 + "\nwoof\n")
+    path.write_text("moo\n" + "moo " * 60 + "\nwoof\n")  # 122 tokens
     done = run(models["a"], models["b"], "--json", prompts=path)
     assert told(done)["prompts"] == 2
     reason = f"{models['a']}: the prompt and --max-tokens 8 are more than its 128 tokens"
@@ -315,3 +320,40 @@ def test_a_mistake_is_one_line(run: Run, models: dict[str, Path], arguments: lis
 def test_without_a_run_prompts_must_be_named(run: Run, models: dict[str, Path]) -> None:
     done = run(models["a"], models["b"], prompts=None)
     assert "--prompts: missing, and none of the models is of a run" in str(done.exception)
+
+
+def test_a_run_and_its_stages_are_compared_on_what_its_recipe_holds_out(finished_run: Path, run: Run) -> None:
+    held_out = [sample["prompt"] for sample in json.loads((finished_run / "ppo" / "stage.json").read_text())["samples"]]
+    output = finished_run.parent / "all.jsonl"
+    found = told(
+        run(finished_run / "sft", finished_run, "-R", finished_run, "--json", "--output", output, prompts=None)
+    )
+    assert [model["model"] for model in found["models"]] == [str(finished_run / "sft"), str(finished_run)]
+    asked = [json.loads(line)["prompt"] for line in output.read_text().splitlines()]
+    assert asked[: len(held_out)] == held_out and len(asked) == found["prompts"] > len(held_out)
+    judge, policy = plain_judge(finished_run / "reward/model"), Plain(finished_run / "ppo/model")
+    scores = [judge.score(text, policy.greedy(text)) for text in asked]
+    assert found["models"][1]["reward"]["mean"] == pytest.approx(fmean(scores), abs=1e-4)
+    assert run(finished_run / "sft", finished_run, "--limit", 3, "--json", prompts="heldout").exit_code == 0
+
+
+def test_a_terminal_shows_completions_side_by_side_and_the_tables(
+    run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models["a"].parent)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    done = run("a", "b", "-R", "judge", "--best-of", "1,2", "--show", 2, "--output", models["a"].parent / "all.jsonl")
+    assert done.exit_code == 0, done.exception
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    lines = [json.loads(line) for line in (models["a"].parent / "all.jsonl").read_text().splitlines()]
+    for place, line in enumerate(lines):
+        scores = [rf"{name} +{re.escape(format_number(line['scores'][name][0]))} " for name in "ab"]
+        block = rf"prompt +{line['prompt']} *\n{scores[0]}.*\n{scores[1]}"
+        assert bool(re.search(block, shown)) == (place < 2)
+    assert "6 prompts, temperature 1, 2 samples of each." in shown
+    for label in ("against a", "win rate", "KL, nats", "KL per token", "distinct 3", "repeated", "KL at most"):
+        assert f"┃ {label} " in shown or f"│ {label} " in shown or f" {label} ┃" in shown, label
+    assert re.search(r"win rate +│ +│ [0-9.]+% \[[0-9.]+%, [0-9.]+%\]", shown)
+    assert re.search(r"│ 2 │ 0\.1931 +│ \S+ ± \S+ +│ \S+ ± \S+ +│", shown)
+    assert re.search(r"^b scores .* nats away; the best of \d+ of a, .* nats away at most, ", shown, re.M)

@@ -33,7 +33,7 @@ RECORDS = ("Every record", "Numbers of a training step", "Held-out numbers")
 
 def test_every_row_of_the_table_is_read():
     rows = [line for line in KEYS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    defined = [*table(*RECORDS), *table("stage.json"), *table("`rlhf evaluate`")]
+    defined = [*table(*RECORDS), *table("stage.json"), *table("`rlhf evaluate`"), *table("`rlhf compare`")]
     assert len(defined) == sum(len(STAGES) if "| all |" in line else 1 for line in rows) > 50
     assert len({row[:2] for row in table(*RECORDS)}) == len([*table(*RECORDS)]), "a key is defined twice"
 

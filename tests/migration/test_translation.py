@@ -58,7 +58,7 @@ def optimizer(section: str, rate: float | None, decay: float | None, warmup: int
     return {f"{section}.{name}": value for name, value in said.items() if value is not None}
 
 
-LORA = {"lora.alpha": 1.0, "lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": BESIDE}
+LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": BESIDE}
 
 EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
     "OPT_1_3B": (  # 16 x 8 rows in step 1, 16 x 4 pairs in step 2, and in step 3 updates of 16 x 2 completions: 32
@@ -66,6 +66,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         ALWAYS
         | FP16
         | LORA
+        | {"lora.alpha": 4.0}  # the square root of 2048 / 128
         | {"seed": 1234, "model.path": "facebook/opt-1.3b", "data.too_long": "truncate"}
         | {"roles.sft.lora_rank": 128, "roles.sft.lora_learning_rate": 5e-4}
         | {"sft.batch_size": 128, "sft.micro_batch_size": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
@@ -84,11 +85,12 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         None,
         FP16
         | LORA
+        | {"lora.alpha": 6.3}  # the square root of 5120 / 128
         | {
             "data.datasets": [
-                {"path": "Dahoas/rm-static"},
-                {"path": "Dahoas/full-hh-rlhf", "stages": ["sft", "reward"]},
-                {"path": "stanfordnlp/SHP", "stages": ["reward"]},
+                {"path": "Dahoas/rm-static", "weight": "all"},
+                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft", "reward"]},
+                {"path": "stanfordnlp/SHP", "weight": "all", "stages": ["reward"]},
             ]
         }
         | {"seed": 1234, "data.chat_template": False, "data.too_long": "truncate"}
@@ -115,10 +117,10 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         FP16
         | {
             "data.datasets": [
-                {"path": "Dahoas/rm-static"},
-                {"path": "Dahoas/full-hh-rlhf", "stages": ["sft"]},
-                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "stages": ["sft"]},
-                {"path": "yitingxie/rlhf-reward-datasets", "stages": ["sft"]},
+                {"path": "Dahoas/rm-static", "weight": "all"},
+                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft"]},
+                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "weight": "all", "stages": ["sft"]},
+                {"path": "yitingxie/rlhf-reward-datasets", "weight": "all", "stages": ["sft"]},
             ]
         }
         | {"data.chat_template": False, "data.too_long": "truncate"}
@@ -138,7 +140,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
     "BLOOM": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
         None,
         {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
-        | {"data.datasets": ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]}
+        | {"data.datasets": [{"path": f"Dahoas/{name}", "weight": "all"} for name in ("rm-static", "full-hh-rlhf")]}
         | {"data.chat_template": False, "data.too_long": "truncate"}
         | {f"roles.{role}.zero_stage": 2 for role in ("sft", "reward", "actor", "critic")}
         | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
@@ -217,7 +219,8 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
          {"data.max_prompt_length": 100, "data.max_completion_length": 60}),
         ("sft", "--data_split 6,2,2", {"data.stage_split": [6, 2, 2]}),
         ("sft", "--data_path a b --sft_only_data_path c",
-         {"data.datasets": ["a", "b", {"path": "c", "stages": ["sft"]}]}),
+         {"data.datasets": [{"path": "a", "weight": "all"}, {"path": "b", "weight": "all"},
+                            {"path": "c", "weight": "all", "stages": ["sft"]}]}),
         ("sft", "--data_path local/jsonfile",
          {"data.datasets": [{"path": "data/train.json", "heldout": "data/eval.json"}]}),
         ("sft", "--lora_dim 8 --lora_module_name transformer.h. --only_optimize_lora",

@@ -68,7 +68,7 @@ def test_each_variable_is_one_thing() -> None:
         ("ppo", {"CRITIC_ZERO_STAGE": "1"}, {"roles.critic.zero_stage": 1}),
         ("sft", {"ACTOR_ZERO_STAGE": "3"}, {"roles.sft.zero_stage": 3}),
         ("ppo", {"ACTOR_CP_ACT": "1"}, {"roles.actor.gradient_checkpointing": True}),
-        ("reward", {"LORA_DIM": "64"}, {"roles.reward.lora_rank": 64, "lora.alpha": 1.0}),
+        ("reward", {"LORA_DIM": "64"}, {"roles.reward.lora_rank": 64}),
         ("reward", {"LORA_DIM": "0"}, {"roles.reward.lora_rank": 0}),
         ("ppo", {"LORA_ACTOR_LR": "4e-4", "LORA_CRITIC_LR": "6e-4"},
          {"roles.actor.lora_learning_rate": 4e-4, "roles.critic.lora_learning_rate": 6e-4}),
@@ -125,6 +125,8 @@ def test_an_empty_variable_is_not_set() -> None:
 def test_sources_are_a_list() -> None:
     config = load_config(None, said("sft", DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf")[1::2], example=False)
     assert [source.path for source in config.data.datasets] == ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]
+    assert {source.weight for source in config.data.datasets} == {"all"}
+    assert said("sft", DATASET_PATH="Dahoas/rm-static") == ["--set", "data.datasets=[Dahoas/rm-static]"]
 
 
 def test_what_each_was_taken_as_is_said() -> None:

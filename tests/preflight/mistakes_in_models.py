@@ -223,6 +223,12 @@ def an_end_token_for_the_embedded_model(bench: Bench) -> tuple[list[str], list[s
 
 
 @mistake
+def a_reward_model_that_does_not_know_the_end_token(bench: Bench) -> tuple[list[str], list[str]]:
+    keys = settings(ppo__reward_model=bench.copy(bench.run / "reward" / "model"), model__eos_token="<|end|>")
+    return keys, ["this model's vocabulary", "differ in '<|end|>'"]
+
+
+@mistake
 def a_model_that_no_hub_gives(bench: Bench) -> tuple[list[str], list[str]]:
     return settings(ppo__reward_model="nobody/nothing"), ["nobody/nothing: no folder here", "HF_HUB_OFFLINE"]
 

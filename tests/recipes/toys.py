@@ -85,8 +85,8 @@ def toy_model(shape: str, folder: Path) -> Path:
     return path
 
 
-def _end_soon(model: Any, share: float = 0.1, steps: int = 60) -> None:
-    """Train until about every tenth token drawn ends a completion: rollouts of 256 tokens would take minutes."""
+def _end_soon(model: Any, share: float = 0.25, steps: int = 60) -> None:
+    """Train until about every fourth token drawn ends a completion: rollouts of 256 tokens would take minutes."""
     import torch
 
     wanted = torch.full((model.config.vocab_size,), (1 - share) / (model.config.vocab_size - 1))
@@ -139,12 +139,13 @@ def _change(values: Any, path: list[str], words: str) -> None:
     """Put `words` before the text at `path`, behind the one who says it."""
     for key in path[:-1]:
         values = values[int(key) if isinstance(values, list) else key]
-    speaker = "\n\nHuman: " if "Human: " in values[path[-1]] else ""
-    start, found, end = values[path[-1]].rpartition("Human: " if speaker else "Assistant: ")
+    last: Any = int(path[-1]) if isinstance(values, list) else path[-1]
+    speaker = "\n\nHuman: " if "Human: " in values[last] else ""
+    start, found, end = values[last].rpartition("Human: " if speaker else "Assistant: ")
     if speaker or (found and not start):
-        values[path[-1]] = f"{start}{found}{words} {end}"
+        values[last] = f"{start}{found}{words} {end}"
     else:
-        values[path[-1]] = f"{words} {start}{found}{end}"
+        values[last] = f"{words} {start}{found}{end}"
 
 
 def shape(recipe: Path, name: str) -> str:

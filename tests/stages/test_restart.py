@@ -148,6 +148,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert "step" in line and "batch" in line and not (output / "sft" / "model").exists()
     kept = list((output / "sft" / "checkpoints").glob("step-*"))
     assert len(kept) == 1 and str(kept[0]) in line
+    assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
 
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, tmp_path):
@@ -160,10 +161,12 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, 
 def test_a_stage_is_not_resumed_with_fewer_steps_than_are_done(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
     kill_at(3, rlhf, finished_run, output, steps=500)
+    log = (output / "ppo" / "console.log").read_bytes()
     found = rlhf("ppo", "--output", output, "--resume", "--set", "ppo.steps=2", recipe=None, check=False)
     assert found.returncode == 2 and "ppo: training" not in found.stdout
     assert re.search(r"step-\d+: \d+ steps of ppo are done, and 2 are asked for; ask for \d+ or more", found.stderr)
     assert json.loads((output / "run.json").read_text())["config"]["ppo"]["steps"] == 500
+    assert (output / "ppo" / "console.log").read_bytes() == log, "a run that is refused changes nothing"
 
 
 def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
