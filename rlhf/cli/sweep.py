@@ -56,7 +56,7 @@ def sweep(
     [bold]names: {engine.zero_stage: zero}[/]
 
     Points are called zero2-resident, zero2-offload and so on. Each is a folder of the sweep's, a run like any other:
-    [bold]rlhf chat runs/NAME/zero2-offload[/]. What it printed is in its console.txt.
+    [bold]rlhf chat runs/NAME/zero2-offload[/]. What it printed is in its console.log.
 
     The same command goes on with what is not done. A point that cannot be trained is refused with its reason, one that
     runs out of memory is recorded with its peak, and neither stops the others. [bold]--dry-run[/] lists the points

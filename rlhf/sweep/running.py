@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlhf import preflight, ranks, signals
+from rlhf.ending import Ending as RunEnding
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.invocation import command_line
 from rlhf.metrics.progress import console, format_seconds, progress
@@ -107,6 +107,7 @@ class Sweeping:
         directory, log = self.folder.run(point.name), self.folder.console(point.name)
         self.folder.write_recipe(point)
         log.parent.mkdir(parents=True, exist_ok=True)
+        end = RunEnding(directory, point.stages)
         words = ["--stages", ",".join(point.stages), "--config", str(self.folder.recipe(point.name))]
         words += [*(["--resume"] if directory.description.is_file() else []), *(["--debug"] if self.debug else [])]
         with log.open("ab") as output:
@@ -115,8 +116,8 @@ class Sweeping:
             outcome = ranks.start(self.grid.ranks, ranks.rank_command(words), debug=self.debug, console=output)
             if outcome:
                 output.write(f"{outcome.line}\n".encode())
-        with suppress(RunError):  # what ranks that had to be killed have left; the next start tries again
-            directory.recover()
+        if outcome:
+            end.conclude(outcome)
         return outcome
 
     def _ending(self, point: Point, outcome: Outcome) -> Ending:

@@ -15,7 +15,7 @@ from tests.forks import Forks
 from tests.recipes import toys
 
 GRIDS = sorted((toys.EXAMPLES / "sweeps").glob("*.yaml"))
-STAGES = {"step1": ["sft"], "step2": ["reward"], "step3": ["ppo"], "world": ["ppo"], "kl": ["ppo"]}
+STAGES = {"step1": ["sft"], "step2": ["reward"], "step3": ["ppo"], "world": ["ppo"], "kl": ["ppo"], "matrix": ["ppo"]}
 HELD = ("zero2", "zero2-offload", "zero3", "zero3-offload")
 POINTS = {
     "step1": list(itertools.product(HELD, ("", "lora128"))),

@@ -103,7 +103,7 @@ def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swe
     assert table["elsewhere"]["reason"].startswith(f"{path.parent}/absent/model: no such model folder")
     assert table["wild"]["status"] == "failed" and "loss became nan at step 2" in table["wild"]["reason"]
     assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
-    console = (path.parent / "out/wild/console.txt").read_text()
+    console = (path.parent / "out/wild/console.log").read_text()
     assert console.startswith("$ rlhf --stages reward --config ") and table["wild"]["reason"] in console
 
 
