@@ -13,12 +13,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerators.types import AcceleratorError, HiddenError, Probe
 
 RUNTIME = "habana_frameworks"
+BRIDGE = "habana-torch-plugin"
 VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
 SECONDS = 10.0
 """How long `hl-smi` may take; it answers in about one second, also with eight cards."""
@@ -52,6 +54,14 @@ class _Card(NamedTuple):
     driver: str
 
 
+def release() -> str:
+    """The release of the vendor's software, which its bridge to torch has as its version; empty where none is found."""
+    try:
+        return metadata.version(BRIDGE)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def cards() -> Cards:
     """The cards that this process may use.
 
@@ -81,7 +91,7 @@ def probe() -> Probe:
     if importlib.util.find_spec(RUNTIME) is None:
         reason = (
             f"{RUNTIME} (Gaudi's PyTorch bridge) is not installed here; use Intel's container for driver "
-            f"{found.driver}, or install its habana-torch-plugin beside its torch"
+            f"{found.driver}, or install its {BRIDGE} beside its torch"
         )
         return Probe(ok=False, reason=reason, present=found.source == "hl-smi" or bool(files), **known)
     reason = f"{found.source}: driver {found.driver}"

@@ -69,6 +69,8 @@ class HPU(Accelerator):
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
+        if release := gaudi.release():
+            software += f", release {release}"
         return DeviceInfo(model=self._cards.model, count=self._cards.count, software=software)
 
     @functools.cached_property

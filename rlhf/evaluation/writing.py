@@ -7,14 +7,17 @@ Every batch has the same number of rows, for shapes to be few: the last is fille
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelerators import lack_of_memory
 from rlhf.config import SamplingConfig
 from rlhf.data.batches import pad_right
+from rlhf.errors import OutOfMemory
 from rlhf.evaluation.models import Writer
 from rlhf.models.forward import completion_log_probs
 from rlhf.objectives.tokens import masked
@@ -43,7 +46,11 @@ class Manner:
 
 @torch.no_grad()
 def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) -> list[Ids]:
-    """The completion of each prompt, with its end where it came to one in `max_tokens`."""
+    """The completion of each prompt, with its end where it came to one in `max_tokens`.
+
+    Raises:
+        OutOfMemory: so many at a time are too many.
+    """
     device, longest = writer.device, max(map(len, prompts))
     accelerator, pad = device.accelerator, _pad(writer)
     decoder = Decoder(
@@ -53,11 +60,11 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
     written: list[Ids] = []
     for real, (rows,) in _batches(manner.batch_size, prompts):
         ids, mask = accelerator.to_device(_left(writer, rows, longest))
-        with device.precision.autocast():
+        with _computing(writer, ids):
             drawn = decoder.generate(writer.module, ids, mask, manner.sampling)
+            lengths = drawn.mask.sum(1)
         accelerator.step_boundary("write/end")
-        lengths = drawn.mask.sum(1).tolist()
-        written += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths)][:real]
+        written += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths.tolist())][:real]
         done(real)
     decoder.release()
     return written
@@ -70,24 +77,44 @@ def log_probs(
     """log p(completion | prompt) of each row, in nats: the sum over its tokens, at the temperature of the drawing.
 
     At temperature 0, where all of p is on one token, it is that of temperature 1.
+
+    Raises:
+        OutOfMemory: as `write`.
     """
     device, longest = writer.device, max(map(len, prompts))
     found: list[float] = []
     for real, (rows, ends) in _batches(manner.batch_size, prompts, completions):
         right = pad_right(ends, device.shapes, manner.max_tokens, _pad(writer))
         (ids, mask), (more, drawn) = device.accelerator.to_device((_left(writer, rows, longest), right))
-        with device.precision.autocast():
-            log_probs, _ = completion_log_probs(
+        with _computing(writer, ids):
+            each, _ = completion_log_probs(
                 writer.module,
                 torch.cat([ids, more], 1),
                 torch.cat([mask, drawn], 1),
                 more.shape[1],
                 temperature=manner.sampling.temperature or 1.0,
             )
+            sums = masked(each, drawn).sum(1)
         device.accelerator.step_boundary("write/read")
-        found += masked(log_probs, drawn).sum(1).tolist()[:real]
+        found += sums.tolist()[:real]
         done(real)
     return found
+
+
+@contextmanager
+def _computing(writer: Writer, ids: Tensor) -> Iterator[None]:
+    """The model's numbers, and what to do where there is no memory for them."""
+    device = writer.device
+    try:
+        with device.precision.autocast():
+            yield
+    except Exception as error:
+        if lack_of_memory(error):
+            raise OutOfMemory(
+                f"{device.accelerator.name}: too little memory for {len(ids)} completions of {writer.name} at a time; "
+                "lower --batch-size or --max-tokens"
+            ) from error
+        raise
 
 
 def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[list[Ids]]]]:

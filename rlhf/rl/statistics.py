@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -102,9 +99,3 @@ class MovingMean:
         total, weights = (0.9 * part + 0.1 * new for part, new in zip(self.state, (number, 1.0)))
         self.state = total, weights
         return total / weights
-
-
-def distinct_2(completions: Sequence[Sequence[int]]) -> float:
-    """Different pairs of neighbouring tokens, as a part of all such pairs (arXiv:1510.03055): 0 same, 1 varied."""
-    pairs = [pair for ids in completions for pair in itertools.pairwise(ids)]
-    return len(set(pairs)) / max(len(pairs), 1)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from rlhf.data.tokenization import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
+from rlhf.evaluation.statistics import distinct
 from rlhf.metrics.progress import progress
 from rlhf.rl.completions import completion_ids, completion_texts
-from rlhf.rl.statistics import distinct_2, means, rollout_statistics
+from rlhf.rl.statistics import means, rollout_statistics
 from rlhf.rl.trainer import PPO
 from rlhf.stages.context import StageContext
 from rlhf.stages.keeping import Found
@@ -49,7 +50,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
         row for start in range(0, len(mine), rows) for share in shares for row in share[start : start + rows]
     ][: len(examples)]
     texts = completion_texts(ppo.tokenizer, completions)
-    numbers["distinct_2"] = distinct_2(completions)
+    numbers["distinct_2"] = distinct(completions, 2)
     if judge is not None:
         approved = sum(judge(example.row.text, text) for example, text in zip(examples, texts))
         numbers["approved_share"] = approved / len(texts)

@@ -46,7 +46,16 @@ def test_a_bridge_that_cannot_be_imported_is_an_error_with_the_cause(machine, mo
 def test_the_cards_are_named(machine):
     info = machine("Gaudi3", 4).info()
     assert (info.model, info.count) == ("Gaudi3", 4)
-    assert DRIVER in info.software
+    assert DRIVER in info.software and "release" not in info.software
+
+
+def test_the_release_of_the_software_is_named(machine, monkeypatch, tmp_path):
+    (tmp_path / "habana_torch_plugin-1.24.1.3.dist-info").mkdir()
+    (tmp_path / "habana_torch_plugin-1.24.1.3.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: 1.24.1.3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine("Gaudi2", 8).info().software.endswith(f"driver {DRIVER}, release 1.24.1.3")
 
 
 # synchronization

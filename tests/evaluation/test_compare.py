@@ -261,7 +261,7 @@ def test_a_prompt_that_a_model_cannot_hold_is_left_out_for_all(
     run: Run, models: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "some.txt"
-    path.write_text("moo\n" + "moo " * 130 + "\nwoof\n")
+    path.write_text("moo\n" + "moo " * 60 + "\nwoof\n")  # 122 tokens
     done = run(models["a"], models["b"], "--json", prompts=path)
     assert told(done)["prompts"] == 2
     reason = f"{models['a']}: the prompt and --max-tokens 8 are more than its 128 tokens"

@@ -8,6 +8,7 @@ import torch
 
 from accelerators import Accelerator, ShapePolicy
 from rlhf.config import SamplingConfig
+from rlhf.errors import OutOfMemory
 from rlhf.evaluation.models import Device, Writer
 from rlhf.evaluation.writing import Manner, log_probs, write
 from tests.helpers import llama
@@ -85,3 +86,15 @@ def test_samples_depend_on_the_seed_and_on_nothing_before(writer: Writer) -> Non
     torch.rand(7)
     assert write(writer, PROMPTS, manner(1.0), lambda rows: None) == first
     assert write(writer, PROMPTS, manner(), lambda rows: None) != first
+
+
+def test_a_lack_of_memory_names_what_to_lower(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    said = "cpu: too little memory for 4 completions of it at a time; lower --batch-size or --max-tokens"
+    monkeypatch.setattr(writer.module.base_model, "forward", forward)
+    with pytest.raises(OutOfMemory, match=said):
+        write(writer, PROMPTS, manner(), lambda rows: None)
+    with pytest.raises(OutOfMemory, match=said):
+        log_probs(writer, PROMPTS, PROMPTS, manner(), lambda rows: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ def rlhf_accelerators() -> list[AcceleratorSpec]:
             priority=-10,
         )
     ]
+
+
+def watch(recipe: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Begin to count for `two_ranks`."""
+    counts.clear()
+    return lambda: {"counts": dict(counts)}
 
 
 def record(fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:

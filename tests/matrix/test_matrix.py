@@ -17,7 +17,7 @@ from rlhf import ranks
 from tests.families.table import BY_NAME
 from tests.matrix import rehearsal
 from tests.matrix.points import OFTEN, POINTS, STEPS, Point
-from tests.matrix.two_ranks import ACTIONS, rows
+from tests.matrix.two_ranks import of_plain_transformers
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0}
@@ -75,8 +75,8 @@ def folder(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(base / "site"), str(ROOT)]))
         patch.setenv("RLHF_PLUGINS", plugin)
-        script = f"from tests.matrix import two_ranks; two_ranks.main({str(base)!r})"
-        outcome = ranks.start(2, [sys.executable, "-c", script])
+        script = "from tests.matrix import rehearsal, two_ranks; two_ranks.main({!r}, 'rehearsal', rehearsal.watch)"
+        outcome = ranks.start(2, [sys.executable, "-c", script.format(str(base))])
     assert outcome is None, outcome.line
     return base
 
@@ -124,24 +124,6 @@ def test_plain_transformers_makes_the_same_of_what_it_leaves(folder: Path, found
     for role, expected in found(point)["ends"].items():
         saved = folder / point.name / "ppo" / {"actor": "model"}.get(role, role)
         tolerance = NUMBERS[point.precision]
-        torch.testing.assert_close(_of_plain_transformers(saved, role), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(of_plain_transformers(saved, role), expected, atol=tolerance, rtol=tolerance)
         before = folder / "start" / {"actor": "sft", "critic": "reward"}[role] / "model"
-        assert (_of_plain_transformers(before, role) - expected).abs().max() > 4 * tolerance
-
-
-def _of_plain_transformers(folder: Path, role: str) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    kind = AutoModelForCausalLM if role == "actor" else AutoModelForSequenceClassification
-    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    with torch.no_grad():
-        for ids, mask in zip(*rows()):
-            alone = ids[mask.bool()][None]
-            if role == "actor":
-                logits = model(input_ids=alone).logits[0, -ACTIONS - 1 : -1]
-                found.append(logits.log_softmax(-1).gather(-1, alone[0, -ACTIONS:, None]).flatten())
-            else:  # a classifier gives the last token's value: rows that end at each of them
-                ends = range(alone.shape[1] - ACTIONS + 1, alone.shape[1] + 1)
-                found.append(torch.stack([model(input_ids=alone[:, :end]).logits[0, 0] for end in ends]))
-    return torch.stack(found)
+        assert (of_plain_transformers(before, role) - expected).abs().max() > 4 * tolerance

@@ -19,7 +19,7 @@ from rlhf.engine.statistics import Sums
 from rlhf.rl.samples import samples
 from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.stages import loop, ppo, reward
-from rlhf.stages.evaluation import distinct_2, evaluate
+from rlhf.stages.evaluation import distinct, evaluate
 from tests.helpers import llama
 from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
 from tests.optimum import language
@@ -312,7 +312,7 @@ def test_without_a_judge_no_share_is_approved_or_not(build_ppo):
     ],
 )
 def test_distinct_2_is_different_pairs_over_all_pairs(completions, expected):
-    assert distinct_2(completions) == pytest.approx(expected)
+    assert distinct(completions, 2) == pytest.approx(expected)
 
 
 def test_evaluation_repeats_its_prompts_and_random_numbers_and_leaves_the_generator_as_it_was(build_ppo, monkeypatch):

@@ -85,8 +85,8 @@ def toy_model(shape: str, folder: Path) -> Path:
     return path
 
 
-def _end_soon(model: Any, share: float = 0.1, steps: int = 60) -> None:
-    """Train until about every tenth token drawn ends a completion: rollouts of 256 tokens would take minutes."""
+def _end_soon(model: Any, share: float = 0.25, steps: int = 60) -> None:
+    """Train until about every fourth token drawn ends a completion: rollouts of 256 tokens would take minutes."""
     import torch
 
     wanted = torch.full((model.config.vocab_size,), (1 - share) / (model.config.vocab_size - 1))
