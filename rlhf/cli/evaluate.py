@@ -31,6 +31,7 @@ _PAIRS = {
     "pairs": "pairs",
     "accuracy": "accuracy",
     "accuracy_interval": "its 95% interval",
+    "ties": "equal scores",
     "chosen_score": "chosen score",
     "rejected_score": "rejected score",
     "margin": "margin",
