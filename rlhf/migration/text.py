@@ -38,6 +38,7 @@ def _head(recipe: Recipe) -> Iterator[str]:
     names = [""] if recipe.stages == [*STAGES] else [f" {stage}" for stage in recipe.stages]
     for name in names:
         yield f"# Start it: rlhf{name} --config recipe.yaml{options}"
+    yield "# Paths start from the folder of this file."
     for note in recipe.notes:
         yield from _comment(f"Note: {note}.", "# ")
     if recipe.remarks:

@@ -58,6 +58,13 @@ sys.exit(outcome.report() if outcome else 0)
 EACH = [replace(point, precision="bf16") for point in POINTS if point.precision == "fp32"]
 OFTEN = Point(2, recorded=True, offloaded=True, lora=False, precision="bf16")  # DeepSpeed-Chat leaves it out
 
+LOSSES = ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length")
+
+
+def as_written(point: Point) -> Point:
+    """The same without recordings."""
+    return replace(point, recorded=False)
+
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -83,7 +90,8 @@ def runs(request: pytest.FixtureRequest, python: Run, recipe: Path, tmp_path_fac
     }
 
     selected = [item.callspec.params["point"] for item in request.session.items if item.path == request.path]
-    asked = {point.name: start | point.settings for each in selected for point in (each, each.plain)}
+    needed = {each: None for point in selected for each in (point, as_written(point), point.plain)}
+    asked = {point.name: start | point.settings for point in needed}
     (base / "asked.json").write_text(json.dumps({"start": start, "runs": asked}))
     done = python("-c", LAUNCH, RANK.format(root=str(ROOT), folder=str(base)), strict=False, seconds=2000)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -101,8 +109,11 @@ class TestPoint:
         assert len(steps) == STEPS
         assert all(math.isfinite(value) for numbers in steps for value in numbers.values())
         expected = torch.load(folder.with_name(point.plain.name) / "found")["steps"][0]
-        for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
-            assert steps[0][key] == pytest.approx(expected[key], abs=1e-3), key
+        assert {key: steps[0][key] for key in LOSSES} == pytest.approx({key: expected[key] for key in LOSSES}, abs=1e-3)
+
+    def test_recordings_change_no_number(self, runs: Path, point: Point) -> None:
+        found, expected = (torch.load(runs / each.name / "found")["steps"] for each in (point, as_written(point)))
+        assert [[step[key] for key in LOSSES] for step in found] == [[step[key] for key in LOSSES] for step in expected]
 
     def test_rollouts_are_recorded_unless_that_is_turned_off_and_nothing_is_compiled_late(
         self, runs: Path, point: Point
