@@ -15,7 +15,7 @@ from rlhf.errors import RunError
 PARTIAL = ".partial"
 """How the names of unfinished files and folders end; after a crash they are worth nothing."""
 
-CONSOLE = "console.txt"
+CONSOLE = "console.log"
 """In a run's folder, what the run printed, where whoever started it (`rlhf sweep`) keeps that."""
 
 

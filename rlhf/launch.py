@@ -147,7 +147,7 @@ def _opened(
         if differing := disagreement(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _decided(config, pending, directory, accelerator)
-        _choose_kernels(config, accelerator)
+        choose_kernels(config, accelerator)
         selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
@@ -169,7 +169,12 @@ def _opened(
         yield config, accelerator
 
 
-def _choose_kernels(config: Config, accelerator: Accelerator) -> None:
+def choose_kernels(config: Config, accelerator: Accelerator) -> None:
+    """Make the accelerator use the implementations that `engine.kernels` names.
+
+    Raises:
+        ConfigError: it has none of that name.
+    """
     from accelerators import AcceleratorError
 
     for operation, name in config.engine.kernels.items():

@@ -45,6 +45,7 @@ _EXAMPLES = {
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
     "rlhf sweep grid.yaml": "a recipe at every point of a grid",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
+    "rlhf config --from-deepspeed-chat run_1.3b.sh": "a script of DeepSpeed-Chat as a recipe",
     "rlhf config --example": "the embedded example's recipe",
 }
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(

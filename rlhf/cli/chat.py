@@ -14,8 +14,8 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.errors import ModelError
+from rlhf.evaluation.adapters import check_folder
 from rlhf.evaluation.folders import model_folder
-from rlhf.models.folder import check_model_folder
 
 if TYPE_CHECKING:
     from rlhf.data.rows import Message
@@ -32,7 +32,9 @@ _SAID = {
 def chat(
     context: typer.Context,
     options: Options,
-    run_or_model: Annotated[Path, typer.Argument(help="Folder of a run, or of a model.", metavar="RUN_OR_MODEL_DIR")],
+    run_or_model: Annotated[
+        str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
+    ],
     stage: Annotated[
         Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
     ] = None,
@@ -80,7 +82,7 @@ class ChatModel:
         from rlhf.evaluation.models import Device, load_writer
 
         config = options.load()
-        check_model_folder(str(folder))
+        check_folder(str(folder))
         device = Device.chosen(config, options.accelerator)
         self.writer = load_writer(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}

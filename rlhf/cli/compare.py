@@ -16,15 +16,16 @@ from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import for_a_program, print_json, print_table
 from rlhf.config import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
+from rlhf.evaluation.adapters import check_folder
 from rlhf.evaluation.folders import model_folder, reward_model_folder, run_of
 from rlhf.evaluation.models import Device
 from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
 from rlhf.evaluation.rows import HELDOUT, overrides
 from rlhf.files import atomic_write, check_writable
-from rlhf.models.folder import check_model_folder
 from rlhf.names import is_path
 
 if TYPE_CHECKING:
+    from rlhf.data.report import Dropped
     from rlhf.data.rows import Row
 
 _SHARES = ("win_rate", "truncated_share", "repeated_share")
@@ -138,8 +139,7 @@ def compare(
         )
         if output:
             _write(output, records(found))
-        for reason, (count, first) in found.left_out.items():
-            _say(f"{count:,} prompt{'s' if count > 1 else ''} left out: {reason} (first: {first})")
+        _say_what_is_left_out("prompt", found.left_out)
         for note in found.notes:
             _say(note)
     where = {"accelerator": device.accelerator.name, "precision": device.precision.name}
@@ -182,7 +182,7 @@ def _check(
     if output:
         check_writable(output.parent)
     for folder in (*map(model_folder, models), *map(reward_model_folder, [reward_model] if reward_model else [])):
-        check_model_folder(str(folder))
+        check_folder(str(folder))
 
 
 def _settings(options: Options, prompts: str | None) -> Config:
@@ -195,7 +195,11 @@ def _read(prompts: str, config: Config) -> list[Row]:
     """The prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
-    return read_lines(prompts) if has_lines(prompts) else read_prompts(config, show=True)
+    if has_lines(prompts):
+        return read_lines(prompts)
+    rows, dropped = read_prompts(config, show=True)
+    _say_what_is_left_out("row", dropped)
+    return rows
 
 
 def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
@@ -218,6 +222,11 @@ def _say(line: str) -> None:
     from rlhf.metrics.progress import console
 
     console.print(f"note: {line}", markup=False, soft_wrap=True)
+
+
+def _say_what_is_left_out(what: str, dropped: Dropped) -> None:
+    for reason, (count, first) in dropped.items():
+        _say(f"{count:,} {what}{'s' if count > 1 else ''} left out: {reason} (first: {first})")
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:

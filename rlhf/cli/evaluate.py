@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -29,21 +30,22 @@ Numbers = dict[str, Any]
 _PAIRS = {
     "pairs": "pairs",
     "accuracy": "accuracy",
-    "accuracy_interval": "95% interval",
-    "chosen_score": "chosen",
-    "rejected_score": "rejected",
+    "accuracy_interval": "its 95% interval",
+    "ties": "equal scores",
+    "chosen_score": "chosen score",
+    "rejected_score": "rejected score",
     "margin": "margin",
-    "log_loss": "log loss",
-    "brier": "Brier",
-    "calibration_error": "ECE",
-    "temperature": "temperature",
+    "log_loss": "log loss (a coin's: 0.693)",
+    "brier": "Brier score (a coin's: 0.25)",
+    "calibration_error": "calibration error (ECE)",
+    "temperature": "temperature that calibrates",
 }
 _TEXT = {
     "rows": "rows",
     "tokens": "tokens",
-    "loss": "nats a token",
+    "loss": "nats per token",
     "perplexity": "perplexity",
-    "bits_per_byte": "bits a byte",
+    "bits_per_byte": "bits per byte",
 }
 
 
@@ -110,9 +112,9 @@ def evaluate(
     from rlhf.evaluation.models import Device
 
     device = Device.chosen(config, options.accelerator)
-    if pairs or text:
+    if source:
         measure = _by_pairs(batch_size, bins) if pairs else _by_text(batch_size)
-        _measure(device, config, models, pairs or text or "", measure, rows=rows, json=as_json)
+        _measure(device, config, models, source, measure, rows=rows, json=as_json)
     elif prompt or not sys.stdin.isatty():
         _score(device, config, models, list(_questions(prompt, reply)), batch_size, as_json)
     else:
@@ -136,21 +138,21 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
+    from rlhf.evaluation.adapters import check_folder
     from rlhf.evaluation.folders import model_folder, reward_model_folder
-    from rlhf.models.folder import check_model_folder
 
     for model in models:
-        check_model_folder(str(reward_model_folder(model) if reward else model_folder(model)))
+        check_folder(str(reward_model_folder(model) if reward else model_folder(model)))
 
 
 class _Measure(NamedTuple):
-    """How models of one kind are measured, and what is shown of it: keys of the numbers, and their titles."""
+    """How models of one kind are measured, and what is shown of it: keys of the numbers, and what they are called."""
 
     kind: str
     stage: Stage
     load: Callable[..., Any]
     take: Callable[..., Measured]
-    columns: dict[str, str]
+    shown: dict[str, str]
 
 
 def _by_pairs(batch_size: int, bins: int) -> _Measure:
@@ -192,8 +194,8 @@ def _measure(
     if json:
         print_json({"kind": by.kind, "source": source, **_where(device), "models": measures})
         return
-    cells = [[one["model"], *(_cell(one[key]) for key in by.columns)] for one in measures]
-    print_table(f"{source}: {by.kind}", ["model", *by.columns.values()], cells)
+    cells = [[called, *(_cell(one[key]) for one in measures)] for key, called in by.shown.items()]
+    print_table(f"{source}: {by.kind}", [by.kind, *models], cells)
     for one in measures:
         if "bins" in one:
             _print_bins(one["model"], one["bins"])
@@ -213,6 +215,8 @@ def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Qu
     if prompt:
         yield question(prompt, replies or (), "--prompt")
         return
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
     lines = [(number, line) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     if not lines:
         raise DataError(

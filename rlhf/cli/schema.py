@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,8 +42,8 @@ def config(
         typer.Option(
             "--from-deepspeed-chat",
             metavar="COMMAND",
-            help="A command line of DeepSpeed-Chat, or of several of its steps, as a recipe; - reads it from standard "
-            "input. Repeatable.",
+            help="A command line of DeepSpeed-Chat, a script that holds it, or - for standard input, as a recipe. "
+            "Repeatable: several steps make one recipe.",
         ),
     ] = None,
     devices: Annotated[
@@ -61,7 +62,7 @@ def config(
 
     [bold]rlhf config --from-deepspeed-chat "deepspeed --num_gpus 1 main.py --model_name_or_path facebook/opt-1.3b"[/]
 
-    [bold]rlhf config --from-deepspeed-chat - < training_scripts/opt/single_gpu/run_1.3b.sh > recipe.yaml[/]
+    [bold]rlhf config --from-deepspeed-chat training_scripts/opt/single_gpu/run_1.3b.sh > recipe.yaml[/]
     """
     if from_deepspeed_chat:
         _show(_translation(from_deepspeed_chat, devices, options, example))
@@ -91,8 +92,22 @@ def _translation(commands: list[str], devices: int | None, options: Options, exa
     others = (options.config, options.overrides, options.precision, options.output, options.seed)
     if example or any(value is not None for value in others):
         raise ConfigError("--from-deepspeed-chat: prints what the command means; give other options to rlhf later")
-    texts = [sys.stdin.read() if command == "-" else command for command in commands]
-    return text_of(translated(texts, os.environ, devices))
+    return text_of(translated([_text_of(command) for command in commands], os.environ, devices))
+
+
+def _text_of(command: str) -> str:
+    """A command as it is given, on standard input, or in a script; the fork's scripts are known by name."""
+    from rlhf.migration.tables import scripts
+
+    if command == "-":
+        return sys.stdin.read()
+    path = Path(command)
+    if "\n" in command or path.name in {Path(name).name for name in scripts()} or not path.is_file():
+        return command
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{command}: cannot be read as text; name a script, or give the command itself") from error
 
 
 def _show(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +56,7 @@ def sweep(
     [bold]names: {engine.zero_stage: zero}[/]
 
     Points are called zero2-resident, zero2-offload and so on. Each is a folder of the sweep's, a run like any other:
-    [bold]rlhf chat runs/NAME/zero2-offload[/]. What it printed is in its console.txt.
+    [bold]rlhf chat runs/NAME/zero2-offload[/]. What it printed is in its console.log.
 
     The same command goes on with what is not done. A point that cannot be trained is refused with its reason, one that
     runs out of memory is recorded with its peak, and neither stops the others. [bold]--dry-run[/] lists the points
@@ -84,12 +84,13 @@ def sweep(
         found = replace(found, memory=parse_bytes(memory, "--memory"))
     _check_alone()
     folder = SweepDirectory(found.output)
-    folder.check(found)
+    if report and not folder.description.is_file():
+        raise RunError(f"{folder.path}: holds no sweep to report; leave --report out to start it")
+    if not report:
+        folder.check(found)
     if options.dry_run:
         _foresee(found, folder, as_json)
         return
-    if report and not folder.description.is_file():
-        raise RunError(f"{folder.path}: holds no sweep to report; leave --report out to start it")
     if as_json or not _has_terminal():
         console.stderr = True  # how it goes is no part of the result
     rows = _renewed(found, folder) if report else _run(found, folder, retry=retry, debug=options.debug)
@@ -152,13 +153,18 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
 
 
 def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
-    """The rows as they are now; files are renewed, unless a sweep is at work, which does that itself."""
+    """The rows as they are now; files are checked and renewed, unless a sweep is at work, which does that itself."""
     from rlhf import lock
     from rlhf.sweep.report import write
     from rlhf.sweep.rows import rows
 
     found = rows(grid, folder, folder.endings(grid))
-    with suppress(RunError), lock.locked(folder.path):
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock.locked(folder.path))
+        except RunError:
+            return found
+        folder.check(grid)
         write(grid, folder, found)
     return found
 

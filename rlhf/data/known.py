@@ -28,9 +28,11 @@ class Known(Section):
 def known(name: str) -> Known | None:
     """What is known of a hub name, or of a folder here whose path ends in one; letter case does not count."""
     path = Path(name)
-    if is_path(name) and not path.is_dir():
+    here = is_path(name)
+    if here and not path.is_dir():
         return None
-    return table().get("/".join(path.parts[-2:]).casefold())
+    ends = ["/".join(path.parts[-2:]), *([path.name] if here else [])]  # mkqa-Chinese is nobody's
+    return next((found for end in ends if (found := table().get(end.casefold()))), None)
 
 
 @cache

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf.config import Stage
     from rlhf.data.encoding import PromptFormat
 
+_NAMES = {f"{name}{suffix}" for name in ("model", ADAPTER) for suffix in ("", AVERAGE)}
 Policy = Literal["sft", "dpo", "ppo"]
 """A stage that leaves a language model."""
 
@@ -38,7 +39,7 @@ def model_folder(path: Path | str, stage: Policy | None = None, *, ema: bool = F
     if RunDirectory(path).description.is_file():
         return _of_run(RunDirectory(path), [stage] if stage else ["ppo", "dpo", "sft"])
     if (path / "stage.json").is_file():
-        return path / "model"  # the folder of a run's stage
+        return _left(path, "model")  # the folder of a run's stage
     if stage:
         raise RunError(f"{path}: --stage chooses a model of a run, and there is no run.json here; leave it out")
     return path
@@ -78,7 +79,7 @@ def trained_ends(folder: Path) -> list[int] | None:
 def _summary(folder: Path) -> dict[str, Any]:
     """What the stage says of itself that left the model in `folder`."""
     summary = folder.parent / "stage.json"
-    return read_json(summary) if folder.name in ("model", "model-ema") and summary.is_file() else {}
+    return read_json(summary) if folder.name in _NAMES and summary.is_file() else {}
 
 
 def _there(path: Path | str) -> Path:
@@ -99,16 +100,17 @@ def _there(path: Path | str) -> Path:
 def _of_run(run: RunDirectory, stages: Sequence[Stage]) -> Path:
     """The model of the first of `stages` that is finished."""
     for candidate in map(run.stage, stages):
-        if candidate.done and not candidate.model.exists() and (candidate.path / ADAPTER).is_dir():
-            raise RunError(
-                f"{run.path}: its {candidate.name} stage has left an adapter alone (lora.save); "
-                "merge it with peft and name that folder, or give --stage sft"
-            )
         if candidate.done:
-            return candidate.model
+            return _left(candidate.path, candidate.model.name)
     *others, last = stages
     names = f"{', '.join(others)} or {last}" if others else last
     raise RunError(f"{run.path}: has no finished {names} stage; finish it with --resume, or name a model folder")
+
+
+def _left(stage: Path, name: str) -> Path:
+    """The model of that name in the folder of a stage, or its adapter where `lora.save` has left that alone."""
+    adapter = stage / name.replace("model", ADAPTER)
+    return adapter if adapter.is_dir() and not (stage / name).exists() else stage / name
 
 
 def _average(path: Path, stage: Policy | None) -> Path:
@@ -116,11 +118,7 @@ def _average(path: Path, stage: Policy | None) -> Path:
     if stage not in (None, "ppo"):
         raise RunError("--ema: of PPO's policy alone a run has an average; leave --stage out")
     ppo = StageDirectory(path / "ppo" if (path / "run.json").is_file() else path, "ppo")
-    if (ppo.path / f"{ADAPTER}{AVERAGE}").is_dir() and not ppo.average.exists():
-        raise RunError(
-            f"{path}: the ppo stage has left the average as an adapter alone (lora.save); "
-            "merge it with peft and name that folder without --ema"
-        )
-    if not ppo.done or not ppo.average.is_dir():
+    average = _left(ppo.path, ppo.average.name)
+    if not ppo.done or not average.is_dir():
         raise RunError(f"{path}: holds no average of a finished ppo stage; train with ppo.ema, or leave --ema out")
-    return ppo.average
+    return average

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf import hub
 from rlhf.config import Config, ModelConfig
-from rlhf.errors import ModelError
+from rlhf.errors import ModelError, OutOfMemory
+from rlhf.evaluation.adapters import base_of, merged
 from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_ends, trained_format
 from rlhf.metrics.progress import progress
 from rlhf.models.folder import check_model_folder
@@ -48,6 +49,7 @@ class Device:
 
         Raises:
             AcceleratorError: no backend can be chosen, or it lacks the precision.
+            ConfigError: it lacks an implementation that `engine.kernels` names.
         """
         from rlhf import launch, quiet
 
@@ -58,6 +60,7 @@ class Device:
             made = selection.create()
             made.bind(0)
             made.seed(config.seed)
+            launch.choose_kernels(config, made)
         quiet.libraries()
         named = config.engine.shapes
         shapes = made.shape_policy() if named == "auto" else ShapePolicy(named)
@@ -82,9 +85,13 @@ class Device:
             compute: (input_ids [B, T], attention_mask [B, T], **numbers [B]) -> [B].
             numbers: of each row, for `compute`.
             description: shown with the progress; empty: none is shown.
+
+        Raises:
+            OutOfMemory: so many rows at a time are too many.
         """
         import torch
 
+        from accelerators import lack_of_memory
         from rlhf.data.batches import pad_right
 
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
@@ -97,10 +104,19 @@ class Device:
                 ids, mask = pad_right([rows[place] for place in filled], self.shapes, longest, pad)
                 more = {name: torch.tensor([values[place] for place in filled]) for name, values in numbers.items()}
                 batch = self.accelerator.to_device({"input_ids": ids, "attention_mask": mask, **more})
-                with self.precision.autocast():
-                    values = compute(**batch)
-                self.accelerator.step_boundary("evaluate")
-                for place, value in zip(places, values.tolist()):
+                try:
+                    with self.precision.autocast():
+                        values = compute(**batch)
+                    self.accelerator.step_boundary("evaluate")
+                    numbers_of_rows = values.tolist()
+                except Exception as error:
+                    if lack_of_memory(error):
+                        raise OutOfMemory(
+                            f"{self.accelerator.name}: too little memory for {size} rows of {ids.shape[1]:,} tokens at "
+                            "a time; lower --batch-size"
+                        ) from error
+                    raise
+                for place, value in zip(places, numbers_of_rows):
                     found[place] = value
                 bar.advance(len(places))
         return found
@@ -173,6 +189,8 @@ class Judge(Loaded):
 def load_writer(path: Path | str, config: Config, device: Device, *, name: str | None = None) -> Writer:
     """The causal language model at `path`: of a run its last policy's, a model's folder, or a hub name.
 
+    An adapter alone is put into the model that it names.
+
     Args:
         config: whether code of the model's own may run, and with which tokenizer instead of the model's.
         name: how messages call it; default: `path`.
@@ -181,19 +199,23 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
         RunError, ModelError: there is no such model, or it is none that writes.
     """
     folder = str(model_folder(path))
-    check_model_folder(folder)
+    base = base_of(folder) or folder
+    check_model_folder(base)
     from rlhf.models.loading import load_causal_lm
     from rlhf.models.scalar_head import SUFFIX
     from rlhf.models.support import read_config
     from rlhf.models.tokenizers import end_tokens
 
-    source = config.model.model_copy(update={"path": folder})
-    hub.ask(folder, "model")
-    for architecture in read_config(folder, source).architectures or ():
+    source = config.model.model_copy(update={"path": base})
+    hub.ask(base, "model")
+    for architecture in read_config(base, source).architectures or ():
         if architecture.endswith(("ForSequenceClassification", SUFFIX)):
-            raise ModelError(f"{folder}: is a reward model, which scores texts and writes none; name another model")
+            raise ModelError(f"{base}: is a reward model, which scores texts and writes none; name another model")
     tokenizer, options = _prepared(source, device, scalar_head=False)
-    model = load_causal_lm(source, tokenizer, **options)
+    if base == folder:
+        model = load_causal_lm(source, tokenizer, **options)
+    else:
+        model = merged(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
     ends = end_tokens(tokenizer, model.generation_config)
     placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
     return Writer(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.data.formats import Columns
 from rlhf.data.reading import Source, SourceRows
+from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Row, parse
 from rlhf.errors import DataError
 
@@ -42,15 +43,25 @@ def read_lines(name: str) -> list[Row]:
     return _some(_lines(name, text.split("\n")), name)
 
 
-def read_prompts(config: Config, *, show: bool = False) -> list[Row]:
-    """The prompts of all rows of `config.data.datasets`; never none.
+def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Dropped]:
+    """The prompts of all rows of `config.data.datasets`, never none; and why rows are left out.
 
     Raises:
         DataError: a source cannot be read, or they hold no prompt.
     """
     read = SourceRows(config.seed, show)
-    rows = [row for dataset in config.data.datasets for row in read[Source.trained(dataset)].rows]
-    return _some([row for row in rows if row.prompt], ", ".join(dataset.path for dataset in config.data.datasets))
+    rows: list[Row] = []
+    dropped: Dropped = {}
+    for found in (read[Source.trained(dataset)] for dataset in config.data.datasets):
+        for reason, (number, first) in found.dropped.items():
+            before, where = dropped.get(reason, (0, first))
+            dropped[reason] = (before + number, where)
+        for row in found.rows:
+            if row.prompt:
+                rows.append(row)
+            else:
+                count(dropped, "text alone, without a prompt", row.source)
+    return _some(rows, ", ".join(dataset.path for dataset in config.data.datasets)), dropped
 
 
 def held_out(config: Config, tokenizer: Any) -> list[Row]:

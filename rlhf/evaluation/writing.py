@@ -62,9 +62,9 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
         ids, mask = accelerator.to_device(_left(writer, rows, longest))
         with _computing(writer, ids):
             drawn = decoder.generate(writer.module, ids, mask, manner.sampling)
+            lengths = drawn.mask.sum(1)
         accelerator.step_boundary("write/end")
-        lengths = drawn.mask.sum(1).tolist()
-        written += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths)][:real]
+        written += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths.tolist())][:real]
         done(real)
     decoder.release()
     return written
@@ -87,15 +87,16 @@ def log_probs(
         right = pad_right(ends, device.shapes, manner.max_tokens, _pad(writer))
         (ids, mask), (more, drawn) = device.accelerator.to_device((_left(writer, rows, longest), right))
         with _computing(writer, ids):
-            log_probs, _ = completion_log_probs(
+            each, _ = completion_log_probs(
                 writer.module,
                 torch.cat([ids, more], 1),
                 torch.cat([mask, drawn], 1),
                 more.shape[1],
                 temperature=manner.sampling.temperature or 1.0,
             )
+            sums = masked(each, drawn).sum(1)
         device.accelerator.step_boundary("write/read")
-        found += masked(log_probs, drawn).sum(1).tolist()[:real]
+        found += sums.tolist()[:real]
         done(real)
     return found
 

@@ -28,10 +28,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remark:
-    """What is to be said of a flag that became no key."""
+    """What is to be said of a flag that became no line; those of a `group` are said together."""
 
     flag: str
     text: str
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,5 +53,5 @@ class Flags:
         """A setting that these flags decide."""
         because = [self[name] for name in names]
         said = " x ".join(given.said for given in because)
-        link = " " if why.startswith("x ") else "; "
+        link = " " if why.startswith("x ") else ", "
         return Setting(key, value, said + (link + why if why else ""), any(one.explicit for one in because))

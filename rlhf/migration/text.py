@@ -38,13 +38,20 @@ def _head(recipe: Recipe) -> Iterator[str]:
     names = [""] if recipe.stages == [*STAGES] else [f" {stage}" for stage in recipe.stages]
     for name in names:
         yield f"# Start it: rlhf{name} --config recipe.yaml{options}"
+    yield "# Paths start from the folder of this file."
     for note in recipe.notes:
         yield from _comment(f"Note: {note}.", "# ")
     if recipe.remarks:
         yield "#"
         yield "# Flags that need no line below:"
+    groups: dict[str, list[str]] = {}
     for remark in dict.fromkeys(recipe.remarks):
-        yield from _comment(f"{remark.flag}: {remark.text}", "#   ")
+        if remark.group:
+            groups.setdefault(remark.group, []).append(f"{remark.flag} ({remark.text})")
+        else:
+            yield from _comment(f"{remark.flag}: {remark.text}", "#   ")
+    for group, said in groups.items():
+        yield from _comment(f"{group}: {', '.join(said)}.", "# ")
 
 
 def _lines(tree: Mapping[str, Any], section: Any, depth: int = 0) -> Iterator[str]:

@@ -66,12 +66,7 @@ def translated(texts: Sequence[str], environment: Mapping[str, str], devices: in
 
 def _commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
     """(the commands in the order of their steps, the variables of a text that holds nothing else)."""
-    commands: list[Command] = []
-    assigned: dict[str, str] = {}
-    for text in texts:
-        more, values = parsed(text)
-        commands += more
-        assigned |= values
+    commands, assigned = parsed("\n".join(texts))  # a variable that one of them assigns is there in the next
     if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: holds no command; give a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
@@ -150,7 +145,9 @@ def _given(row: Flag, texts: Sequence[str], command: Command, *, kept: bool) -> 
     variable = unknown_variable(text)
     keys = row.keys_of(command.stage)
     if variable and keys and row.rule != "folder" and not kept:
-        raise ConfigError(f"{written}: {variable} is the shell's, and has no value here; write its value in its place")
+        name = variable.strip("${}`")
+        advice = f"put {name}=VALUE before the command" if name.isidentifier() else "write its value in its place"
+        raise ConfigError(f"{written}: {variable} is the shell's, and has no value here; {advice}")
     if not row.reader:
         return Given(True, written, explicit=True)
     if row.reader == "names":
@@ -192,14 +189,10 @@ def _instead(row: Flag) -> str:
 
 
 def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> None:
-    """One setting for each key. Within a step a flag stands above a default; of two steps the first stands."""
+    """One setting for each key. Within a step the last stands, a flag's; of two steps the first."""
     merged = recipe.settings
     for stage, settings in found:
-        mine: dict[str, Setting] = {}
-        for one in settings:
-            if one.key not in mine or one.explicit or not mine[one.key].explicit:
-                mine[one.key] = one
-        for key, one in mine.items():
+        for key, one in {one.key: one for one in settings}.items():
             if key in merged and key != SOURCES and merged[key].value != one.value:
                 if not (one.explicit or merged[key].explicit):
                     continue
@@ -208,8 +201,8 @@ def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> No
                     f"{key} is {scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {scalar(one.value)} ({one.why}): "
                     f"start rlhf {stage} by itself, with --set {key}={scalar(one.value)}"
                 )
-            elif key in merged and one.explicit and one.why != merged[key].why:
-                recipe.remarks.append(Remark(one.why, f"{key}: {scalar(one.value)}, as the step before has it"))
+            elif key in merged and key != SOURCES and one.explicit and one.why != merged[key].why:
+                recipe.remarks.append(Remark(one.why, key, "As the step before has it"))
             merged.setdefault(key, one)
     sources = [(stage, one) for stage, settings in found for one in settings if one.key == SOURCES]
     if len({str(one.value) for _, one in sources}) > 1:
@@ -258,7 +251,7 @@ def _keep_what_differs(recipe: Recipe) -> None:
         if _at(chosen, key) != default:
             differs[key] = setting
         elif setting.explicit:
-            recipe.remarks.append(Remark(setting.why, f"{key}: {scalar(setting.value)}, as by default"))
+            recipe.remarks.append(Remark(setting.why, key, "As by default here"))
     recipe.settings = differs
 
 

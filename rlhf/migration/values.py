@@ -84,6 +84,12 @@ def names(value: str) -> list[str]:
     return value.split()
 
 
+def sources(value: str) -> list[Any]:
+    """Sources of rows; of several all rows are taken, where rlhf would blend them in equal parts."""
+    found = value.split()
+    return found if len(found) < 2 else [{"path": name, "weight": "all"} for name in found]
+
+
 def schedule(value: str) -> str:
     """The name of a schedule."""
     if value not in SCHEDULES:
@@ -110,7 +116,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     function.__name__: function
     for function in (
         *(text, whole, positive, several, number, half, switch, capture, only_adapters, names, schedule, precision),
-        shares,
+        *(shares, sources),
     )
 }
 """By the name that the tables know them by."""

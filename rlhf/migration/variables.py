@@ -94,6 +94,9 @@ def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], s
 
 def main(stages: Sequence[str]) -> int:
     """Print the arguments, or one line that says what is wrong; the exit code."""
+    if {"-h", "--help"} & set(stages):
+        print(__doc__)
+        return 0
     try:
         found, taken = arguments(os.environ, stages or STAGES)
     except ConfigError as error:

@@ -7,11 +7,12 @@ refused, or how it failed. That holds as long as the point's recipe is the same.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from rlhf.config import build_config
+from rlhf.config import Stage, build_config
 from rlhf.errors import RunError
 from rlhf.files import CONSOLE, atomic_write, read_json
 from rlhf.lock import LOCK
@@ -123,18 +124,16 @@ class SweepDirectory:
                 found[point.name] = Ending(one["status"], one["reason"], one["peak_memory"])
         return found
 
-    def records(self, name: str, stage: Any) -> list[dict[str, Any]]:
-        """The records of a stage's training steps, in order; a step that was done twice, after a crash, counts once."""
+    def course(self, name: str, stage: Stage, key: str) -> list[tuple[int, float]]:
+        """(step, value) of each record of a stage that has a number under `key`."""
         path = self.run(name).stage(stage).metrics
-        found: dict[int, dict[str, Any]] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            try:
+        found = []
+        for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+            with suppress(ValueError):  # the stage is at work, or a crash cut its last line short
                 record = json.loads(line)
-            except ValueError:  # a crash cut it short
-                continue
-            if "tag" not in record and record.get("step"):
-                found[record["step"]] = found.get(record["step"], {}) | record
-        return [found[step] for step in sorted(found)]
+                if record.get(key) is not None:
+                    found.append((record["step"], record[key]))
+        return found
 
 
 def _recipe_of(point: Point) -> str:

@@ -30,22 +30,22 @@ _OF_THE_START = ("model.path", "model.tokenizer")
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its name, the label that it has on each axis, the keys that it sets, and all settings."""
+    """One run of a sweep: its name, the label that it has on each axis, the keys that it sets, and all settings.
+
+    `alone` starts from nothing that the shared stages leave: shapes of models are known before these are there.
+    """
 
     name: str
     labels: dict[str, str]
     keys: dict[str, Any]
     config: Config
+    alone: Config
     stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a grid file asks for.
-
-    `alone` are the points as if they trained the shared stages too, for checks before those are there; `memory` is
-    bytes of a device.
-    """
+    """What a grid file asks for; `memory` is bytes of a device."""
 
     file: Path
     output: Path
@@ -54,7 +54,6 @@ class Grid:
     axes: tuple[str, ...]
     stages: tuple[Stage, ...]
     points: tuple[Point, ...]
-    alone: tuple[Point, ...]
     excluded: dict[str, str]
     shared: Point | None
 
@@ -98,7 +97,7 @@ def load_grid(
     wanted += [(name, {}, [_point_of(raw, name, path)]) for name in file.points]
     keys = {key for _, _, values in wanted for key in _keys_of(values)}
     _check_share(file, path, keys)
-    alone = tuple(base.point(output, name, labels, values, file.stages) for name, labels, values in wanted)
+    points = tuple(base.point(output, name, labels, values, file.stages) for name, labels, values in wanted)
     shared = (
         base.point(output, SHARED, {}, [], tuple(s for s in EVERY_STAGE if s in file.share)) if file.share else None
     )
@@ -109,8 +108,7 @@ def load_grid(
         memory=parse_bytes(file.memory, f"{path}: memory") if file.memory else None,
         axes=tuple(axes),
         stages=tuple(stage for stage in EVERY_STAGE if stage in file.stages),
-        points=tuple(_on_shared(point, file, path, output) for point in alone),
-        alone=alone,
+        points=tuple(_on_shared(point, file, path, output) for point in points),
         excluded=excluded,
         shared=shared,
     )
@@ -141,7 +139,7 @@ class _Base:
         except ConfigError as error:
             raise ConfigError(f"{error} (point {name})") from error
         order = tuple(stage for stage in EVERY_STAGE if stage in stages)
-        return Point(name, labels, dict(_flat(own)), config, order)
+        return Point(name, labels, dict(_flat(own)), config, config, order)
 
     @property
     def _written(self) -> Keys:

@@ -96,7 +96,7 @@ def _bars(found: Sequence[Row], columns: Sequence[str]) -> Figure:
     first.set_yticks(list(places), [row.name for row in found], fontsize=8)
     for label, row in zip(first.get_yticklabels(), found):
         label.set_color(_INK if row.status == "complete" else _FAINT)
-    first.invert_yaxis()
+    first.set_ylim(len(found) - 0.4, -0.6)
     return figure
 
 
@@ -106,15 +106,15 @@ def _curves(grid: Grid, folder: SweepDirectory, found: Sequence[Row]) -> Figure 
     from matplotlib.figure import Figure
 
     courses = {
-        (row.name, stage): _course(folder, row.name, stage)
+        (row.name, stage): folder.course(row.name, stage, _COURSE[stage])
         for row in found
         if row.status != "excluded"
         for stage in grid.stages
     }
-    stages = [stage for stage in grid.stages if any(courses[key][0] for key in courses if key[1] == stage)]
+    stages = [stage for stage in grid.stages if any(courses[key] for key in courses if key[1] == stage)]
     if not stages:
         return None
-    names = [row.name for row in found if any(courses.get((row.name, stage), ([], []))[0] for stage in stages)]
+    names = [row.name for row in found if any(courses.get((row.name, stage)) for stage in stages)]
     height = max(3.2, 0.2 * len(names) + 0.8)
     figure = Figure(figsize=(5.2 * len(stages) + 0.085 * max(map(len, names)) + 0.7, height), layout="constrained")
     panels = figure.subplots(1, len(stages), squeeze=False)[0]
@@ -123,10 +123,11 @@ def _curves(grid: Grid, folder: SweepDirectory, found: Sequence[Row]) -> Figure 
     for axes, stage in zip(panels, stages):
         lines = []
         for number, name in enumerate(names):
-            steps, values = courses[name, stage]
+            course = courses[name, stage]
             style = _DASHES[number // len(palette) % len(_DASHES)]
             colour = palette[number % len(palette)]
-            marker = "o" if len(steps) == 1 else None
+            marker = "o" if len(course) == 1 else None
+            steps, values = zip(*course) if course else ((), ())
             lines += axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.4, marker=marker, label=name)
         axes.set_title(f"{stage}: {_COURSE[stage].replace('_ema', ', moving mean')}", fontsize=10, color=_INK)
         axes.set_xlabel("step", fontsize=9)
@@ -136,12 +137,6 @@ def _curves(grid: Grid, folder: SweepDirectory, found: Sequence[Row]) -> Figure 
             axes.spines[side].set_visible(False)
     figure.legend(handles=lines, loc="outside right upper", fontsize=8, frameon=False)
     return figure
-
-
-def _course(folder: SweepDirectory, name: str, stage: Stage) -> tuple[list[int], list[float]]:
-    key = _COURSE[stage]
-    records = [record for record in folder.records(name, stage) if record.get(key) is not None]
-    return [record["step"] for record in records], [record[key] for record in records]
 
 
 def _scaled(column: str, value: float | None) -> float | None:

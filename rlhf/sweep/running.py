@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlhf import preflight, ranks, signals
-from rlhf.config import EVERY_STAGE, STAGES, Stage
+from rlhf.ending import Ending as RunEnding
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.invocation import command_line
 from rlhf.metrics.progress import console, format_seconds, progress
@@ -45,12 +44,14 @@ class Sweeping:
         """
         if self.folder.is_begun(point):
             return ""
-        shared = self.grid.shared
-        if shared and not self.folder.is_complete(shared):  # what it starts from is not there yet
-            (alone,) = (one for one in self.grid.alone if one.name == point.name)
-            stages = tuple(stage for stage in EVERY_STAGE if stage in (*shared.stages, *point.stages))
-            point = replace(alone, stages=stages)
-        return self._impossible(point) or self._too_large(point)
+        resume = self.folder.run(point.name).description.is_file()
+        try:
+            preflight.check(point.config, point.stages, self.grid.ranks, resume=resume)
+        except USER_ERRORS as error:
+            said = " ".join(str(error).split())
+            if not said.startswith(f"{self.folder.path / SHARED}/"):  # that will be there by then
+                return said
+        return self._too_large(point)
 
     def run(self, wanted: Sequence[Point], ended: Callable[[Point, Ending | None], str]) -> None:
         """Train the shared stages, then those of `wanted` that are not complete.
@@ -94,22 +95,20 @@ class Sweeping:
                 bar.advance()
 
     def _train(self, point: Point) -> Ending | None:
-        """Train the stages of a point that are not complete; None where all are then."""
-        for stages in [point.stages] if point.stages == STAGES else [(stage,) for stage in point.stages]:
-            if all(self.folder.run(point.name).stage(stage).done for stage in stages):
-                continue
-            if outcome := self._start(point, stages):
-                if outcome.code == INTERRUPTED:
-                    self._stop(point)
-                return self._ending(point, outcome)
+        """Train what is not complete of a point; None where all is then."""
+        if outcome := self._start(point):
+            if outcome.code == INTERRUPTED:
+                self._stop(point)
+            return self._ending(point, outcome)
         return None
 
-    def _start(self, point: Point, stages: tuple[Stage, ...]) -> Outcome | None:
+    def _start(self, point: Point) -> Outcome | None:
         """One `rlhf` command, and how it ended; None where it did what it should."""
         directory, log = self.folder.run(point.name), self.folder.console(point.name)
         self.folder.write_recipe(point)
         log.parent.mkdir(parents=True, exist_ok=True)
-        words = [*(stages if len(stages) == 1 else ()), "--config", str(self.folder.recipe(point.name))]
+        end = RunEnding(directory, point.stages)
+        words = ["--stages", ",".join(point.stages), "--config", str(self.folder.recipe(point.name))]
         words += [*(["--resume"] if directory.description.is_file() else []), *(["--debug"] if self.debug else [])]
         with log.open("ab") as output:
             output.write(f"$ rlhf {' '.join(words)} --ranks {self.grid.ranks}\n".encode())
@@ -117,8 +116,8 @@ class Sweeping:
             outcome = ranks.start(self.grid.ranks, ranks.rank_command(words), debug=self.debug, console=output)
             if outcome:
                 output.write(f"{outcome.line}\n".encode())
-        with suppress(RunError):  # what ranks that had to be killed have left; the next start tries again
-            directory.recover()
+        if outcome:
+            end.conclude(outcome)
         return outcome
 
     def _ending(self, point: Point, outcome: Outcome) -> Ending:
@@ -128,21 +127,13 @@ class Sweeping:
         refused = outcome.code == USER and not self.folder.is_begun(point)
         return Ending("refused" if refused else "failed", outcome.said)
 
-    def _impossible(self, point: Point) -> str:
-        resume = self.folder.run(point.name).description.is_file()
-        try:
-            preflight.check(point.config, point.stages, self.grid.ranks, resume=resume)
-        except USER_ERRORS as error:
-            return " ".join(str(error).split())
-        return ""
-
     def _too_large(self, point: Point) -> str:
         """What the plan says of a point that does not fit the device that is described."""
         if self.grid.memory is None:
             return ""
-        around, room = described(point.config, self.grid.ranks, self.grid.memory, None)
+        around, room = described(point.alone, self.grid.ranks, self.grid.memory, None)
         for stage in point.stages:
-            (found,) = plan(point.config, [stage], around, room=room)
+            (found,) = plan(point.alone, [stage], around, room=room)
             if not room.holds(found):
                 return f"{stage} does not fit: {peak(found, room)}"
         return ""

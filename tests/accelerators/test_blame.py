@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -205,3 +206,17 @@ def test_an_attention_that_transformers_does_not_know_gives_way(faulty):
 def test_explain_says_it_too(faulty, fault):
     line = refusal(faulty(fault, "accelerators", "explain", "faulty"))
     assert RUNS[fault] in line
+
+
+def test_a_point_of_a_sweep_that_lacks_memory_is_recorded_with_its_peak(faulty, rlhf, tmp_path):
+    (tmp_path / "grid.yaml").write_text(
+        f"recipe: {rlhf.recipe}\noutput: out\nstages: [sft]\nbase: {{sft.max_steps: 1, engine.zero_stage: 0}}\n"
+        "grid: {accelerator: [faulty, cpu]}\nnames: {accelerator: {faulty: small, cpu: large}}\n"
+    )
+    done = faulty("out of memory", "sweep", str(tmp_path / "grid.yaml"), "--json")
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout)["points"]
+    assert (small["status"], large["status"]) == ("out of memory", "complete")
+    assert small["reason"].startswith("out of memory on faulty in sft, set-up (RuntimeError: CUDA out of memory. ")
+    peak = float(re.search(r"; peak ([\d.]+) MiB of ", small["reason"])[1])
+    assert small["peak_memory"] == int(peak * 2**20) > 2**20

@@ -207,7 +207,9 @@ def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
         (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be shared among 2 ranks"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
         (["config", "--example", "--config", "absent.yaml"], "--example and --config"),
-        (["chat", "absent"], "absent: no such folder"),
+        (["chat", "absent"], "absent: no folder here"),
+        (["chat", "./absent"], "absent: no such folder"),
+        (["evaluate", "./absent", "--text", "world"], "absent: no such folder"),
         (["chat", "."], "holds no config.json"),
     ],
 )
@@ -251,7 +253,8 @@ def test_the_end_of_the_ranks_is_told_even_where_the_folder_cannot_be_tidied(
             raise RunError("another process is writing")
 
     begun: list[bool] = []
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(RunDirectory, "recover", refuse)
     monkeypatch.setattr(launch, "select", lambda *arguments: None)
     monkeypatch.setattr(ranks, "start", lambda *arguments, **options: begun.append(True) or Outcome(1, "the cause", 0))

@@ -281,6 +281,9 @@ def test_a_local_copy_is_known_by_the_end_of_its_path(tmp_path: Path) -> None:
     Dataset.from_list(records).save_to_disk(tmp_path / "shp")
     with pytest.raises(DataError, match="no known format fits its columns"):
         read(path=str(tmp_path / "shp"))
+    records, expected = rows_of("mkqa-Chinese")  # a name of one part
+    Dataset.from_list(records).save_to_disk(tmp_path / "mkqa-Chinese")
+    assert read(path=str(tmp_path / "mkqa-Chinese"))[1] == expected
 
 
 def test_a_set_that_has_other_columns_now_says_who_wants_those(hub: dict[str, Any]) -> None:

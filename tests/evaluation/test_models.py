@@ -17,11 +17,13 @@ from rlhf.config import Config, build_config
 from rlhf.data.encoding import conversation_row
 from rlhf.data.tokenization import load_stage
 from rlhf.data.transcripts import Message
-from rlhf.errors import ModelError, RunError
-from rlhf.evaluation.folders import reward_model_folder, run_of
+from rlhf.errors import ModelError, OutOfMemory, RunError
+from rlhf.evaluation.folders import model_folder as folder_of
+from rlhf.evaluation.folders import reward_model_folder, run_of, trained_format
 from rlhf.evaluation.models import Device, load_judge, load_writer
 from rlhf.run import RunDirectory
 from tests.evaluation.conftest import by_transformers, reward_model
+from tests.helpers import build_tokenizer, llama
 from tests.models.test_deepspeed_chat import saved
 
 PAIRS = [("cow", "please moo"), ("dog or owl", "go"), ("owl", "hoot hoot thanks no go away red blue"), ("", "no")]
@@ -181,3 +183,68 @@ def test_a_stage_says_what_ended_its_replies(data_file: Path, tokenizer: Any) ->
     config = build_config({"data": {"datasets": [{"path": str(data_file)}]}}).data
     assert load_stage(config, "reward", tokenizer, seed=0, end_ids=[1, 7]).written["end_ids"] == [1, 7]
     assert load_stage(config, "reward", tokenizer, seed=0).written["end_ids"] == [1]
+
+
+def test_a_lack_of_memory_is_one_line(device: Device) -> None:
+    def compute(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfMemory, match=r"cpu: too little memory for 2 rows of .* tokens at a time; lower --batch"):
+        device.each([[1, 2], [3], [4]], compute, pad=0, batch_size=2)
+
+
+@pytest.fixture
+def adapter(model_folder: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """An adapter as peft saves it, and peft's own model with it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", model.eval()
+
+
+def test_an_adapter_alone_writes_as_peft_has_it(device: Device, adapter: tuple[Path, Any], model_folder: Path) -> None:
+    folder, model = adapter
+    writer, base = (load_writer(path, Config(), device) for path in (folder, model_folder))
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        expected, found, without = (each(input_ids=ids).logits for each in (model, writer.module, base.module))
+    torch.testing.assert_close(found, expected)
+    assert (found - without).abs().max() > 0.01 and writer.folder == str(folder)
+    assert not any("lora" in name for name, _ in writer.module.named_parameters())
+
+
+def test_an_adapter_of_no_model_or_another_one_is_an_error_of_one_line(
+    device: Device, adapter: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder, _ = adapter
+    config = json.loads((folder / "adapter_config.json").read_text())
+    llama(300, hidden_size=64).save_pretrained(tmp_path / "wider")
+    build_tokenizer().save_pretrained(tmp_path / "wider")
+    for base, said in {
+        None: "names no model; put its base_model_name_or_path into adapter_config.json",
+        str(tmp_path / "gone"): "gone: no such model folder",
+        str(folder): "holds a LoRA adapter",
+        str(tmp_path / "wider"): r"this adapter cannot be put into .*wider \(.*for PeftModel\); check its files",
+    }.items():
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        with pytest.raises(ModelError, match=said) as caught:
+            load_writer(folder, Config(), device)
+        assert "\n" not in str(caught.value)
+
+
+def test_of_a_stage_that_left_adapters_alone_they_are_meant(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.description.write_text("{}")
+    ppo = run.stage("ppo")
+    for name in ("adapter", "adapter-ema"):
+        (ppo.path / name).mkdir(parents=True)
+    ppo.finish({"prompt_format": "plain"})
+    for ema, name in ((False, "adapter"), (True, "adapter-ema")):
+        assert folder_of(run.path, ema=ema) == ppo.path / name and trained_format(ppo.path / name) == "plain"
+    ppo.model.mkdir()
+    assert folder_of(run.path) == folder_of(ppo.path) == ppo.model

@@ -122,3 +122,24 @@ def test_a_likelihood_that_is_no_number_is_an_error(
     tokenizer.save_pretrained(tmp_path / "broken")
     done = evaluate(tmp_path / "broken", "--text", lines(tmp_path / "rows.jsonl", ROWS))
     assert "the likelihood of rows.jsonl:1 is no finite number in fp32" in str(done.exception)
+
+
+def test_an_adapter_alone_is_measured_and_talked_to_in_its_model(
+    evaluate: Evaluate, model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from typer.testing import CliRunner
+
+    from rlhf.cli.app import app
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    expected = [foretold(model.double().eval(), *of_row(tokenizer, row)) for row in ROWS]
+    file = lines(tmp_path / "rows.jsonl", ROWS)
+    (found,) = told(evaluate(tmp_path / "adapter", "--text", file, "--json", "--rows"))["models"]
+    assert [one["nll"] for one in found["each"]] == pytest.approx(expected, rel=1e-4)
+    line = ["chat", str(tmp_path / "adapter"), "--max-tokens", "2"]
+    assert CliRunner().invoke(app, line, input="cow\n").exit_code == 0

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlhf.cli.evaluate import _converse
+from rlhf.config import Config
 from rlhf.errors import DataError
+from rlhf.evaluation.models import Device
 from rlhf.evaluation.sentences import chances, read_line
 from tests.evaluation.conftest import Evaluate, by_transformers, reward_model, told
 
@@ -106,3 +109,22 @@ def test_what_cannot_be_scored_is_named(evaluate: Evaluate, judge_folder: tuple[
 def test_chances_are_finite_whatever_the_scores() -> None:
     assert chances([1000.0, 999.0]) == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)])
     assert chances([-1e6, 1e6]) == [0, 1]
+
+
+def test_a_terminal_is_asked_for_prompts_and_replies(
+    device: Device, judge_folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["cow", "moo please", "go", "", "", "owl", "moo " * 200, "", "dog", "woof", ""])
+
+    def said(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", said)
+    _converse(device, Config(), [str(judge_folder[0])])
+    printed = capsys.readouterr().out
+    rows = [line.split("\t") for line in printed.splitlines() if "\t" in line]
+    assert [row[:2] for row in rows[1:3] + rows[4:]] == [["cow", "moo please"], ["cow", "go"], ["dog", "woof"]]
+    assert "(prompt: prompt and reply have" in printed

@@ -57,4 +57,4 @@ def test_the_commands_that_it_sends_users_to_exist() -> None:
     there = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     named = set(re.findall(r"`rlhf ([a-z]+)", PAGE.read_text(encoding="utf-8")))
     assert len(named) > 5
-    assert sorted(named - there - {"sweep"}) == []
+    assert sorted(named - there) == []

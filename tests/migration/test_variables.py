@@ -125,6 +125,8 @@ def test_an_empty_variable_is_not_set() -> None:
 def test_sources_are_a_list() -> None:
     config = load_config(None, said("sft", DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf")[1::2], example=False)
     assert [source.path for source in config.data.datasets] == ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]
+    assert {source.weight for source in config.data.datasets} == {"all"}
+    assert said("sft", DATASET_PATH="Dahoas/rm-static") == ["--set", "data.datasets=[Dahoas/rm-static]"]
 
 
 def test_what_each_was_taken_as_is_said() -> None:

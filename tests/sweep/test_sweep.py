@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.lock import locked
 from rlhf.sweep.folder import SweepDirectory
 from rlhf.sweep.grid import load_grid
 from rlhf.sweep.rows import columns, rows
@@ -102,8 +103,8 @@ def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swe
     assert table["elsewhere"]["reason"].startswith(f"{path.parent}/absent/model: no such model folder")
     assert table["wild"]["status"] == "failed" and "loss became nan at step 2" in table["wild"]["reason"]
     assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
-    console = (path.parent / "out/wild/console.txt").read_text()
-    assert console.startswith("$ rlhf reward --config ") and table["wild"]["reason"] in console
+    console = (path.parent / "out/wild/console.log").read_text()
+    assert console.startswith("$ rlhf --stages reward --config ") and table["wild"]["reason"] in console
 
 
 def test_plots_are_pictures(swept: Any) -> None:
@@ -126,6 +127,16 @@ def test_again_nothing_is_trained_and_a_report_alone_says_the_same(rlhf: Any, sw
     assert json.loads(report.stdout) == json.loads((path.parent / "out/sweep.json").read_text())
     assert (path.parent / "out/sweep.csv").is_file() and (path.parent / "out/sweep.png").is_file()
     assert [contents(path.parent / "out" / name) for name in ("shared", *NAMES)] == before
+
+
+def test_a_report_may_be_had_while_the_sweep_is_at_work(rlhf: Any, swept: Any) -> None:
+    path, first = swept
+    before = contents(path.parent / "out")
+    with locked(path.parent / "out"), locked(path.parent / "out/center0"):
+        assert rlhf("sweep", path, "--report", recipe=None, check=False).stdout == first.stdout
+        line = error_of(rlhf("sweep", path, recipe=None, check=False))
+    assert f"out/center0: process {os.getpid()} on " in line and "is writing to this folder; let it end" in line
+    assert contents(path.parent / "out") == before
 
 
 def test_what_was_refused_is_tried_again_when_asked_or_when_its_settings_are_others(rlhf: Any, swept: Any) -> None:
@@ -247,8 +258,8 @@ def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path
     rlhf("sft", *wishes, "--output", plain)
     assert_same_weights(plain / "sft/model", out / "seed2/sft/model")
     alone = [json.loads(line) for line in (plain / "sft/metrics.jsonl").read_text().splitlines()]
-    course = [(record["step"], record["loss"]) for record in folder.records("seed2", "sft")]
-    assert course == [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    course = [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    assert folder.course("seed2", "sft", "loss") == course and len(course) > 5
     assert columns(grid, rows(grid, folder, {})) == ["sft perplexity", "seconds", "peak_memory"]
 
 

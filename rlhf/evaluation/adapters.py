@@ -1,0 +1,53 @@
+"""A LoRA adapter alone, as peft saves it: which model it was trained on, and that model with the adapter in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ModelError
+from rlhf.files import read_json
+from rlhf.models.folder import check_model_folder
+
+_CONFIG = "adapter_config.json"
+
+
+def base_of(folder: str) -> str | None:
+    """The folder or hub name of the model that the adapter in `folder` was trained on; None where there is no adapter.
+
+    Raises:
+        ModelError: the adapter does not name it.
+    """
+    config = Path(folder) / _CONFIG
+    if not config.is_file():
+        return None
+    if named := read_json(config).get("base_model_name_or_path"):
+        return str(named)
+    raise ModelError(f"{folder}: this adapter names no model; put its base_model_name_or_path into {_CONFIG}")
+
+
+def check_folder(folder: str) -> None:
+    """Raise `ModelError` where a local folder holds neither a model nor the adapter of one; hub names pass."""
+    check_model_folder(base_of(folder) or folder)
+
+
+def merged(model: Any, folder: str) -> Any:
+    """`model`, in float32, with the adapter in `folder` added to its weights: what a stage leaves as merged model.
+
+    Raises:
+        ModelError: it is another model's adapter, or cannot be read.
+    """
+    from peft import PeftModel
+
+    from accelerators import lack_of_memory
+    from rlhf.models.reasons import reason
+
+    try:
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except Exception as error:
+        if lack_of_memory(error):
+            raise
+        raise ModelError(
+            f"{folder}: this adapter cannot be put into {model.name_or_path} ({reason(error).rstrip(':')}); "
+            f"check its files, and base_model_name_or_path in {_CONFIG}"
+        ) from error
