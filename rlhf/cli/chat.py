@@ -14,7 +14,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.errors import ModelError
-from rlhf.evaluation.adapters import check_folder
+from rlhf.evaluation.adapters import base_of
 from rlhf.evaluation.folders import model_folder
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ChatModel:
         from rlhf.evaluation.models import Device, load_writer
 
         config = options.load()
-        check_folder(str(folder))
+        base_of(folder)  # what is wrong with it shows at once
         device = Device.chosen(config, options.accelerator)
         self.writer = load_writer(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}

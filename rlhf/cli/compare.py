@@ -16,12 +16,13 @@ from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import for_a_program, print_json, print_table
 from rlhf.config import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
-from rlhf.evaluation.adapters import check_folder
+from rlhf.evaluation.adapters import base_of
 from rlhf.evaluation.folders import model_folder, reward_model_folder, run_of
 from rlhf.evaluation.models import Device
 from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
 from rlhf.evaluation.rows import HELDOUT, overrides
 from rlhf.files import atomic_write, check_writable
+from rlhf.models.folder import check_model_folder
 from rlhf.names import is_path
 
 if TYPE_CHECKING:
@@ -181,8 +182,10 @@ def _check(
         raise RunError(f"{output}: is a folder; name a file with --output")
     if output:
         check_writable(output.parent)
-    for folder in (*map(model_folder, models), *map(reward_model_folder, [reward_model] if reward_model else [])):
-        check_folder(str(folder))
+    for model in models:
+        base_of(model_folder(model))
+    if reward_model:
+        check_model_folder(str(reward_model_folder(reward_model)))
 
 
 def _settings(options: Options, prompts: str | None) -> Config:
@@ -214,7 +217,7 @@ def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[R
         if recipe is None:
             raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
         config = load_config(recipe, options.overrides or ())
-    tokenizer, _ = load_model_tokenizer(config.model, str(model_folder(name)))
+    tokenizer, _ = load_model_tokenizer(config.model, base_of(model_folder(name)))
     return held_out(config, tokenizer)
 
 

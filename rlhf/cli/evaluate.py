@@ -31,6 +31,7 @@ _PAIRS = {
     "pairs": "pairs",
     "accuracy": "accuracy",
     "accuracy_interval": "its 95% interval",
+    "ties": "equal scores",
     "chosen_score": "chosen score",
     "rejected_score": "rejected score",
     "margin": "margin",
@@ -137,11 +138,15 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
-    from rlhf.evaluation.adapters import check_folder
+    from rlhf.evaluation.adapters import base_of
     from rlhf.evaluation.folders import model_folder, reward_model_folder
+    from rlhf.models.folder import check_model_folder
 
     for model in models:
-        check_folder(str(reward_model_folder(model) if reward else model_folder(model)))
+        if reward:
+            check_model_folder(str(reward_model_folder(model)))
+        else:
+            base_of(model_folder(model))
 
 
 class _Measure(NamedTuple):

@@ -12,23 +12,19 @@ from rlhf.models.folder import check_model_folder
 _CONFIG = "adapter_config.json"
 
 
-def base_of(folder: str) -> str | None:
-    """The folder or hub name of the model that the adapter in `folder` was trained on; None where there is no adapter.
+def base_of(folder: Path | str) -> str:
+    """The model to be loaded for `folder`: the one that the adapter in it was trained on, or else what it holds itself.
 
     Raises:
-        ModelError: the adapter does not name it.
+        ModelError: the adapter does not name its model, or the model's folder lacks something.
     """
-    config = Path(folder) / _CONFIG
-    if not config.is_file():
-        return None
-    if named := read_json(config).get("base_model_name_or_path"):
-        return str(named)
-    raise ModelError(f"{folder}: this adapter names no model; put its base_model_name_or_path into {_CONFIG}")
-
-
-def check_folder(folder: str) -> None:
-    """Raise `ModelError` where a local folder holds neither a model nor the adapter of one; hub names pass."""
-    check_model_folder(base_of(folder) or folder)
+    base, config = str(folder), Path(folder) / _CONFIG
+    if config.is_file():
+        base = str(read_json(config).get("base_model_name_or_path") or "")
+        if not base:
+            raise ModelError(f"{folder}: this adapter names no model; put its base_model_name_or_path into {_CONFIG}")
+    check_model_folder(base)
+    return base
 
 
 def merged(model: Any, folder: str) -> Any:

@@ -17,6 +17,7 @@ from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts, h
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Row
 from rlhf.errors import ConfigError, DataError, ModelError
+from rlhf.evaluation.adapters import base_of
 from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_format
 from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer
 from rlhf.evaluation.writing import Ids, Manner, log_probs, write
@@ -130,11 +131,13 @@ def compare(
 def _look(name: str, config: Config, device: Device, *, scalar_head: bool = False) -> Known:
     """What is known of a model before its weights are read; what loading them would raise is raised now."""
     folder = (reward_model_folder if scalar_head else model_folder)(name)
-    check_model_folder(str(folder))
-    source = config.model.model_copy(update={"path": str(folder)})
+    if scalar_head:
+        check_model_folder(str(folder))
+    base = str(folder) if scalar_head else base_of(folder)
+    source = config.model.model_copy(update={"path": base})
     tokenizer, _ = load_model_tokenizer(source)
-    attention = choose_attention(device.accelerator, str(folder), source).name
-    model = outline(str(folder), source, attention=attention, scalar_head=scalar_head)
+    attention = choose_attention(device.accelerator, base, source).name
+    model = outline(base, source, attention=attention, scalar_head=scalar_head)
     template = has_template(tokenizer, config.data.chat_template)
     form = trained_format(folder) or ("template" if template else "plain")
     return Known(name, tokenizer, form, max_positions(model.config))

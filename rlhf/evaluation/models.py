@@ -199,8 +199,7 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
         RunError, ModelError: there is no such model, or it is none that writes.
     """
     folder = str(model_folder(path))
-    base = base_of(folder) or folder
-    check_model_folder(base)
+    base = base_of(folder)
     from rlhf.models.loading import load_causal_lm
     from rlhf.models.scalar_head import SUFFIX
     from rlhf.models.support import read_config

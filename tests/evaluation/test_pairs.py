@@ -76,7 +76,7 @@ def test_models_stand_side_by_side_and_a_pipe_gets_tabs(
     printed = [line.split("\t") for line in evaluate(*both_of, "--pairs", file).stdout.splitlines()]
     assert printed[:2] == [["pairs", *map(str, both_of)], ["pairs", "6", "6"]]
     assert printed[2][0] == "accuracy" and float(printed[2][2]) == pytest.approx(both[1]["accuracy"], abs=1e-4)
-    assert printed[11] == ["confidence", "pairs", "mean confidence", "accuracy"]
+    assert printed[12] == ["confidence", "pairs", "mean confidence", "accuracy"]
 
 
 def test_a_source_is_what_data_datasets_takes(

@@ -90,7 +90,8 @@ def assert_learned_what_it_should(config: Config, stage: Stage, output: Path, re
     before, after = (AutoModel.from_pretrained(path).float() for path in (folder, output / stage / "model"))
     frozen = {name: weight.bfloat16().float() for name, weight in before.state_dict().items()}  # as they are held
     same = {name for name, weight in after.state_dict().items() if frozen[name].equal(weight)}
-    embedding = next(name for name, _ in after.named_parameters() if "embed" in name)
+    weights = after.get_input_embeddings().weight
+    embedding = next(name for name, parameter in after.named_parameters() if parameter is weights)
     rank = {"reward": config.roles.reward.lora_rank}.get(stage)
     assert (embedding in same) == ((config.lora.rank if rank is None else rank) > 0)
     assert same < after.state_dict().keys()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from tests.helpers import WORDS, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "example_scripts"
-ROWS = 40
+ROWS = {1: 8, 2: 16, 3: 30}
+"""Of a source, by the number of stages that share them."""
 
 WITHOUT_NAME = {"smollm2": "smollm2-135m"}
 """Of recipes whose model is a folder that a script makes: its shape in rlhf/planning/known.yaml."""
@@ -29,7 +31,7 @@ SMALL = {
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("ffn_dim", "intermediate_size"), 24),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads"), 2),
-    "max_position_embeddings": 512,
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 512),
 }
 """In place of what a shape of known.yaml has of these; two heads, so that two ranks can split a layer."""
 
@@ -79,6 +81,7 @@ def toy_model(shape: str, folder: Path) -> Path:
         ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small | ids))
+        assert model.num_parameters() < 50_000, f"{shape}: a size is missing in SMALL"
         _end_soon(model)
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
@@ -118,10 +121,10 @@ def toy_data(name: str, source: DatasetConfig, folder: Path) -> Path:
 
 def _rows(name: str, source: DatasetConfig) -> Iterator[dict[str, Any]]:
     rng = random.Random(name)
-    entry = known(name)
+    entry = known(name) if "/" in name else None  # no folder can be known by one word
     form = copy.deepcopy(SETS[entry.name][0][0]) if entry else _plain(source)
     columns = (entry or source).columns.named() or {field: field for field in form}
-    for number in range(ROWS):
+    for number in range(ROWS[len(source.stages)]):
         row = copy.deepcopy(form)
         for field, column in columns.items():
             words = " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))
@@ -140,14 +143,12 @@ def _change(values: Any, path: list[str], words: str) -> None:
     for key in path[:-1]:
         values = values[int(key) if isinstance(values, list) else key]
     last: Any = int(path[-1]) if isinstance(values, list) else path[-1]
-    speaker = "\n\nHuman: " if "Human: " in values[last] else ""
-    start, found, end = values[last].rpartition("Human: " if speaker else "Assistant: ")
-    if speaker or (found and not start):
-        values[last] = f"{start}{found}{words} {end}"
-    else:
-        values[last] = f"{words} {start}{found}{end}"
+    speaker = re.match(r"(?s).*Human: |Assistant: |", values[last])
+    assert speaker
+    values[last] = f"{speaker[0]}{words} {values[last][speaker.end() :]}"
 
 
 def shape(recipe: Path, name: str) -> str:
+    """The name in rlhf/planning/known.yaml of what a recipe calls `name`."""
     folder = recipe.parent.name
     return WITHOUT_NAME.get(folder) or Path(name).name.lower().removesuffix("-hf")
