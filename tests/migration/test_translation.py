@@ -233,6 +233,8 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
         ("dpo", "", {"dpo.optimizer.learning_rate": 1e-3, "dpo.model": "m"}),
         ("reward", "--eval_interval 50 --eval_iters 10", {"reward.eval_every": 50, "reward.eval_rows": 160}),
         ("ppo", "--enable_ema", {"ppo.ema": 0.992}),
+        ("ppo", "--enable_ema --gradient_accumulation_steps 4 --offload_reference_model",  # 0.992 four times an update
+         {"ppo.ema": 0.968382, "ppo.ema_on_host": True}),
         ("ppo", "--print_answers --print_answers_interval 20", {"ppo.samples_every": 20}),
         ("ppo", "--enable_test_mode --test_stop_step 10", {"ppo.steps": 10}),
         ("ppo", "--enable_test_mode --test_stop_step 10 --gradient_accumulation_steps 4", {"ppo.steps": 3}),
@@ -335,6 +337,38 @@ def test_a_whole_script_may_be_given() -> None:
     """
     found = keys(script)
     assert (found["output"], found["sft.optimizer.learning_rate"]) == ("./output", 2e-5)
+
+
+def test_a_variable_may_hold_flags_and_one_without_a_value_is_nothing() -> None:
+    script = """
+    ZERO="--actor_zero_stage 3"
+    ACTOR= # to be filled in
+    OUTPUT=./output
+    deepspeed --num_gpus 1 step3_rlhf_finetuning/main.py --critic_model_name_or_path c \
+       --actor_model_name_or_path $ACTOR ${ZERO} ${OFFLOAD}\
+       --deepspeed $NOTHING --output_dir $OUTPUT
+    """
+    found = keys("ACTOR=out/actor OUTPUT=out/ppo", script)
+    assert (found["roles.actor.zero_stage"], found["ppo.actor"], found["output"]) == (3, "out/actor", "out/ppo")
+    with pytest.raises(ConfigError, match=r"\$ACTOR is the shell's"):
+        keys(script)
+
+
+def test_the_folder_that_a_command_is_started_in_tells_its_step() -> None:
+    plain = "deepspeed main.py --model_name_or_path m"
+    assert translated([f"cd training/step2_dpo_finetuning\n{plain}"], {}, 1).stages == ["dpo"]
+    several = [f"cd a/step1_x && {plain}", f"cd b/step2_x && {plain}"]
+    assert translated(several, {}, 1).stages == ["sft", "reward"]
+    assert translated([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
+
+
+def test_adapters_of_steps_that_need_another_scale_are_named() -> None:
+    known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
+    recipe = translated([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
+    assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
+    assert [note for note in recipe.notes if note.endswith("with --set lora.alpha=8.0")]
+    unknown = text(f"{MAIN['sft']} --lora_dim 8")
+    assert "# To be set by you: lora.alpha (to sqrt(width / dim), for the width of m is not known here)." in unknown
 
 
 def test_variables_of_the_fork_apply_to_its_scripts_from_the_environment_too() -> None:
