@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 from rlhf.migration.given import Flags, Remark, Setting
+from rlhf.migration.values import SCHEDULES
 from rlhf.planning.shapes import shape_of
 
 Found = Iterator[Setting | Remark]
@@ -127,9 +128,26 @@ def duration(flags: Flags) -> Found:
         rollouts = math.ceil(steps.value * drawn / ppo_batches(flags)[0])
         yield flags.setting("ppo.steps", rollouts, "test_stop_step", why=f"batches of {drawn} prompts")
         return
-    if test.value or steps.explicit:
+    if steps.explicit:
         yield Remark(steps.said, "nothing: the test mode needs both of its flags")
-    yield flags.setting("ppo.epochs", flags["num_train_epochs"].value, "num_train_epochs")
+    if test.value:
+        yield flags.setting("ppo.epochs", 1, "enable_test_mode", why="which ends after a pass")
+    else:
+        yield flags.setting("ppo.epochs", flags["num_train_epochs"].value, "num_train_epochs")
+
+
+def schedule(flags: Flags) -> Found:
+    """The course of the rate; there `constant` has no warm-up, whatever its steps."""
+    name, warmup = flags["lr_scheduler_type"], flags["num_warmup_steps"]
+    for optimizer in ("optimizer", "critic_optimizer") if flags.stage == "ppo" else ("optimizer",):
+        key = f"{flags.stage}.{optimizer}"
+        yield flags.setting(f"{key}.schedule", SCHEDULES[name.value], "lr_scheduler_type")
+        if name.value == "constant":
+            yield flags.setting(f"{key}.warmup", 0, "lr_scheduler_type", why="which has none")
+        else:
+            yield flags.setting(f"{key}.warmup", warmup.value, "num_warmup_steps")
+    if name.value == "constant" and warmup.explicit:
+        yield Remark(warmup.said, f"nothing: {name.said} has no warm-up")
 
 
 def samples(flags: Flags) -> Found:
@@ -309,8 +327,8 @@ def folder(flags: Flags) -> Found:
 RULES: Mapping[str, Callable[[Flags], Found]] = {
     rule.__name__: rule
     for rule in (
-        *(sources, models, lengths, batches, duration, samples, zero, offload, precision, lora, pretraining, average),
-        *(teams, evaluation, end_token, folder),
+        *(sources, models, lengths, batches, duration, schedule, samples, zero, offload, precision, lora),
+        *(pretraining, average, teams, evaluation, end_token, folder),
     )
 }
 """By name."""

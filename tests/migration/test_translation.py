@@ -214,6 +214,10 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
         ("sft", "--lr_scheduler_type constant_with_warmup", {"sft.optimizer.schedule": "constant"}),
         ("sft", "--lr_scheduler_type=polynomial --num_warmup_steps=7",
          {"sft.optimizer.schedule": "linear", "sft.optimizer.warmup": 7}),
+        ("ppo", "--lr_scheduler_type constant --num_warmup_steps 50",  # transformers' has no warm-up
+         {"ppo.optimizer.schedule": "constant", "ppo.optimizer.warmup": 0, "ppo.critic_optimizer.warmup": 0}),
+        ("ppo", "--lr_scheduler_type constant_with_warmup", {"ppo.optimizer.warmup": 100}),
+        ("ppo", "--enable_test_mode --num_train_epochs 3", {"ppo.epochs": 1}),  # it ends after the first
         ("sft", "--max_seq_len 1023", {"data.max_prompt_length": 511, "data.max_completion_length": 512}),
         ("ppo", "--max_prompt_seq_len 100 --max_answer_seq_len 60",
          {"data.max_prompt_length": 100, "data.max_completion_length": 60}),
@@ -260,6 +264,7 @@ def test_flags_that_say_something_together(stage: str, flags: str, expected: dic
         ("sft", "--lora_learning_rate 1e-3", "lora", "--lora_learning_rate 1e-3: nothing without --lora_dim"),
         ("ppo", "--unsup_coef 2", "ptx", "--unsup_coef 2: nothing without both --unsupervised_dataset_name"),
         ("ppo", "--test_stop_step 2", "steps", "--test_stop_step 2: nothing: the test mode needs both of its flags"),
+        ("sft", "--lr_scheduler_type constant --num_warmup_steps 5", "5", "--num_warmup_steps 5: nothing: --lr"),
         ("ppo", "--print_answers_interval 2", "samples", "--print_answers_interval 2: nothing without --print_answers"),
         ("ppo", "--enable_mixed_precision_lora", "frozen", "--enable_mixed_precision_lora: nothing: DeepSpeed 0.19's"),
         ("sft", "--eot_token </s>", "eos", "--eot_token </s>: nothing without --add_eot_token"),
