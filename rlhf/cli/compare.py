@@ -86,7 +86,15 @@ def compare(
         float,
         typer.Option("--top-p", min=0.001, max=1, help="Draw from the likeliest tokens of this share.", metavar="P"),
     ] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest completion, in tokens. Without: as in the recipe of the first run here, else 256.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Completions at a time.", metavar="N")] = 16,
     best_of: Annotated[
         str | None,
@@ -133,7 +141,7 @@ def compare(
         found = comparing.compare(
             models,
             drawn(rows or _held_out(options, config, models), limit, config.seed),
-            Manner(sampling, max_tokens, batch_size, config.seed),
+            Manner(sampling, max_tokens or _longest(options, config, models), batch_size, config.seed),
             config,
             device,
             reward_model=reward_model,
@@ -210,16 +218,28 @@ def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[R
     """The prompts that the recipe holds out, or without one that of the first run among the models."""
     from rlhf.models.loading import load_model_tokenizer
 
-    name = models[0]
-    if options.config is None:
-        runs = ((name, run_of(name)) for name in models if is_path(name))
-        name, run = next(((name, run) for name, run in runs if run), (name, None))
-        recipe = run.own_recipe() if run else None
-        if recipe is None:
-            raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
-        config = load_config(recipe, options.overrides or ())
-    tokenizer, _ = load_model_tokenizer(config.model, base_of(model_folder(name)))
-    return held_out(config, tokenizer)
+    found = _recipe(options, config, models)
+    if found is None:
+        raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
+    name, recipe = found
+    tokenizer, _ = load_model_tokenizer(recipe.model, base_of(model_folder(name)))
+    return held_out(recipe, tokenizer)
+
+
+def _longest(options: Options, config: Config, models: Sequence[str]) -> int:
+    """The longest completion of that recipe, or where there is none the default of a recipe."""
+    _, recipe = _recipe(options, config, models) or ("", config)
+    return recipe.data.max_completion_length
+
+
+def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[str, Config] | None:
+    """The first model and the recipe that was given; without one the first model that is of a run, and the run's."""
+    if options.config is not None:
+        return models[0], config
+    for name in filter(is_path, models):
+        if (run := run_of(name)) and (recipe := run.own_recipe()):
+            return name, load_config(recipe, options.overrides or ())
+    return None
 
 
 def _say(line: str) -> None:
@@ -263,6 +283,7 @@ def _print_tables(told: dict[str, Any]) -> None:
     how = "greedy" if told["temperature"] == 0 else f"temperature {told['temperature']:g}"
     how += f", top-p {told['top_p']:g}" if told["top_p"] < 1 else ""
     how += f", {told['samples']} samples of each" if told["samples"] > 1 else ""
+    how += f", at most {told['max_tokens']:,} tokens"
     said = f"{told['prompts']:,} prompts, {how}. ± is the standard error; in brackets are 95 % intervals."
     console.print(Text(said, "dim"), soft_wrap=True)
     print_table("", ["" if not others else f"against {first}", first, *others], rows)

@@ -227,7 +227,7 @@ def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Qu
             "nothing to measure: standard input is empty; give --pairs or --text, or a line of prompt, tab, reply"
         )
     for number, line in lines:
-        yield read_line(line, f"line {number}")
+        yield read_line(line, f"standard input:{number}")
 
 
 def _score(

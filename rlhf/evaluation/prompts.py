@@ -33,7 +33,7 @@ def read_lines(name: str) -> list[Row]:
         DataError: it cannot be read, or holds no prompt.
     """
     if name == STDIN:
-        return _some(_lines("standard input", sys.stdin), name)
+        return _some(_lines("standard input", sys.stdin), "standard input")
     try:
         text = Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:

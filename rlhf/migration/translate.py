@@ -66,7 +66,7 @@ def translated(texts: Sequence[str], environment: Mapping[str, str], devices: in
 
 def _commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
     """(the commands in the order of their steps, the variables of a text that holds nothing else)."""
-    commands, assigned = parsed("\n".join(texts))  # a variable that one of them assigns is there in the next
+    commands, assigned = parsed(texts)
     if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: holds no command; give a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
@@ -111,7 +111,8 @@ def _devices(command: Command, otherwise: int | None, recipe: Recipe) -> int:
     if command.guess:
         others = " and ".join(STEPS[stage] for stage in command.guess)
         recipe.notes.append(
-            f"taken for {STEPS[command.stage]}; the flags fit {others} too, and the path of the main.py would say which"
+            f"taken for {STEPS[command.stage]}; the flags fit {others} too, and the path of the main.py "
+            "or of its script would say which"
         )
     return count * nodes
 

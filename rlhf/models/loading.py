@@ -282,7 +282,8 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
             f"model that was saved as {kind}, or call this one in a function of ppo.reward_functions"
         )
     if missing:
-        raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name a model that was saved as {kind}")
+        wanted = "a reward model, as `rlhf reward` leaves it" if missing == ["score.weight"] else f"one saved as {kind}"
+        raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name {wanted}")
 
 
 def _fit(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:

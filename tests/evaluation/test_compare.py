@@ -16,6 +16,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from rlhf.config import load_config
 from rlhf.metrics.progress import format_number
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
@@ -70,8 +71,11 @@ def run(monkeypatch: pytest.MonkeyPatch, questions: Path) -> Run:
 
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
 
-    def run(*arguments: object, prompts: object = questions, standard_input: str | None = None) -> Result:
-        more: list[object] = ["--precision", "fp32", "--max-tokens", MOST, "--batch-size", 4]
+    def run(
+        *arguments: object, prompts: object = questions, standard_input: str | None = None, most: int | None = MOST
+    ) -> Result:
+        more: list[object] = ["--precision", "fp32", "--batch-size", 4]
+        more += ["--max-tokens", most] if most else []
         more += ["--prompts", prompts] if prompts else []
         return CliRunner().invoke(app, ["compare", *map(str, [*more, *arguments])], input=standard_input)
 
@@ -313,7 +317,7 @@ def test_lines_of_standard_input_are_prompts_and_a_pipe_gets_a_line_of_numbers_f
             "--best-of: at --temperature 0 all samples",
         ),
         (["a", "judge"], "judge: is a reward model"),
-        (["a", "b", "-R", "a"], "a: its weights lack score.weight; name a model that was saved as"),
+        (["a", "b", "-R", "a"], "a: its weights lack score.weight; name a reward model, as `rlhf reward`"),
         (["a", "absent"], "absent: no such folder; name a run"),
         (["a", "b", "--output", "b"], "b: is a folder; name a file with --output"),
         (
@@ -353,6 +357,16 @@ def test_a_run_and_its_stages_are_compared_on_what_its_recipe_holds_out(finished
     assert run(finished_run / "sft", finished_run, "--limit", 3, "--json", prompts="heldout").exit_code == 0
 
 
+def test_completions_are_as_long_as_in_the_recipe_of_the_run_and_its_models_have_room(
+    finished_run: Path, models: dict[str, Path], run: Run
+) -> None:
+    longest = load_config(finished_run / "recipe.yaml").data.max_completion_length
+    small = told(run(models["a"], finished_run, "--limit", 1, "--json", most=None))
+    assert small["max_tokens"] == longest != 256
+    unfit = str(run(models["a"], models["b"], most=None).exception)
+    assert "the prompt and --max-tokens 256 are more than its" in unfit  # of no run: a recipe's default
+
+
 def test_a_terminal_shows_completions_side_by_side_and_the_tables(
     run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +381,7 @@ def test_a_terminal_shows_completions_side_by_side_and_the_tables(
         scores = [rf"{name} +{re.escape(format_number(line['scores'][name][0]))} " for name in "ab"]
         block = rf"prompt +{line['prompt']} *\n{scores[0]}.*\n{scores[1]}"
         assert bool(re.search(block, shown)) == (place < 2)
-    assert "6 prompts, temperature 1, 2 samples of each." in shown
+    assert "6 prompts, temperature 1, 2 samples of each, at most 8 tokens." in shown
     for label in ("against a", "win rate", "KL, nats", "KL per token", "distinct 3", "repeated", "KL at most"):
         assert f"┃ {label} " in shown or f"│ {label} " in shown or f" {label} ┃" in shown, label
     assert re.search(r"win rate +│ +│ [0-9.]+% \[[0-9.]+%, [0-9.]+%\]", shown)
