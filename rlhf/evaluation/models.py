@@ -243,6 +243,8 @@ def load_judge(path: Path | str, config: Config, device: Device, *, name: str | 
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
     placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
     ends = trained_ends(Path(folder)) or end_tokens(tokenizer, generation_settings(folder, source))
+    # The last product in float32: rounded to 8 bits, scores of replies that differ would be equal for every tenth pair.
+    placed.score.float()
     head = ScalarHead(placed).eval()
     return Judge(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
 

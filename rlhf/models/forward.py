@@ -29,7 +29,7 @@ class ScalarHead(nn.Module):
         """input_ids, attention_mask: [B, T] -> scores [B, T]."""
         backbone = getattr(self.model, self.model.base_model_prefix)
         hidden = backbone(**model_inputs(backbone, input_ids, attention_mask)).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
 class LogProbs(NamedTuple):
