@@ -208,6 +208,12 @@ def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> No
     sources = [(stage, one) for stage, settings in found for one in settings if one.key == SOURCES]
     if len({str(one.value) for _, one in sources}) > 1:
         merged[SOURCES] = Setting(SOURCES, [*_shared(sources)], "--data_path of each step")
+        rows = [row for _, one in sources for row in one.value if isinstance(row, dict)]
+        own = {row["path"] for row in rows if "stages" in row}  # --sft_only_data_path
+        if fewer := [row["path"] for row in merged[SOURCES].value if "stages" in row and row["path"] not in own]:
+            recipe.notes.append(
+                f"{', '.join(fewer)}: of some steps alone, which have all of its rows; there the others' part is unused"
+            )
 
 
 def _shared(sources: Sequence[tuple[str, Setting]]) -> Iterator[dict[str, Any]]:
