@@ -22,7 +22,7 @@ case ${1:---help} in
     sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
     printf '\nRecipes:\n'
     recipes | while read -r name; do
-        printf '  %-20s %s\n' "$name" "$(sed -n '1s/^# *//p' "$here/$name.yaml")"
+        printf '  %-24s %s\n' "$name" "$(sed -n '1s/^# *//p' "$here/$name.yaml")"
     done
     exit
     ;;
@@ -35,7 +35,11 @@ if ! recipes | grep -xF "$name" >/dev/null; then
     exit 2
 fi
 python=${PYTHON:-$here/../.venv/bin/python}
-[ -x "$python" ] || python=$(command -v python3)
+[ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
+if ! "$python" -c 'import importlib.util as found; raise SystemExit(not found.find_spec("rlhf"))' 2>/dev/null; then
+    printf 'run.sh: %s: no Python that has rlhf; run quickstart.sh, which makes .venv, or name one: PYTHON=...\n' "$python" >&2
+    exit 2
+fi
 
 stages=()
 case ${1:-} in

@@ -56,11 +56,15 @@ def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
 def atomic_write(path: Path, text: str) -> None:
     """Write `text` so that `path` holds all of it or what it held before."""
     temporary = path.with_name(path.name + PARTIAL)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk it takes the room of what matters
+        raise
     sync(path.parent)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import for_a_program, print_json, print_table
+from rlhf.cli.tables import flat, for_a_program, print_json, print_table
 from rlhf.config import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.adapters import base_of
@@ -147,8 +147,6 @@ def compare(
             reward_model=reward_model,
             samples=max(numbers, default=1),
         )
-        if output:
-            _write(output, records(found))
         _say_what_is_left_out("prompt", found.left_out)
         for note in found.notes:
             _say(note)
@@ -161,6 +159,8 @@ def compare(
     else:
         _print_samples(records(found)[:show])
         _print_tables(told)
+    if output:
+        _write(output, records(found))
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -187,8 +187,8 @@ def _check(
         raise ConfigError("--best-of: no reward model says which sample is the best; name one with --reward-model")
     if best_of and temperature == 0:
         raise ConfigError("--best-of: at --temperature 0 all samples are the same; leave that out")
-    if output and output.is_dir():
-        raise RunError(f"{output}: is a folder; name a file with --output")
+    if output and output.exists() and not output.is_file():
+        raise RunError(f"{output}: is a {'folder' if output.is_dir() else 'device'}; name a file with --output")
     if output:
         check_writable(output.parent)
     for model in models:
@@ -254,8 +254,12 @@ def _say_what_is_left_out(what: str, dropped: Dropped) -> None:
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    """The last act: where it fails, the numbers have been shown."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
 
 
 def _print_lines(told: dict[str, Any]) -> None:
@@ -263,7 +267,7 @@ def _print_lines(told: dict[str, Any]) -> None:
     lines = []
     for model in told["models"]:
         best = {f"best_of_{row['best_of']}": row["reward"][model["model"]] for row in told.get("best_of", ())}
-        lines.append(_flat(model | best))
+        lines.append(flat(model | best))
     columns = list(dict.fromkeys(name for line in reversed(lines) for name in line))  # the first has fewer
     print_table("", columns, [[_plain(line.get(name)) for name in columns] for line in lines])
 
@@ -274,10 +278,10 @@ def _print_tables(told: dict[str, Any]) -> None:
     from rlhf.metrics.progress import console, format_number
 
     first, *others = (model["model"] for model in told["models"])
-    flat = [_flat(model) for model in told["models"]]
+    lines = [flat(model) for model in told["models"]]
     rows = []
     for name, label in _LABELS.items():
-        values = [_value(name, line) for line in flat]
+        values = [_value(name, line) for line in lines]
         if any(values):
             rows.append([label, *values])
     how = "greedy" if told["temperature"] == 0 else f"temperature {told['temperature']:g}"
@@ -292,16 +296,16 @@ def _print_tables(told: dict[str, Any]) -> None:
     names = [model["model"] for model in told["models"] if "reward" in model]
     rows = [
         [str(row["best_of"]), format_number(row["kl_at_most"])]
-        + [_value("reward", _flat({"reward": row["reward"][name]})) for name in names]
+        + [_value("reward", flat({"reward": row["reward"][name]})) for name in names]
         for row in told["best_of"]
     ]
     print_table("reward of the best of n samples", ["n", "KL at most", *names], rows)
     for one in told["best_of_at_kl"]:
-        own = next(_flat(model) for model in told["models"] if model["model"] == one["model"])
+        own = next(flat(model) for model in told["models"] if model["model"] == one["model"])
         many = one["best_of"]
         number = f"{many:,}" if many < 10**6 else f"e^{math.log(many):.1f}"
         best = f"the best of {number} of {first}, {format_number(one['kl_at_most'])} nats away at most"
-        worth = f"scores {_value('reward', _flat(one))}" if one["reward"] else "takes more samples than were drawn"
+        worth = f"scores {_value('reward', flat(one))}" if one["reward"] else "takes more samples than were drawn"
         line = f"{one['model']} scores {_value('reward', own)}, {format_number(one['kl'])} nats away; {best}, {worth}"
         console.print(Text(line), soft_wrap=True)
 
@@ -325,14 +329,6 @@ def _print_samples(records: Sequence[dict[str, Any]]) -> None:
             grid.add_row(Text(name), score, Text(texts[0].strip() or "(empty)"))
         console.print(grid)
         console.print()
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested values under names with dots."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def _plain(value: Any) -> str:

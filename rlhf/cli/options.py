@@ -17,6 +17,7 @@ import typer
 
 from rlhf.config import EVERY_STAGE, Config, Stage, load_config
 from rlhf.errors import ConfigError
+from rlhf.outcome import Interrupted
 from rlhf.run import RunDirectory
 from rlhf.values import Keys, names_model_or_data, overridden
 
@@ -127,7 +128,10 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             given = {name: values[name] for name in names if _is_given(values[name])}
             if before.overrides and "overrides" in given:
                 given["overrides"] = [*before.overrides, *given["overrides"]]
-            function(context, replace(before, **given), **{name: values[name] for name in own})
+            try:
+                function(context, replace(before, **given), **{name: values[name] for name in own})
+            except KeyboardInterrupt as error:  # of which typer makes an exit code without a word
+                raise Interrupted("nothing is half-written") from error
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

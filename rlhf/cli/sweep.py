@@ -196,7 +196,8 @@ def _print_reasons(rows: Sequence[Row]) -> None:
 
     for row in rows:
         if row.reason:
-            console.print(f"{row.name}: {row.status}: {row.reason}", markup=False, soft_wrap=True)
+            again = "; --retry tries it again" if row.status == "failed" else ""
+            console.print(f"{row.name}: {row.status}: {row.reason}{again}", markup=False, soft_wrap=True)
 
 
 def _written(keys: dict[str, object]) -> str:

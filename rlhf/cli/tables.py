@@ -35,7 +35,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
             typer.echo("\t".join(row))
         return
     # Text: a reason in [brackets] is no markup.
-    table = Table(*columns, title=Text(title, "table.title"), title_justify="left")
+    table = Table(title=Text(title, "table.title"), title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a name that is cut off names nothing
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
@@ -44,3 +46,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def print_json(value: Any) -> None:
     """One JSON document."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested values under names with dots."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found

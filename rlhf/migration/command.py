@@ -172,7 +172,8 @@ def _of_script(path: str) -> Command:
         if PurePosixPath(script.name).name == name:
             return Command(script.stage, script=script.name)
     raise ConfigError(
-        f"{path}: what it starts is not known here; give what stands in it, the deepspeed command at least"
+        f"{path}: no file here, and no script that is known by its name; give a file that is there, or the deepspeed "
+        "command that stands in it"
     )
 
 

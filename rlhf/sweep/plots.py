@@ -131,6 +131,7 @@ def _curves(grid: Grid, folder: SweepDirectory, found: Sequence[Row]) -> Figure 
             lines += axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.4, marker=marker, label=name)
         axes.set_title(f"{stage}: {_COURSE[stage].replace('_ema', ', moving mean')}", fontsize=10, color=_INK)
         axes.set_xlabel("step", fontsize=9)
+        axes.xaxis.set_major_locator(_few_ticks(8, integer=True))
         axes.tick_params(labelsize=8)
         axes.grid(color="#e6e6e6", linewidth=0.6)
         for side in ("top", "right"):
@@ -149,7 +150,7 @@ def _titled(column: str) -> str:
     return words if column == "seconds" or not unit else f"{words} ({unit})"
 
 
-def _few_ticks() -> Any:
+def _few_ticks(most: int = 3, *, integer: bool = False) -> Any:
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(3)
+    return MaxNLocator(most, integer=integer)

@@ -47,7 +47,7 @@ def cells(grid: Grid, found: Sequence[Row], *, people: bool) -> tuple[list[str],
     """The header and the rows of the table: for people rounded, with units; else every digit, and the reasons."""
     named = columns(grid, found)
     if people:
-        header = ["point", "status", *(column.replace("_", " ") for column in named)]
+        header = ["point", "status", *("\n".join(column.replace("_", " ").split()) for column in named)]
         return header, [
             [row.name, row.status, *(_shown(column, row.value(column)) for column in named)] for row in found
         ]

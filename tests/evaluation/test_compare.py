@@ -320,6 +320,7 @@ def test_lines_of_standard_input_are_prompts_and_a_pipe_gets_a_line_of_numbers_f
         (["a", "b", "-R", "a"], "a: its weights lack score.weight; name a reward model, as `rlhf reward`"),
         (["a", "absent"], "absent: no such folder; name a run"),
         (["a", "b", "--output", "b"], "b: is a folder; name a file with --output"),
+        (["a", "b", "--output", "/dev/null"], "/dev/null: is a device; name a file with --output"),
         (
             ["a", "b", "--max-tokens", "128"],
             "no prompt is left: {a}: the prompt and --max-tokens 128 are more than its",
@@ -335,6 +336,26 @@ def test_a_mistake_is_one_line(run: Run, models: dict[str, Path], arguments: lis
     assert isinstance(done.exception, RLHFError) and done.exception.exit_code == 2
     assert said.format(**places) in str(done.exception) and "\n" not in str(done.exception)
     assert "writes" not in done.stderr
+
+
+def test_numbers_are_shown_even_where_the_file_cannot_be_written(
+    run: Run, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / ("x" * 250)  # no room is left for what an unfinished file has behind its name
+    done = run(models["a"], models["b"], "--limit", 1, "--json", "--output", path)
+    assert str(done.exception).endswith("x: cannot be written (File name too long); choose another --output")
+    assert json.loads(done.stdout)["prompts"] == 1 and not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_is_one_line(run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf.evaluation import compare as comparing
+    from rlhf.outcome import Interrupted
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparing, "write", interrupted)
+    assert isinstance(run(models["a"], models["b"]).exception, Interrupted)
 
 
 def test_without_a_run_prompts_must_be_named(run: Run, models: dict[str, Path]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.recipes import toys
 
 STUB = """#!/bin/sh
+[ "$1" = -c ] && exit $WITHOUT_RLHF
 [ "$2" = rlhf ] && shift && shift && printf '%s\\n' "$@" && exit
 [ "$HL_GBS" = bad ] && echo "error: HL_GBS" >&2 && exit 2
 printf '%s\\n' --set "$3.batch_size=$HL_GBS"
@@ -65,8 +66,16 @@ def test_help_has_a_line_for_each_recipe_which_is_its_own_first(python: Path) ->
     assert done.returncode == 0 and done.stdout == start(python).stdout
     for recipe in toys.recipes():
         first = recipe.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        assert f"{toys.name_of(recipe):20} {first}" in done.stdout
+        assert f"{toys.name_of(recipe):24} {first}" in done.stdout
     assert "set -euo" not in done.stdout
+
+
+def test_a_python_without_rlhf_is_one_line_that_says_how_to_get_one(python: Path) -> None:
+    """No other Python takes the place of the one that was named."""
+    for done in (start(python, "opt/125m", WITHOUT_RLHF="1"), start(python, "opt/125m", PYTHON="absent")):
+        assert done.returncode == 2 and done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        assert "no Python that has rlhf; run quickstart.sh" in line
 
 
 def test_it_starts_rlhf_itself() -> None:
