@@ -302,8 +302,7 @@ def _print_tables(told: dict[str, Any]) -> None:
     print_table("reward of the best of n samples", ["n", "KL at most", *names], rows)
     for one in told["best_of_at_kl"]:
         own = next(flat(model) for model in told["models"] if model["model"] == one["model"])
-        many = one["best_of"]
-        number = f"{many:,}" if many < 10**6 else f"e^{math.log(many):.1f}"
+        number = f"{one['best_of']:,}" if one["best_of"] < 10**6 else f"e^{math.log(one['best_of']):.1f}"
         best = f"the best of {number} of {first}, {format_number(one['kl_at_most'])} nats away at most"
         worth = f"scores {_value('reward', flat(one))}" if one["reward"] else "takes more samples than were drawn"
         line = f"{one['model']} scores {_value('reward', own)}, {format_number(one['kl'])} nats away; {best}, {worth}"
