@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -301,7 +302,8 @@ def _print_tables(told: dict[str, Any]) -> None:
     print_table("reward of the best of n samples", ["n", "KL at most", *names], rows)
     for one in told["best_of_at_kl"]:
         own = next(flat(model) for model in told["models"] if model["model"] == one["model"])
-        best = f"the best of {one['best_of']:,} of {first}, {format_number(one['kl_at_most'])} nats away at most"
+        number = f"{many:,}" if (many := one["best_of"]) < 10**6 else f"e^{math.log(many):.1f}"
+        best = f"the best of {number} of {first}, {format_number(one['kl_at_most'])} nats away at most"
         worth = f"scores {_value('reward', flat(one))}" if one["reward"] else "takes more samples than were drawn"
         line = f"{one['model']} scores {_value('reward', own)}, {format_number(one['kl'])} nats away; {best}, {worth}"
         console.print(Text(line), soft_wrap=True)

@@ -49,7 +49,7 @@ _TEXT = {
 }
 
 
-@shared("config", "overrides", "accelerator", "precision", "seed", "debug")
+@shared("config", "overrides", "accelerator", "precision", "debug")  # a seed would hold out other rows
 def evaluate(
     context: typer.Context,
     options: Options,

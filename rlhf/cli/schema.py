@@ -7,6 +7,7 @@ example, which suit its tiny model and no other.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,8 @@ def _text_of(command: str) -> str:
     if "\n" in command or path.name in {Path(name).name for name in scripts()} or not path.is_file():
         return command
     try:
-        return path.read_text(encoding="utf-8")
+        # The folder says which step a script's plain `main.py` is of.
+        return f"cd {shlex.quote(str(path.resolve().parent))}\n{path.read_text(encoding='utf-8')}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{command}: cannot be read as text; name a script, or give the command itself") from error
 

@@ -65,12 +65,16 @@ class Comparison:
 
 
 class Known(NamedTuple):
-    """What can be known of a model without its weights, as `rlhf.evaluation.models.Loaded` has it."""
+    """What can be known of a model without its weights, as `rlhf.evaluation.models.Loaded` has it.
+
+    `rows`: of its embedding; some models have more than their tokenizer has tokens, and may draw those.
+    """
 
     name: str
     tokenizer: Any
     prompt_format: PromptFormat
     room: int | None
+    rows: int
 
     def prompts(self, rows: Sequence[Row]) -> list[Ids | None]:
         """The rows' prompts as this model was trained to see them; None where its chat template refuses one."""
@@ -112,7 +116,7 @@ def compare(
     for known, asked, column in (*others, first):
         writer = load_writer(known.name, config, device, name=known.name)
         _write(writer, asked, column, manner)
-        if column is not first[2] and _alike(first[0], known):
+        if column is not first[2] and _reads(first[0], known, column):
             column.log_ratios = _read(writer, asked, column, manner)
         if column is first[2]:
             for _, _, other in others:
@@ -140,7 +144,8 @@ def _look(name: str, config: Config, device: Device, *, scalar_head: bool = Fals
     model = outline(base, source, attention=attention, scalar_head=scalar_head)
     template = has_template(tokenizer, config.data.chat_template)
     form = trained_format(folder) or ("template" if template else "plain")
-    return Known(name, tokenizer, form, max_positions(model.config))
+    rows = max(model.get_input_embeddings().weight.shape[0], len(tokenizer))
+    return Known(name, tokenizer, form, max_positions(model.config), rows)
 
 
 def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> tuple[list[Row], list[Any], Dropped]:
@@ -191,13 +196,18 @@ def _alike(one: Known, other: Known) -> bool:
     return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
+def _reads(reader: Known, writer: Known, column: Column) -> bool:
+    """Whether what a model wrote are tokens of the reader."""
+    return _alike(reader, writer) and max(map(max, column.ids)) < reader.rows
+
+
 def _count_tokens(found: Comparison, writers: Sequence[Known]) -> None:
     """Give each column the tokens that its variety is counted in: its own, or where these differ, all the first's."""
     first, *others = writers
     strangers = [other.name for other in others if not _alike(first, other)]
     for column in found.columns:
         column.counted = first.tokenizer(column.texts)["input_ids"] if strangers else column.ids
-        if column.name in strangers:
+        if column.log_ratios is None and column is not found.columns[0]:
             column.no_ratios = f"its vocabulary is not that of {first.name}"
     if strangers:
         found.notes.append(
@@ -211,7 +221,7 @@ def _score(found: Comparison, known: Known, writers: Sequence[Known], prompts: S
 
     What was cut off has no end in either case, as PPO scores it.
     """
-    by_text = not all(_alike(known, writer) for writer in writers)
+    by_text = not all(_reads(known, writer, column) for writer, column in zip(writers, found.columns))
     if by_text:
         found.notes.append(
             f"{judge.name}: its vocabulary is not that of all models: completions are scored by their text"

@@ -12,13 +12,13 @@ from rlhf.files import read_json
 from rlhf.names import is_path
 from rlhf.run import RunDirectory
 from rlhf.sharing import ADAPTER
-from rlhf.stage_directory import AVERAGE, StageDirectory
+from rlhf.stage_directory import AVERAGE, CRITIC, StageDirectory
 
 if TYPE_CHECKING:
     from rlhf.config import Stage
     from rlhf.data.encoding import PromptFormat
 
-_NAMES = {f"{name}{suffix}" for name in ("model", ADAPTER) for suffix in ("", AVERAGE)}
+_NAMES = {f"{name}{suffix}" for name in ("model", ADAPTER) for suffix in ("", AVERAGE)} | {CRITIC}
 Policy = Literal["sft", "dpo", "ppo"]
 """A stage that leaves a language model."""
 

@@ -6,6 +6,7 @@ Every batch has the same number of rows, for shapes to be few: the last is fille
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from torch import Tensor
 from accelerators import lack_of_memory
 from rlhf.config import SamplingConfig
 from rlhf.data.batches import pad_right
-from rlhf.errors import OutOfMemory
+from rlhf.errors import ModelError, OutOfMemory
 from rlhf.evaluation.models import Writer
-from rlhf.models.forward import completion_log_probs
+from rlhf.models.forward import completion_log_probs, model_inputs
 from rlhf.objectives.tokens import masked
 from rlhf.rollout.decoder import Decoder
 
@@ -50,6 +51,7 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
 
     Raises:
         OutOfMemory: so many at a time are too many.
+        ModelError: the model's numbers are not finite.
     """
     device, longest = writer.device, max(map(len, prompts))
     accelerator, pad = device.accelerator, _pad(writer)
@@ -61,6 +63,10 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
     for real, (rows,) in _batches(manner.batch_size, prompts):
         ids, mask = accelerator.to_device(_left(writer, rows, longest))
         with _computing(writer, ids):
+            # Of numbers that are none a token cannot be drawn: it would lie beyond the vocabulary.
+            first = writer.module(**model_inputs(writer.module, ids, mask), logits_to_keep=1).logits
+            _check(writer, first.isnan().any().item())
+            accelerator.step_boundary("write/check")
             drawn = decoder.generate(writer.module, ids, mask, manner.sampling)
             lengths = drawn.mask.sum(1)
         accelerator.step_boundary("write/end")
@@ -79,7 +85,7 @@ def log_probs(
     At temperature 0, where all of p is on one token, it is that of temperature 1.
 
     Raises:
-        OutOfMemory: as `write`.
+        OutOfMemory, ModelError: as `write`.
     """
     device, longest = writer.device, max(map(len, prompts))
     found: list[float] = []
@@ -97,8 +103,17 @@ def log_probs(
             sums = masked(each, drawn).sum(1)
         device.accelerator.step_boundary("write/read")
         found += sums.tolist()[:real]
+        _check(writer, not all(map(math.isfinite, found[-real:])))
         done(real)
     return found
+
+
+def _check(writer: Writer, wrong: bool) -> None:
+    if wrong:
+        raise ModelError(
+            f"{writer.name}: its likelihoods are no finite numbers in {writer.device.precision.name}; try --precision "
+            "fp32, or check the model's weights"
+        )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
@@ -21,7 +21,7 @@ _PROGRAMS = {
     "step2_": "reward",
     "step3_": "ppo",
 }
-"""Part of the path of a main.py -> whose it is; the first that fits."""
+"""Part of the path of a main.py, or of the folder that it is started in -> whose it is; the first that fits."""
 
 _OTHERS = {
     "e2e_rlhf.py": "it starts the scripts of training_scripts: take a recipe of example_scripts/opt, or give the "
@@ -35,7 +35,7 @@ _OTHERS = {
 }
 """Programs that have no recipe."""
 
-_SHELL = {"if", "then", "else", "elif", "fi", "for", "do", "done", "mkdir", "set", "cd", "exit", "echo", "export", "#"}
+_SHELL = {"if", "then", "else", "elif", "fi", "for", "do", "done", "mkdir", "set", "exit", "echo", "export", "#"}
 _REDIRECTION = re.compile(r"^(?:\d*|&)>|^<$|^\||^&$")
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
@@ -58,21 +58,31 @@ class Command:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def parsed(text: str) -> tuple[list[Command], dict[str, str]]:
-    """(the commands of a text, the variables that were assigned in it, for all that follows).
+def parsed(texts: Sequence[str]) -> tuple[list[Command], dict[str, str]]:
+    """(the commands of texts, the variables that were assigned in them, for all that follows).
+
+    What a text of assignments alone gives is what the caller of a script gives it: the script's own stand below.
 
     Raises:
         ConfigError: something is no command of DeepSpeed-Chat, or a flag is none of the program's.
     """
     variables: dict[str, str] = {}
+    given: dict[str, str] = {}
     commands: list[Command] = []
-    for words in _lines(text):
-        here = dict(variables)
-        rest = _assigned(words, here)
-        if not rest:
+    for text in texts:
+        lines, folder, here = [*_lines(text)], "", dict(variables)
+        if not any(_assigned(words, here) for words in lines):
+            given |= {name: value for name, value in here.items() if variables.get(name) != value}
             variables = here
-        elif rest[0] not in _SHELL and rest[0] != "[":
-            commands.append(replace(_command([_expanded(word, variables) for word in rest]), variables=here))
+            continue
+        for words in lines:
+            here = dict(variables)
+            if not (rest := _assigned(words, here)):
+                variables = here | given
+            elif rest[0] == "cd":
+                folder = " ".join(rest[1:])
+            elif rest[0] not in _SHELL and rest[0] != "[":
+                commands.append(replace(_command([*_words(rest, variables)], folder), variables=here))
     return commands, variables
 
 
@@ -116,7 +126,7 @@ def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
         if not (found := _ASSIGNMENT.match(word)):
             return words if rest[:position] == [] else rest[position:]
         value = _expanded(found.group(2), variables)
-        if not unknown_variable(value):
+        if not _VARIABLE.fullmatch(value):
             variables[found.group(1)] = value
     return []
 
@@ -130,7 +140,13 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
     return _VARIABLE.sub(value, word)
 
 
-def _command(words: list[str]) -> Command:
+def _words(words: Iterable[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """Words with the values of their variables, which may be several: `ZERO="--zero_stage 2"`."""
+    for word in words:
+        yield from _expanded(word, variables).split() if "$" in word else [word]
+
+
+def _command(words: list[str], folder: str) -> Command:
     program = next((word for word in words if word.endswith((".py", ".sh"))), "")
     name = PurePosixPath(program).name
     if name in _OTHERS:
@@ -140,7 +156,7 @@ def _command(words: list[str]) -> Command:
     flags_given = _flags(words, program)
     if not program and not flags_given:
         raise ConfigError(f"{_short(' '.join(words))}: no command of DeepSpeed-Chat; give a `deepspeed main.py --...`")
-    stage = next((stage for part, stage in _PROGRAMS.items() if part in program), "")
+    stage = next((stage for path in (program, folder) for part, stage in _PROGRAMS.items() if part in path), "")
     fitting = [one for one in STEPS if all(_known(one, flag) for flag, _ in flags_given)]
     if not stage and not fitting:
         stage = max(STEPS, key=lambda one: sum(_known(one, flag) is not None for flag, _ in flags_given))
@@ -185,10 +201,13 @@ def _checked(stage: str, flags_given: list[tuple[str, list[str]]], guess: tuple[
         row = _known(stage, name)
         if row is None:
             raise ConfigError(_unknown(stage, name))
-        if not row.reader and values:
-            raise ConfigError(f"{name} {values[0]}: takes no value; leave {values[0]} out")
+        if row.reader != "names":  # after its value a variable without one is nothing, as for a shell
+            takes = 1 if row.reader else 0
+            values = values[:takes] + [value for value in values[takes:] if not _VARIABLE.fullmatch(value)]
         if row.reader and not values and row.reader != "names":
             raise ConfigError(f"{name}: its value is missing; give it, or leave the flag out")
+        if not row.reader and values:
+            raise ConfigError(f"{name} {values[0]}: takes no value; leave {values[0]} out")
         if len(values) > 1 and row.reader != "names":
             raise ConfigError(f"{name} {' '.join(values)}: takes one value; leave {' '.join(values[1:])} out")
         given[row.name] = tuple(values)  # of a flag given twice, the last counts, as there

@@ -52,6 +52,6 @@ class Flags:
     def setting(self, key: str, value: Any, *names: str, why: str = "") -> Setting:
         """A setting that these flags decide."""
         because = [self[name] for name in names]
-        said = " x ".join(given.said for given in because)
-        link = " " if why.startswith("x ") else ", "
-        return Setting(key, value, said + (link + why if why else ""), any(one.explicit for one in because))
+        link = " x " if why.startswith("x ") else ", "  # a product, or several that are side by side
+        said = link.join([*(given.said for given in because), *filter(None, [why.removeprefix("x ")])])
+        return Setting(key, value, said, any(one.explicit for one in because))

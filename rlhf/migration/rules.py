@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 from rlhf.migration.given import Flags, Remark, Setting
+from rlhf.migration.values import SCHEDULES
 from rlhf.planning.shapes import shape_of
 
 Found = Iterator[Setting | Remark]
@@ -93,10 +94,10 @@ def batches(flags: Flags) -> Found:
     drawn = ("per_device_generation_batch_size", "generation_batches")
     learned = ("per_device_training_batch_size", "gradient_accumulation_steps")
     rollout, update = ppo_batches(flags)
-    # Updates that gather several rollouts leave the policy as it is between them: together they are one rollout.
+    # Rollouts that an update gathers are together one rollout here, as the policy stays the same between them there.
     why = f"x {devices}"
-    if rollout != math.prod(flags[name].value for name in drawn) * flags.devices:
-        why += f"; several, for an update of {update}: between them the policy stays as it is there"
+    if (times := rollout // (math.prod(flags[name].value for name in drawn) * flags.devices)) > 1:
+        why += f" x {times}, for updates of {update}"
     yield _sized(flags.setting("ppo.batch_size", rollout, *drawn, why=why))
     yield _sized(flags.setting("ppo.minibatch_size", update, *learned, why=f"x {devices}"))
     yield flags.setting("ppo.generation_batch_size", flags[drawn[0]].value, drawn[0])
@@ -127,9 +128,26 @@ def duration(flags: Flags) -> Found:
         rollouts = math.ceil(steps.value * drawn / ppo_batches(flags)[0])
         yield flags.setting("ppo.steps", rollouts, "test_stop_step", why=f"batches of {drawn} prompts")
         return
-    if test.value or steps.explicit:
+    if steps.explicit:
         yield Remark(steps.said, "nothing: the test mode needs both of its flags")
-    yield flags.setting("ppo.epochs", flags["num_train_epochs"].value, "num_train_epochs")
+    if test.value:
+        yield flags.setting("ppo.epochs", 1, "enable_test_mode", why="which ends after a pass")
+    else:
+        yield flags.setting("ppo.epochs", flags["num_train_epochs"].value, "num_train_epochs")
+
+
+def schedule(flags: Flags) -> Found:
+    """The course of the rate; there `constant` has no warm-up, whatever its steps."""
+    name, warmup = flags["lr_scheduler_type"], flags["num_warmup_steps"]
+    for optimizer in ("optimizer", "critic_optimizer") if flags.stage == "ppo" else ("optimizer",):
+        key = f"{flags.stage}.{optimizer}"
+        yield flags.setting(f"{key}.schedule", SCHEDULES[name.value], "lr_scheduler_type")
+        if name.value == "constant":
+            yield flags.setting(f"{key}.warmup", 0, "lr_scheduler_type", why="which has none")
+        else:
+            yield flags.setting(f"{key}.warmup", warmup.value, "num_warmup_steps")
+    if name.value == "constant" and warmup.explicit:
+        yield Remark(warmup.said, f"nothing: {name.said} has no warm-up")
 
 
 def samples(flags: Flags) -> Found:
@@ -216,7 +234,7 @@ def lora(flags: Flags) -> Found:
     scope = "|".join(dict.fromkeys(scopes))
     scope = f"(?:{scope})" if "|" in scope else scope
     yield flags.setting("lora.target_modules", [f"re:.*{scope}.*"], *names)
-    yield _alpha(flags, *next(iter(used.items())))
+    yield from _alpha(flags, *next(iter(used.items())))
     if flags["only_optimize_lora"].value:
         yield flags.setting("lora.also_train", [], "only_optimize_lora")
     else:
@@ -224,7 +242,7 @@ def lora(flags: Flags) -> Found:
         yield Setting("lora.also_train", beside, "no --only_optimize_lora: these are trained too", explicit=False)
 
 
-def _alpha(flags: Flags, role: str, prefix: str) -> Setting:
+def _alpha(flags: Flags, role: str, prefix: str) -> Found:
     """What adapters are scaled by: there 1 / dim, on ones that begin larger.
 
     Their input side begins within 1 / sqrt(dim) there, and within 1 / sqrt(width) here, as in peft.
@@ -237,9 +255,10 @@ def _alpha(flags: Flags, role: str, prefix: str) -> Setting:
         except ConfigError:
             continue
         why = f"1 / dim there, on adapters that begin {ratio:.1f} times larger: sqrt(width / dim)"
-        return Setting("lora.alpha", round(ratio, 1), why, explicit=False)
-    why = "1 / dim there, on adapters that begin sqrt(width / dim) times larger: set it to that"
-    return Setting("lora.alpha", 1.0, why, explicit=False)
+        yield Setting("lora.alpha", round(ratio, 1), why)
+        return
+    yield Setting("lora.alpha", 1.0, "1 / dim there, on adapters that begin larger: see above")
+    yield Remark("lora.alpha", f"to sqrt(width / dim), for the width of {model} is not known here", "To be set by you")
 
 
 def pretraining(flags: Flags) -> Found:
@@ -253,6 +272,17 @@ def pretraining(flags: Flags) -> Found:
     for given in (name, subset, flags["unsup_coef"]):
         if given.explicit:
             yield Remark(given.said, "nothing without both --unsupervised_dataset_name and ..._config_name")
+
+
+def average(flags: Flags) -> Found:
+    """The average of the policy's weights: of each micro-batch there, of each update here."""
+    if not flags["enable_ema"].value:
+        return
+    micro_batches = flags["gradient_accumulation_steps"]
+    why = f"0.992 for each micro-batch, of which an update has {micro_batches.value}" if micro_batches.value > 1 else ""
+    yield flags.setting("ppo.ema", round(0.992**micro_batches.value, 6), "enable_ema", why=why)
+    if flags["offload_reference_model"].value:
+        yield flags.setting("ppo.ema_on_host", True, "offload_reference_model", why="the average too")
 
 
 def teams(flags: Flags) -> Found:
@@ -297,8 +327,8 @@ def folder(flags: Flags) -> Found:
 RULES: Mapping[str, Callable[[Flags], Found]] = {
     rule.__name__: rule
     for rule in (
-        *(sources, models, lengths, batches, duration, samples, zero, offload, precision, lora, pretraining, teams),
-        *(evaluation, end_token, folder),
+        *(sources, models, lengths, batches, duration, schedule, samples, zero, offload, precision, lora),
+        *(pretraining, average, teams, evaluation, end_token, folder),
     )
 }
 """By name."""

@@ -103,7 +103,7 @@ def flag_of(program: str, name: str) -> Flag | None:
 @functools.cache
 def variables() -> dict[str, Variable]:
     """By name."""
-    return {name: Variable(name, **_renamed(row)) for name, row in _read("variables.yaml")["variables"].items()}
+    return {name: _variable(name, _renamed(row)) for name, row in _read("variables.yaml")["variables"].items()}
 
 
 @functools.cache
@@ -116,6 +116,13 @@ def nearest(name: str, known: Iterable[str], what: str) -> str:
     """The end of an error about an unknown name: the one that was probably meant, or where they all are."""
     close = difflib.get_close_matches(name, [*known], n=1)
     return f"did you mean {close[0]}?" if close else f"rlhf/migration/README.md lists {what}"
+
+
+def _variable(name: str, row: dict[str, Any]) -> Variable:
+    """One that says nothing else has the keys of its flags."""
+    if not {"keys", "option", "automatic", "nothing"} & set(row):
+        row = row | {"keys": {stage: flags()[flag].keys_of(stage) for stage, flag in row["flags"].items()}}
+    return Variable(name, **row)
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:

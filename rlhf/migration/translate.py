@@ -66,7 +66,7 @@ def translated(texts: Sequence[str], environment: Mapping[str, str], devices: in
 
 def _commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
     """(the commands in the order of their steps, the variables of a text that holds nothing else)."""
-    commands, assigned = parsed("\n".join(texts))  # a variable that one of them assigns is there in the next
+    commands, assigned = parsed(texts)
     if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: holds no command; give a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
@@ -111,7 +111,8 @@ def _devices(command: Command, otherwise: int | None, recipe: Recipe) -> int:
     if command.guess:
         others = " and ".join(STEPS[stage] for stage in command.guess)
         recipe.notes.append(
-            f"taken for {STEPS[command.stage]}; the flags fit {others} too, and the path of the main.py would say which"
+            f"taken for {STEPS[command.stage]}; the flags fit {others} too, and the path of the main.py "
+            "or of its script would say which"
         )
     return count * nodes
 
@@ -207,6 +208,12 @@ def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> No
     sources = [(stage, one) for stage, settings in found for one in settings if one.key == SOURCES]
     if len({str(one.value) for _, one in sources}) > 1:
         merged[SOURCES] = Setting(SOURCES, [*_shared(sources)], "--data_path of each step")
+        rows = [row for _, one in sources for row in one.value if isinstance(row, dict)]
+        own = {row["path"] for row in rows if "stages" in row}  # --sft_only_data_path
+        if fewer := [row["path"] for row in merged[SOURCES].value if "stages" in row and row["path"] not in own]:
+            recipe.notes.append(
+                f"{', '.join(fewer)}: of some steps alone, which have all of its rows; there the others' part is unused"
+            )
 
 
 def _shared(sources: Sequence[tuple[str, Setting]]) -> Iterator[dict[str, Any]]:

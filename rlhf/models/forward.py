@@ -6,6 +6,7 @@ Both take a left- or right-padded batch with its mask and work on any decoder-on
 from __future__ import annotations
 
 import inspect
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,17 +20,26 @@ if TYPE_CHECKING:
 
 
 class ScalarHead(nn.Module):
-    """A sequence-classification model of transformers, read at every token instead of the last one."""
+    """A sequence-classification model of transformers, read at every token instead of the last one.
+
+    Its last product is in float32: of scores rounded to bf16, those of two replies would often be equal.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        model.score.forward = MethodType(_in_float32, model.score)  # called by the module: ZeRO-3 has it whole then
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """input_ids, attention_mask: [B, T] -> scores [B, T]."""
+        """input_ids, attention_mask: [B, T] -> scores [B, T], float32."""
         backbone = getattr(self.model, self.model.base_model_prefix)
         hidden = backbone(**model_inputs(backbone, input_ids, attention_mask)).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
+
+
+def _in_float32(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.float()
+    return nn.functional.linear(hidden.float(), linear.weight.float(), bias)
 
 
 class LogProbs(NamedTuple):

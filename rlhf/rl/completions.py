@@ -17,4 +17,4 @@ def completion_ids(sequences: Batch) -> list[list[int]]:
 
 def completion_texts(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
     """Each completion as text, without control tokens."""
-    return [text.strip() for text in tokenizer.batch_decode(completions, skip_special_tokens=True)]
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]

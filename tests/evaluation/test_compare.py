@@ -240,6 +240,22 @@ def test_texts_are_scored_where_vocabularies_differ(run: Run, models: dict[str, 
             assert line["scores"][name] == pytest.approx([score], abs=1e-4)
 
 
+def test_what_only_the_writer_has_a_row_for_is_read_by_no_other(
+    run: Run, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Embeddings are often longer than the tokenizer's vocabulary, and nothing keeps a model from those tokens."""
+    tokenizer = build_tokenizer()
+    padded = llama(len(tokenizer) + 2, seed=1, tie_word_embeddings=False)
+    with torch.no_grad():
+        padded.lm_head.weight[-2:] = torch.tensor([[100.0], [-100.0]]) * padded.lm_head.weight[:1]
+    found = told(run(models["a"], save(padded, tokenizer, tmp_path / "padded"), "-R", models["judge"], "--json"))
+    first, second = found["models"]
+    assert second["no_log_ratio"] == f"its vocabulary is not that of {models['a']}"
+    assert math.isfinite(second["reward"]["mean"]) and "scored by their text" in found["notes"][0]
+    alone = told(run(models["a"], models["b"], "-R", models["judge"], "--json"))["models"][0]
+    assert first["length"] == alone["length"]
+
+
 def test_one_model_is_held_at_a_time(run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf.evaluation import compare as comparing
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import ShapePolicy
+from accelerators import Precision, ShapePolicy
 from rlhf.config import Config, build_config
 from rlhf.data.encoding import conversation_row
 from rlhf.data.tokenization import load_stage
@@ -109,6 +109,27 @@ def test_prompts_and_ends_are_those_of_the_training(
     (ids,) = judge.encode([row], ["moo moo"])
     assert ids == [*tokenizer("Human: cow\n\nAssistant:", add_special_tokens=False)["input_ids"], *ids[-2:]]
     assert ids[-1] == moo, "the reply ends at the first of them"
+
+
+def test_prompts_of_a_critic_are_those_of_its_training(tmp_path: Path) -> None:
+    (tmp_path / "ppo/critic").mkdir(parents=True)
+    (tmp_path / "ppo/stage.json").write_text(json.dumps({"prompt_format": "transcript"}))
+    assert trained_format(tmp_path / "ppo/critic") == "transcript"
+
+
+def test_scores_in_16_bits_are_rounded_no_further_than_what_they_are_made_of(
+    device: Device, judge_folder: tuple[Path, Any]
+) -> None:
+    """Rounded themselves, those of good and bad replies would often be equal."""
+    coarse = replace(device, precision=Precision(torch.bfloat16, "bf16", "a test's"))
+    judge = load_judge(judge_folder[0], Config(), coarse)
+    sequences = [ids or [] for ids in judge.encode(ROWS, REPLIES)]
+    head = judge.module.model
+    with torch.no_grad():
+        hidden = [head.model(torch.tensor([ids])).last_hidden_state[0, -1].double() for ids in sequences]
+    expected = [float(head.score.weight[0].double() @ one) for one in hidden]
+    assert judge.scores(sequences, batch_size=1) == pytest.approx(expected, rel=1e-4)
+    assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), rel=1e-4)
 
 
 def test_settings_switch_a_template_off_where_no_training_says_how(

@@ -141,6 +141,13 @@ def test_what_cannot_be_meant_is_named(
     assert said in str(evaluate(judge_folder[0], *arguments).exception)
 
 
+def test_no_seed_holds_out_rows_that_the_model_was_trained_on(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any]
+) -> None:
+    done = evaluate(judge_folder[0], "--pairs", "heldout", "--seed", 1)
+    assert done.exit_code == 2 and "--seed" in done.output + str(done.exception)
+
+
 def test_a_model_named_twice_is_an_error(evaluate: Evaluate, judge_folder: tuple[Path, Any]) -> None:
     assert "is named twice" in str(evaluate(judge_folder[0], judge_folder[0], "--pairs", "world").exception)
 

@@ -8,7 +8,7 @@ import torch
 
 from accelerators import Accelerator, ShapePolicy
 from rlhf.config import SamplingConfig
-from rlhf.errors import OutOfMemory
+from rlhf.errors import ModelError, OutOfMemory
 from rlhf.evaluation.models import Device, Writer
 from rlhf.evaluation.writing import Manner, log_probs, write
 from tests.helpers import llama
@@ -86,6 +86,19 @@ def test_samples_depend_on_the_seed_and_on_nothing_before(writer: Writer) -> Non
     torch.rand(7)
     assert write(writer, PROMPTS, manner(1.0), lambda rows: None) == first
     assert write(writer, PROMPTS, manner(), lambda rows: None) != first
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_numbers_that_are_none_are_an_error(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    head = writer.module.get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda hidden: hidden @ head.weight.T * torch.nan)
+    said = "it: its likelihoods are no finite numbers in fp32; try --precision fp32, or check the model's weights"
+    with pytest.raises(ModelError, match=said):
+        write(writer, PROMPTS, manner(temperature), lambda rows: None)
+    with pytest.raises(ModelError, match=said):
+        log_probs(writer, PROMPTS, PROMPTS, manner(temperature), lambda rows: None)
 
 
 def test_a_lack_of_memory_names_what_to_lower(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:

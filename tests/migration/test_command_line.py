@@ -39,10 +39,11 @@ def test_several_commands_may_be_given_one_by_one(forks: Forks) -> None:
 
 
 def test_a_script_may_be_named_and_what_its_caller_gives_it_assigned(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "run_13b.sh"
+    script = tmp_path / "step3_rlhf_finetuning" / "run_13b.sh"  # whose folder tells the step
+    script.parent.mkdir()
     script.write_text(
         '#!/bin/bash\nACTOR=$1\nZERO=$2\nif [ "$ZERO" == "" ]; then\n    ZERO=3\nfi\n'
-        "deepspeed --num_gpus 2 step3_rlhf_finetuning/main.py --actor_model_name_or_path $ACTOR \\\n"
+        "deepspeed --num_gpus 2 main.py --actor_model_name_or_path $ACTOR \\\n"
         "   --critic_model_name_or_path c --actor_zero_stage $ZERO &> log\n",
         encoding="utf-8",
     )

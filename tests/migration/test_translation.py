@@ -214,6 +214,10 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
         ("sft", "--lr_scheduler_type constant_with_warmup", {"sft.optimizer.schedule": "constant"}),
         ("sft", "--lr_scheduler_type=polynomial --num_warmup_steps=7",
          {"sft.optimizer.schedule": "linear", "sft.optimizer.warmup": 7}),
+        ("ppo", "--lr_scheduler_type constant --num_warmup_steps 50",  # transformers' has no warm-up
+         {"ppo.optimizer.schedule": "constant", "ppo.optimizer.warmup": 0, "ppo.critic_optimizer.warmup": 0}),
+        ("ppo", "--lr_scheduler_type constant_with_warmup", {"ppo.optimizer.warmup": 100}),
+        ("ppo", "--enable_test_mode --num_train_epochs 3", {"ppo.epochs": 1}),  # it ends after the first
         ("sft", "--max_seq_len 1023", {"data.max_prompt_length": 511, "data.max_completion_length": 512}),
         ("ppo", "--max_prompt_seq_len 100 --max_answer_seq_len 60",
          {"data.max_prompt_length": 100, "data.max_completion_length": 60}),
@@ -233,6 +237,8 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
         ("dpo", "", {"dpo.optimizer.learning_rate": 1e-3, "dpo.model": "m"}),
         ("reward", "--eval_interval 50 --eval_iters 10", {"reward.eval_every": 50, "reward.eval_rows": 160}),
         ("ppo", "--enable_ema", {"ppo.ema": 0.992}),
+        ("ppo", "--enable_ema --gradient_accumulation_steps 4 --offload_reference_model",  # 0.992 four times an update
+         {"ppo.ema": 0.968382, "ppo.ema_on_host": True}),
         ("ppo", "--print_answers --print_answers_interval 20", {"ppo.samples_every": 20}),
         ("ppo", "--enable_test_mode --test_stop_step 10", {"ppo.steps": 10}),
         ("ppo", "--enable_test_mode --test_stop_step 10 --gradient_accumulation_steps 4", {"ppo.steps": 3}),
@@ -258,6 +264,7 @@ def test_flags_that_say_something_together(stage: str, flags: str, expected: dic
         ("sft", "--lora_learning_rate 1e-3", "lora", "--lora_learning_rate 1e-3: nothing without --lora_dim"),
         ("ppo", "--unsup_coef 2", "ptx", "--unsup_coef 2: nothing without both --unsupervised_dataset_name"),
         ("ppo", "--test_stop_step 2", "steps", "--test_stop_step 2: nothing: the test mode needs both of its flags"),
+        ("sft", "--lr_scheduler_type constant --num_warmup_steps 5", "5", "--num_warmup_steps 5: nothing: --lr"),
         ("ppo", "--print_answers_interval 2", "samples", "--print_answers_interval 2: nothing without --print_answers"),
         ("ppo", "--enable_mixed_precision_lora", "frozen", "--enable_mixed_precision_lora: nothing: DeepSpeed 0.19's"),
         ("sft", "--eot_token </s>", "eos", "--eot_token </s>: nothing without --add_eot_token"),
@@ -315,7 +322,8 @@ def test_steps_that_disagree_are_named_with_a_way_out() -> None:
 
 
 def test_a_frozen_reward_model_that_step_3_would_shard_is_such_a_case() -> None:
-    (said,) = translated([commands.OPT_13B], {}).notes
+    shares, said = sorted(translated([commands.OPT_13B], {}).notes)
+    assert shares.startswith("Dahoas/full-hh-rlhf, stanfordnlp/SHP: of some steps alone, which have all of its rows")
     assert said.startswith(
         "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3, the reward"
     )
@@ -335,6 +343,38 @@ def test_a_whole_script_may_be_given() -> None:
     """
     found = keys(script)
     assert (found["output"], found["sft.optimizer.learning_rate"]) == ("./output", 2e-5)
+
+
+def test_a_variable_may_hold_flags_and_one_without_a_value_is_nothing() -> None:
+    script = """
+    ZERO="--actor_zero_stage 3"
+    ACTOR= # to be filled in
+    OUTPUT=./output
+    deepspeed --num_gpus 1 step3_rlhf_finetuning/main.py --critic_model_name_or_path c \
+       --actor_model_name_or_path $ACTOR ${ZERO} ${OFFLOAD}\
+       --deepspeed $NOTHING --output_dir $OUTPUT
+    """
+    found = keys("ACTOR=out/actor OUTPUT=out/ppo", script)
+    assert (found["roles.actor.zero_stage"], found["ppo.actor"], found["output"]) == (3, "out/actor", "out/ppo")
+    with pytest.raises(ConfigError, match=r"\$ACTOR is the shell's"):
+        keys(script)
+
+
+def test_the_folder_that_a_command_is_started_in_tells_its_step() -> None:
+    plain = "deepspeed main.py --model_name_or_path m"
+    assert translated([f"cd training/step2_dpo_finetuning\n{plain}"], {}, 1).stages == ["dpo"]
+    several = [f"cd a/step1_x && {plain}", f"cd b/step2_x && {plain}"]
+    assert translated(several, {}, 1).stages == ["sft", "reward"]
+    assert translated([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
+
+
+def test_adapters_of_steps_that_need_another_scale_are_named() -> None:
+    known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
+    recipe = translated([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
+    assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
+    assert [note for note in recipe.notes if note.endswith("with --set lora.alpha=8.0")]
+    unknown = text(f"{MAIN['sft']} --lora_dim 8")
+    assert "# To be set by you: lora.alpha (to sqrt(width / dim), for the width of m is not known here)." in unknown
 
 
 def test_variables_of_the_fork_apply_to_its_scripts_from_the_environment_too() -> None:

@@ -103,7 +103,9 @@ def test_opt_has_the_data_rates_and_lengths_of_deepspeed_chat(recipe: Path) -> N
     assert (config.ppo.critic_optimizer.learning_rate, config.reward.dropout, config.sft.dropout) == (5e-6, 0, None)
     assert (config.ppo.epochs, config.ppo.ppo_epochs, config.ppo.updates, config.reward.epochs) == (1, 1, 1, 1)
     # Adapters learn at ten times the stage's rate.
-    assert config.ppo.optimizer.learning_rate * (10 if config.lora.rank else 1) in (9.65e-6, pytest.approx(5e-4))
+    expected = pytest.approx(5e-4 if config.lora.rank else 9.65e-6)
+    for optimizer in (config.sft.optimizer, config.ppo.optimizer):
+        assert optimizer.learning_rate * (10 if config.lora.rank else 1) == expected
     assert config.lora.rank in (0, 128)
     for stage in EVERY_STAGE:
         optimizer = getattr(config, stage).optimizer

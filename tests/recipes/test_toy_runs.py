@@ -17,9 +17,6 @@ from tests.recipes import toys
 IN_DEFAULT_SUITE = ("opt/350m", "opt/1.3b")
 """Of the recipes' DPO: of all weights, and with LoRA."""
 
-LONG = ("bloom/1b1", "llama2-7b/lora", "other_language/japanese")
-"""Beside these run others of the same model and stages; the last has 160 small steps."""
-
 
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,7 +26,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parameters(stage: str) -> Iterator[object]:
     for recipe in toys.recipes():
         if stage in yaml.safe_load(recipe.read_text(encoding="utf-8")):
-            slow = toys.name_of(recipe) in LONG or (stage == "dpo" and toys.name_of(recipe) not in IN_DEFAULT_SUITE)
+            slow = stage == "dpo" and toys.name_of(recipe) not in IN_DEFAULT_SUITE
             yield pytest.param(recipe, id=toys.name_of(recipe), marks=[pytest.mark.slow] if slow else [])
 
 

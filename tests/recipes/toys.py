@@ -121,7 +121,7 @@ def toy_data(name: str, source: DatasetConfig, folder: Path) -> Path:
 
 def _rows(name: str, source: DatasetConfig) -> Iterator[dict[str, Any]]:
     rng = random.Random(name)
-    entry = known(name) if "/" in name else None  # no folder can be known by one word
+    entry = known(name)
     form = copy.deepcopy(SETS[entry.name][0][0]) if entry else _plain(source)
     columns = (entry or source).columns.named() or {field: field for field in form}
     for number in range(ROWS[len(source.stages)]):

@@ -105,6 +105,8 @@ def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swe
     assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
     console = (path.parent / "out/wild/console.log").read_text()
     assert console.startswith("$ rlhf --stages reward --config ") and table["wild"]["reason"] in console
+    said = re.compile(r"^stages +reward$", re.MULTILINE)  # by the run itself
+    assert said.search(console) and not said.search(done.stdout + done.stderr)
 
 
 def test_plots_are_pictures(swept: Any) -> None:
