@@ -91,6 +91,10 @@ def load_grid(
     for key in _leaves(given):
         if axis := next((axis for axis in axes if any(_meet(key, other) for other in _keys_of(axes[axis]))), None):
             raise ConfigError(f"{key}: is swept by the axis {axis} of {path}; change it there, or leave it out")
+    for one, other in itertools.combinations(axes, 2):
+        theirs = _keys_of(axes[other])
+        if both := next((key for key in _keys_of(axes[one]) if any(_meet(key, their) for their in theirs)), None):
+            raise ConfigError(f"{path}: {both}: is set by the axes {one} and {other}; leave it to one of them")
     base = _Base(file, raw, path, given)
     chosen, excluded = _chosen(file, path, axes)
     wanted = [(name, labels, values) for name, (labels, values) in chosen.items()]

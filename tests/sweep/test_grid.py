@@ -191,6 +191,10 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         (AXIS + "names: {engine.zero_stag: x}", "no axis with a list of values; did you mean 'engine.zero_stage'?"),
         (AXIS + "names: {engine.zero_stage: 3}", "engine.zero_stage needs a word, or a label for each value, found 3"),
         ("grid: {seed: [1, 1]}", "grid.yaml: two points are called seed1; give their values different labels"),
+        (
+            "grid: {seed: [1, 2], other: {a: {seed: 3}}}",
+            "grid.yaml: seed: is set by the axes seed and other; leave it to one of them",
+        ),
         (AXIS + "names: {engine.zero_stage: {2: z, 3: z}}", "grid.yaml: two points are called z; give"),
         (AXIS + "points: {zero_stage2: {}}", "grid.yaml: points.zero_stage2: the grid has a point of this name"),
         ("points: {shared: {}}", "grid.yaml: 'shared' cannot be the name of a point, which is a folder's; use letters"),
