@@ -53,7 +53,8 @@ def test_a_vendors_torch_is_built_upon_and_said_in_one_line(wheels: Path, tmp_pa
     done = checkout.make()
     assert done.returncode == 0, done.stderr
     said = f"torch {VENDORS}: that of {checkout.python}, a vendor's build, known by its version; it stays as it is"
-    assert done.stdout.splitlines()[1:] == [said, "installing rlhf"]
+    lines = [line for line in done.stdout.splitlines()[1:] if "gets its own" not in line]  # of what the system has
+    assert lines == [said, "installing rlhf"]
     assert checkout.held()["torch"] == VENDORS
     assert places.held(checkout.base) == below
     assert not list(places.site_of(checkout.folder / ".venv").glob("torch*"))

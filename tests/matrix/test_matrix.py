@@ -25,7 +25,6 @@ OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0}
 LOSSES = {"fp32": 2e-6, "fp16": 1e-4}
 NUMBERS = {"fp32": 1e-5, "fp16": 5e-3}
 
-pytestmark = pytest.mark.xdist_group("matrix")  # two ranks run all that is asked for, once
 
 EACH = [pytest.param(point, id=point.name, marks=[] if point in OFTEN else [pytest.mark.slow]) for point in POINTS]
 

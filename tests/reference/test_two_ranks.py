@@ -16,9 +16,6 @@ from tests.reference import cases, expected, two_ranks
 ROOT = Path(__file__).parents[2]
 
 
-pytestmark = pytest.mark.xdist_group("two-ranks-of-reference")  # what they look at takes long to make
-
-
 @pytest.fixture(scope="module")
 def left(tmp_path_factory) -> Any:
     """(stage, rank) -> what it left."""

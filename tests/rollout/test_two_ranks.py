@@ -16,9 +16,6 @@ from tests.rollout.two_ranks import GREEDY, MODELS, SAMPLED, SLOW, TEAMS
 ROOT = Path(__file__).parents[2]
 
 
-pytestmark = pytest.mark.xdist_group("two-ranks-of-rollouts")  # what they look at takes long to make
-
-
 def run(function: str, count: int, folder: Path) -> list[Any]:
     """What each of `count` ranks left that ran a function of `two_ranks`."""
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.rollout import two_ranks"
