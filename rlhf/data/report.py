@@ -19,10 +19,10 @@ _REASONS = 6  # named at most; a broken source may have a reason for every row
 _REMEDIES = 2
 
 
-def count(dropped: Dropped, reason: str, where: str) -> None:
-    """Count one row that is left out."""
-    rows, first = dropped.get(reason, (0, where))
-    dropped[reason] = (rows + 1, first)
+def count(dropped: Dropped, reason: str, where: str, rows: int = 1) -> None:
+    """Count rows that are left out; `where` is the first of them."""
+    before, first = dropped.get(reason, (0, where))
+    dropped[reason] = (before + rows, first)
 
 
 @dataclass

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.config import Config
-from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts, has_template
+from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Row
 from rlhf.errors import ConfigError, DataError, ModelError
 from rlhf.evaluation.adapters import base_of
-from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_format
-from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer
+from rlhf.evaluation.folders import model_folder, reward_model_folder
+from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer, prompt_format
 from rlhf.evaluation.writing import Ids, Manner, log_probs, write
 from rlhf.metrics.progress import progress
 from rlhf.models.attention import choose_attention
@@ -142,10 +142,8 @@ def _look(name: str, config: Config, device: Device, *, scalar_head: bool = Fals
     tokenizer, _ = load_model_tokenizer(source)
     attention = choose_attention(device.accelerator, base, source).name
     model = outline(base, source, attention=attention, scalar_head=scalar_head)
-    template = has_template(tokenizer, config.data.chat_template)
-    form = trained_format(folder) or ("template" if template else "plain")
     rows = max(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    return Known(name, tokenizer, form, max_positions(model.config), rows)
+    return Known(name, tokenizer, prompt_format(folder, tokenizer, config), max_positions(model.config), rows)
 
 
 def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> tuple[list[Row], list[Any], Dropped]:

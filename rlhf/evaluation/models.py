@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,6 @@ class Device:
         """
         import torch
 
-        from accelerators import lack_of_memory
         from rlhf.data.batches import pad_right
 
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
@@ -104,22 +104,32 @@ class Device:
                 ids, mask = pad_right([rows[place] for place in filled], self.shapes, longest, pad)
                 more = {name: torch.tensor([values[place] for place in filled]) for name, values in numbers.items()}
                 batch = self.accelerator.to_device({"input_ids": ids, "attention_mask": mask, **more})
-                try:
-                    with self.precision.autocast():
-                        values = compute(**batch)
+                with self.computing(f"{size} rows of {ids.shape[1]:,} tokens"):
+                    values = compute(**batch)
                     self.accelerator.step_boundary("evaluate")
                     numbers_of_rows = values.tolist()
-                except Exception as error:
-                    if lack_of_memory(error):
-                        raise OutOfMemory(
-                            f"{self.accelerator.name}: too little memory for {size} rows of {ids.shape[1]:,} tokens at "
-                            "a time; lower --batch-size"
-                        ) from error
-                    raise
                 for place, value in zip(places, numbers_of_rows):
                     found[place] = value
                 bar.advance(len(places))
         return found
+
+    @contextmanager
+    def computing(self, rows: str, remedy: str = "--batch-size") -> Iterator[None]:
+        """A model's forward passes, in the precision; where there is no memory for them, what would help.
+
+        Raises:
+            OutOfMemory: there is too little for `rows` at a time.
+        """
+        from accelerators import lack_of_memory
+
+        try:
+            with self.precision.autocast():
+                yield
+        except Exception as error:
+            if lack_of_memory(error):
+                said = f"{self.accelerator.name}: too little memory for {rows} at a time; lower {remedy}"
+                raise OutOfMemory(said) from error
+            raise
 
     def free(self) -> None:
         """Give back what models held that nobody refers to any more: the next needs it."""
@@ -216,7 +226,7 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
     else:
         model = merged(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
     ends = end_tokens(tokenizer, model.generation_config)
-    placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
+    placed, prompts = _placed(model, device), prompt_format(folder, tokenizer, config)
     return Writer(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
 
 
@@ -241,7 +251,7 @@ def load_judge(path: Path | str, config: Config, device: Device, *, name: str | 
     source = config.model.model_copy(update={"path": folder})
     tokenizer, options = _prepared(source, device, scalar_head=True)
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
-    placed, prompts = _placed(model, device), _prompts(folder, tokenizer, config)
+    placed, prompts = _placed(model, device), prompt_format(folder, tokenizer, config)
     ends = trained_ends(Path(folder)) or end_tokens(tokenizer, generation_settings(folder, source))
     head = ScalarHead(placed).eval()
     return Judge(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
@@ -272,8 +282,8 @@ def _placed(model: Any, device: Device) -> Any:
     return place(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
 
 
-def _prompts(folder: str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
-    """How the model's prompts are written: as in its training, where a stage left it."""
+def prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
+    """How a model's prompts are written: as in its training, where a stage left it."""
     from rlhf.data.encoding import has_template
 
     template = has_template(tokenizer, config.data.chat_template)

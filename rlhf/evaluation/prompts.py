@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
@@ -17,6 +16,7 @@ from rlhf.data.reading import Source, SourceRows
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Row, parse
 from rlhf.errors import DataError
+from rlhf.evaluation.rows import read_text
 
 STDIN = "-"
 
@@ -34,13 +34,7 @@ def read_lines(name: str) -> list[Row]:
     """
     if name == STDIN:
         return _some(_lines("standard input", sys.stdin), "standard input")
-    try:
-        text = Path(name).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror}); check --prompts") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    return _some(_lines(name, text.split("\n")), name)
+    return _some(_lines(name, read_text(name).split("\n")), name)
 
 
 def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Dropped]:
@@ -53,9 +47,8 @@ def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Drop
     rows: list[Row] = []
     dropped: Dropped = {}
     for found in (read[Source.trained(dataset)] for dataset in config.data.datasets):
-        for reason, (number, first) in found.dropped.items():
-            before, where = dropped.get(reason, (0, first))
-            dropped[reason] = (before + number, where)
+        for reason, (number, where) in found.dropped.items():
+            count(dropped, reason, where, number)
         for row in found.rows:
             if row.prompt:
                 rows.append(row)

@@ -70,7 +70,7 @@ def read_rows(source: str, stage: Stage, config: Config, first: Loaded, *, show:
         DataError: a source cannot be read, or there is no row.
     """
     from rlhf.data.reading import Source, read_sources
-    from rlhf.data.report import DataReport
+    from rlhf.data.report import DataReport, count
     from rlhf.data.tokenization import load_stage
 
     if source == HELDOUT:
@@ -85,9 +85,8 @@ def read_rows(source: str, stage: Stage, config: Config, first: Loaded, *, show:
     read = read_sources(config.data, [stage], seed=config.seed, show=show)
     for found in (read[Source.trained(dataset)] for dataset in config.data.datasets):
         rows += found.rows
-        for reason, (count, first_of) in found.dropped.items():
-            before, where = report.dropped.get(reason, (0, first_of))
-            report.dropped[reason] = before + count, where
+        for reason, (number, where) in found.dropped.items():
+            count(report.dropped, reason, where, number)
     if not rows:
         why = f"{report.reasons()}; {report.remedies()}" if report.dropped else "it is empty"
         raise DataError(f"{source}: no usable row: {why}")
@@ -130,6 +129,20 @@ def examples(
     return kept, report
 
 
+def read_text(path: str) -> str:
+    """What a text file holds.
+
+    Raises:
+        DataError: it cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
 def _longest(example: Example) -> int:
     from rlhf.data.examples import parts
 
@@ -149,12 +162,7 @@ def _document(source: str) -> Row:
     """A text file, as one text without a prompt."""
     from rlhf.data.rows import Row
 
-    try:
-        text = Path(source).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{source}: cannot be read ({error.strerror}); check the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{source}: not a UTF-8 text file; save it as UTF-8") from error
+    text = read_text(source)
     if not text.strip():
         raise DataError(f"{source}: holds no text; name another file")
     return Row((), "", text, None, None, Path(source).name)

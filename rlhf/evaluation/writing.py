@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelerators import lack_of_memory
 from rlhf.config import SamplingConfig
 from rlhf.data.batches import pad_right
-from rlhf.errors import ModelError, OutOfMemory
+from rlhf.errors import ModelError
 from rlhf.evaluation.models import Writer
 from rlhf.models.forward import completion_log_probs, model_inputs
 from rlhf.objectives.tokens import masked
@@ -62,7 +61,7 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
     written: list[Ids] = []
     for real, (rows,) in _batches(manner.batch_size, prompts):
         ids, mask = accelerator.to_device(_left(writer, rows, longest))
-        with _computing(writer, ids):
+        with _computing(writer, len(ids)):
             # Of numbers that are none a token cannot be drawn: it would lie beyond the vocabulary.
             first = writer.module(**model_inputs(writer.module, ids, mask), logits_to_keep=1).logits
             _check(writer, first.isnan().any().item())
@@ -92,7 +91,7 @@ def log_probs(
     for real, (rows, ends) in _batches(manner.batch_size, prompts, completions):
         right = pad_right(ends, device.shapes, manner.max_tokens, _pad(writer))
         (ids, mask), (more, drawn) = device.accelerator.to_device((_left(writer, rows, longest), right))
-        with _computing(writer, ids):
+        with _computing(writer, len(ids)):
             each, _ = completion_log_probs(
                 writer.module,
                 torch.cat([ids, more], 1),
@@ -116,20 +115,8 @@ def _check(writer: Writer, wrong: bool) -> None:
         )
 
 
-@contextmanager
-def _computing(writer: Writer, ids: Tensor) -> Iterator[None]:
-    """The model's numbers, and what to do where there is no memory for them."""
-    device = writer.device
-    try:
-        with device.precision.autocast():
-            yield
-    except Exception as error:
-        if lack_of_memory(error):
-            raise OutOfMemory(
-                f"{device.accelerator.name}: too little memory for {len(ids)} completions of {writer.name} at a time; "
-                "lower --batch-size or --max-tokens"
-            ) from error
-        raise
+def _computing(writer: Writer, rows: int) -> AbstractContextManager[None]:
+    return writer.device.computing(f"{rows} completions of {writer.name}", "--batch-size or --max-tokens")
 
 
 def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[list[Ids]]]]:

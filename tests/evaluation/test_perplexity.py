@@ -101,7 +101,7 @@ def test_a_long_text_is_read_in_windows(
 def test_texts_of_the_wrong_kind_are_errors(evaluate: Evaluate, model_folder: Path, tmp_path: Path) -> None:
     for name, content, said in (
         ("empty.txt", b" \n", "empty.txt: holds no text"),
-        ("latin.txt", b"\xe4", "latin.txt: not a UTF-8 text file"),
+        ("latin.txt", b"\xe4", "latin.txt: is not UTF-8 text"),
         ("empty.jsonl", b"", "empty.jsonl: no usable row"),
         ("prompts.jsonl", b'{"prompt": "a"}', "1 no demonstration"),
         ("page.html", b"a", "unknown kind of file"),

@@ -49,7 +49,7 @@ def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:
     [
         ("empty.txt", b"\n \n", r"holds no prompts; name another file with --prompts"),
         ("bytes.txt", b"a\xff", r"is not UTF-8 text \(byte 1\); save it as UTF-8"),
-        ("absent.txt", None, r"cannot be read \(No such file or directory\); check --prompts"),
+        ("absent.txt", None, r"cannot be read \(No such file or directory\); check the path"),
         ("texts.jsonl", b'{"prompt": ""}', r"holds no prompts; name another file with --prompts"),
     ],
 )
