@@ -1,4 +1,4 @@
-"""Weights of linear layers for a phase of reading on a CPU: in oneDNN's own order, siblings of one input as one product.
+"""Weights of linear layers for a phase of reading on a CPU: in oneDNN's own order, siblings as one product.
 
 A module whose weights will not change for a while flows in; its linear layers get another `forward`, which multiplies
 with packed weights, and a function comes out that puts everything back. The modules stay the same objects.
@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +164,7 @@ class _Siblings:
                 [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
             )
         self._apart = False
-        self._input: Tensor | None = None
+        self._input: Any = None
         self._version = 0
         self._parts: dict[int, Tensor] = {}
 

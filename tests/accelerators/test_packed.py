@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import accelerators
-from accelerators.packed import SMALLEST, prepare, supported
+from accelerators.packed import prepare, supported
 
 SIZES = {
     "hidden_size": 256,
