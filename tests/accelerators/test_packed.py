@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import accelerators
+from accelerators import host
 from accelerators.packed import prepare, supported
 
 SIZES = {
@@ -196,3 +197,27 @@ def test_greedy_decoding_in_float32_is_that_of_transformers(family, caplog):
     restore()
     assert snapshot(model) == before
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+# memory
+
+
+def test_weights_that_are_given_up_are_not_there_twice():
+    layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))  # 96 MiB
+    tied = nn.Sequential(layers[0])
+    one = layers[0].weight.nbytes
+    host.reset_peak_memory()
+    before = host.resident_memory()[0]
+    restore = prepare(layers, keep=False)
+    peak = host.resident_memory()[1]
+    assert peak - before < 6 * one, f"{(peak - before) / one:.1f} weights more"
+    assert tied[0].weight.shape == (1024, 1024) and tied[0].weight.layout != torch.strided
+    restore()
+
+
+def test_a_weight_that_another_layer_has_too_stays_plain():
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 256))
+    module[2].weight = module[0].weight
+    restore = prepare(module, keep=False)
+    assert ["forward" in vars(layer) for layer in module] == [False, True, False]
+    restore()
