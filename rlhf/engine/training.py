@@ -25,6 +25,7 @@ from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.engine.masters import keep_precision, restore_precision
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
+from rlhf.engine.spared import spare
 from rlhf.engine.statistics import Sums
 from rlhf.models import quantized
 from rlhf.models.placement import place, place_buffers
@@ -104,6 +105,8 @@ class TrainingEngine:
                 ),
             )
         _forget_setup_step(self.engine)
+        if self.zero_stage == 0:
+            spare(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)
         accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
 
