@@ -23,6 +23,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # an entropy that no loss has costs nothing in the backward pass
         normalizers = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         entropies = torch.empty_like(normalizers) if entropy else None
         for part in _chunks(logits):
@@ -39,8 +40,9 @@ class _TokenLogProbs(torch.autograd.Function):
         return _tempered(chosen, temperature) - normalizers, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, labels, normalizers, entropies = ctx.saved_tensors
+        grad = torch.zeros_like(normalizers) if grad is None else grad
         result = torch.empty_like(logits)
         for part in _chunks(logits):
             log_softmax = _tempered(logits[part], ctx.temperature) - normalizers[part].unsqueeze(-1)
