@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config, build_config
+from rlhf.data.examples import Demonstration, Pair, Prompt
 from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import Demonstration, Pair, Prompt, StageData
+from rlhf.data.tokenization import StageData
 from tests.helpers import llama
 
 Weights = dict[str, Tensor]
