@@ -89,6 +89,16 @@ def test_a_token_that_cannot_come_has_no_probability_and_no_gradient():
     assert hidden.grad.isfinite().all() and weight.grad[7].eq(0).all() and bias.grad[7] == 0
 
 
+def test_under_autocast_products_are_of_its_type():
+    (hidden, weight), labels = drawn(torch.float32, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = projected_log_probs(hidden, weight, None, labels)
+    expected, _ = projected_log_probs(hidden.bfloat16(), weight.bfloat16(), None, labels)
+    assert torch.equal(found, expected) and not torch.equal(found, projected_log_probs(hidden, weight, None, labels)[0])
+    found.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
 def test_no_rows_are_no_numbers():
     weight = torch.randn(V, H, requires_grad=True)
     log_probs, _ = projected_log_probs(torch.randn(0, H), weight, None, torch.zeros(0, dtype=torch.long))
