@@ -96,8 +96,9 @@ def serve(channel: Channel, workload: dict[str, Any], config: Any, accelerator: 
 
 
 def make_ppo(context: Any, workload: dict[str, Any]) -> Any:
+    from rlhf.data.examples import Prompt
     from rlhf.data.rows import Message, Row
-    from rlhf.data.tokenization import Prompt, StageData
+    from rlhf.data.tokenization import StageData
     from rlhf.models.attention import choose_attention
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
     from rlhf.rl.trainer import PPO, Models
