@@ -1,4 +1,4 @@
-"""The projection to the vocabulary fused with log-probabilities: its numbers, its gradients, and what it never makes."""
+"""The projection to the vocabulary fused with log-probabilities: numbers, gradients, and what it never makes."""
 
 import copy
 
@@ -38,7 +38,7 @@ def truth(given, labels, temperature):
     return log_probs.gather(-1, labels[..., None])[..., 0], entropy, leaves
 
 
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
