@@ -156,7 +156,7 @@ class StageContext:
         return any(id(parameter) in theirs for parameter in model.parameters())
 
     def batches(
-        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool
+        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: Any
     ) -> Batches:
         """This rank's share of the global batches over `examples`."""
         return Batches(
@@ -170,9 +170,9 @@ class StageContext:
             **options,
         )
 
-    def evaluation_batches(self, examples: list[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:
+    def evaluation_batches(
+        self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
+    ) -> Batches:
         """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
-        size = rows * self.world.size
-        return self.batches(
-            examples[: training.eval_rows], collate, batch_size=size, micro_batch_size=rows, shuffle=False
-        )
+        size, examples = rows * self.world.size, examples[: training.eval_rows]
+        return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)

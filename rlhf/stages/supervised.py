@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf.config import EpochConfig
-from rlhf.data.batches import Batches
+from rlhf.data.batches import Batches, padding, tokens_of
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Numbers
+from rlhf.engine.statistics import Numbers, padding_share
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
 from rlhf.stages.context import StageContext
@@ -52,8 +52,9 @@ class Supervised:
         self.context = context
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
-        self.batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
-        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
+        sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
+        self.batches = context.batches(data.train, collate, **sizes, length=tokens_of)
+        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=tokens_of)
         self.total_steps = settings.total_steps(len(self.batches))
         (role,) = (role for role, holding in context.holdings.items() if holding.role.trained)
         self.engine = context.engine(
@@ -75,7 +76,11 @@ class Supervised:
             total = distributed.all_sum(sum(objective.count(batch) for batch in batches).float())
             rates = engine.rates
             sums = engine.step(batches, lambda model, batch: objective.loss(model, batch, total))
-            return objective.averages(sums.read()) | rates | {"grad_norm": engine.grad_norm()}
+            for batch in batches:
+                sums.add(**padding(batch))
+            found = sums.read()
+            share = padding_share({key: found.pop(key) for key in ("present", "positions")})
+            return objective.averages(found) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 
         summary = run_steps(
             context,
