@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf.data.tokenization import Demonstration, Pair, StageData
+from rlhf.data.examples import Demonstration, Pair
+from rlhf.data.tokenization import StageData
 from rlhf.engine.training import TrainingEngine
 from rlhf.metrics.recorder import Recorder
 from rlhf.rollout.decoder import Completions, Decoder
