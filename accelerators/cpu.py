@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from accelerators import host, kernels, quantized
+from accelerators import cpu_attention, host, kernels, quantized
 from accelerators.accelerator import Accelerator
 from accelerators.types import AcceleratorError, DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -64,7 +64,7 @@ class CPU(Accelerator):
         return view
 
     def kernels(self) -> Iterable[KernelImpl]:
-        return (*kernels.PORTABLE, FUSED_ADAMW, quantized.CPU_KERNELS)
+        return (*kernels.PORTABLE, cpu_attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS)
 
     def memory(self) -> Memory:
         allocated, peak = host.resident_memory()
