@@ -25,6 +25,7 @@ from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
+from rlhf.rl import arithmetic
 from rlhf.rl.ptx import Pretraining
 from rlhf.rl.rewards import Rewards
 from rlhf.rl.scoring import Scorer
@@ -126,8 +127,10 @@ class PPO:
         sums = Sums()
         prompts = self.accelerator.to_device(self.prompts(index))
         self.experience = experience = self.collect(prompts, sums, self.examples(index))
-        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef)
+        with self.context.phases("training"):
+            made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef)
         found = sums.read()
+        arithmetic.tell(self.context, found, updates=made["updates"], pretraining=self.updates.pretraining)
         numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
@@ -190,9 +193,11 @@ class PPO:
 
     def collect(self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = ()) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
-        sequences = self.generate(prompts)
-        self.decoder.make_room()
-        scored = self.score(sequences, examples)
+        with self.context.phases("generation"):
+            sequences = self.generate(prompts)
+            self.decoder.make_room()
+        with self.context.phases("scoring"):
+            scored = self.score(sequences, examples)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])
