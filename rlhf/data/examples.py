@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from rlhf.data.rows import Row
 
@@ -56,19 +58,44 @@ def parts(example: Example) -> list[tuple[str, list[int]]]:
     return found
 
 
-def percentiles(examples: Iterable[Example], *shares: float) -> dict[str, tuple[int, ...]]:
-    """Tokens of each part: the smallest length that at least each share of the examples does not exceed."""
-    found: dict[str, list[int]] = {}
+TokenCounts = dict[str, "array[int]"]
+"""Of each part, the tokens that each example has of it."""
+
+
+def token_counts(examples: Iterable[Example]) -> TokenCounts:
+    """How long the parts of each example are; where examples are stored, without a look at their tokens."""
+    if isinstance(examples, Counted):
+        return examples.token_counts()
+    found: TokenCounts = {}
     for example in examples:
-        for name, ids in parts(example):
-            found.setdefault(name, []).append(len(ids))
-    ranked = {name: sorted(counts) for name, counts in found.items()}
-    return {name: tuple(counts[rank(len(counts), share)] for share in shares) for name, counts in ranked.items()}
+        add_counts(found, example)
+    return found
 
 
-def typical(examples: Sequence[Example]) -> Example:
-    """An example of median length."""
-    ranked = sorted(examples, key=lambda example: sum(len(ids) for _, ids in parts(example)))
+def add_counts(counts: TokenCounts, example: Example) -> None:
+    """Count one example more."""
+    for name, ids in parts(example):
+        counts.setdefault(name, array("i")).append(len(ids))
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """Examples that know how long they are."""
+
+    def token_counts(self) -> TokenCounts:
+        """Of each part, the tokens that each example has of it, in their order."""
+
+
+def percentiles(counts: TokenCounts, *shares: float) -> dict[str, tuple[int, ...]]:
+    """Tokens of each part: the smallest length that at least each share of the examples does not exceed."""
+    ranked = {name: sorted(lengths) for name, lengths in counts.items()}
+    return {name: tuple(lengths[rank(len(lengths), share)] for share in shares) for name, lengths in ranked.items()}
+
+
+def typical(counts: TokenCounts) -> int:
+    """The place of an example of median length."""
+    totals = [sum(lengths) for lengths in zip(*counts.values(), strict=True)]
+    ranked = sorted(range(len(totals)), key=totals.__getitem__)
     return ranked[rank(len(ranked), 0.5)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config import STAGES, Config, DataConfig, Stage
-from rlhf.data.examples import Demonstration, Pair, parts, percentiles, typical
+from rlhf.data.examples import Demonstration, Pair, parts, percentiles, token_counts, typical
 from rlhf.data.report import DataReport
 from rlhf.data.tokenization import SHARES, StageData
 from rlhf.data.truncation import longest_completion
@@ -23,7 +23,8 @@ def lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
     Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs. Each number is the
     length of a row that is there (of an even number of rows, the median is the lower of the middle two).
     """
-    found = percentiles([*data.train, *data.heldout], 0.5, 0.95, 1.0)
+    trained, held = token_counts(data.train), token_counts(data.heldout)
+    found = percentiles({name: counts + held.get(name, counts[:0]) for name, counts in trained.items()}, 0.5, 0.95, 1.0)
     return {name: (median, high, longest) for name, (median, high, longest) in found.items()}
 
 
@@ -31,7 +32,7 @@ def example(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
     """A row of median length that is trained on: its parts, decoded from the tokens, control tokens among them."""
     return [
         (name, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for name, ids in parts(typical(data.train))
+        for name, ids in parts(data.train[typical(token_counts(data.train))])
     ]
 
 

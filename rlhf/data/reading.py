@@ -20,7 +20,7 @@ from rlhf.data.preferences import check_wanted, decision
 from rlhf.data.reasons import EMPTY_PROMPT
 from rlhf.data.report import Dropped, count
 from rlhf.data.rows import Rejected, Row, parse
-from rlhf.data.sources import check, has_parts, read
+from rlhf.data.sources import check, content, has_parts, read
 from rlhf.data.transcripts import is_led
 from rlhf.errors import DataError
 from rlhf.metrics.progress import console, progress
@@ -82,6 +82,15 @@ class Source:
             prefer = entry.prefer if self.prefer == PreferConfig() else self.prefer
             found = replace(found, columns=entry.columns, prefer=prefer)
         return (replace(found, clean=entry.clean) if self.clean is None else found), entry
+
+    def from_anywhere(self) -> str:
+        """Its name, from any working directory."""
+        return str(replace(self, path=absolute(self.path)))
+
+    def content(self) -> str:
+        """A digest of what it holds, as `rlhf.data.sources.content`."""
+        found, _ = self.with_what_is_known()
+        return content(found.path, split=found.split or "", subset=found.subset, revision=found.revision)
 
     def __str__(self) -> str:
         named: dict[str, object] = {
@@ -150,9 +159,7 @@ class SourceRows:
 
         Paths are absolute: a run may go on from another working directory.
         """
-        return {
-            str(replace(source, path=absolute(source.path))): rows.fingerprint() for source, rows in self._read.items()
-        }
+        return {source.from_anywhere(): rows.fingerprint() for source, rows in self._read.items()}
 
 
 def read_sources(
@@ -168,7 +175,7 @@ def read_sources(
     Raises:
         DataError: a stage has no source or no share, or a source cannot be read or is of no known format.
     """
-    needed = list(dict.fromkeys(source for stage in stages for source in _needed(config, stage)))
+    needed = dict.fromkeys(source for stage in stages for source in needed_by(config, stage))
     for source in needed:  # before the first of them is read, which may take long
         check(source.path)
     sources = SourceRows(seed, show, records)
@@ -191,12 +198,16 @@ def datasets_of(config: DataConfig, stage: Stage) -> list[DatasetConfig]:
     return datasets
 
 
-def _needed(config: DataConfig, stage: Stage) -> list[Source]:
-    """What a stage trains on, its held-out sources and, where it has such, all that these must not share with."""
+def needed_by(config: DataConfig, stage: Stage) -> list[Source]:
+    """What a stage trains on, its held-out sources and, where it has such, all that these must not share with.
+
+    Raises:
+        DataError: the stage has no source, or no share of them.
+    """
     datasets = datasets_of(config, stage)
     named = [Source.held_out(dataset) for dataset in datasets if dataset.heldout is not None]
     others = [dataset for dataset in config.datasets if share_of(stage) not in dataset.stages] if named else []
-    return [*map(Source.trained, datasets), *named, *map(Source.trained, others)]
+    return list(dict.fromkeys([*map(Source.trained, datasets), *named, *map(Source.trained, others)]))
 
 
 def _rows(asked: Source, seed: int, show: bool, keep: bool) -> Rows:

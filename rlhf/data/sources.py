@@ -7,11 +7,13 @@ Only a hub name may reach for the network.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from rlhf.errors import DataError
 from rlhf.names import WORLD, hint, is_path
 
 _LONGEST_FIELD = 2**31 - 1  # of a CSV file, in characters; the module's own limit is 131,072
+_AT_ONCE = 2**20  # bytes
 _CONVERSION = "refs/convert/parquet"
 _SCRIPT = "Dataset scripts are no longer supported"  # what datasets says
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs"}
@@ -114,9 +117,40 @@ def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]
     return [Record.of(value, name(number)) for number, value in enumerate(values, start=1)]
 
 
+def content(source: str, *, split: str = "train", subset: str | None = None, revision: str | None = None) -> str:
+    """A digest of what a source holds, which reads its bytes and makes no record of them.
+
+    That of a hub data set is the library's own, of the files that it was made from. The embedded world has none: it is
+    made by a seed.
+
+    Raises:
+        DataError: the source does not exist, or cannot be reached or read.
+    """
+    check(source)
+    path = Path(source)
+    if source == WORLD:
+        return ""
+    if not path.exists():
+        return str(_hub(source, subset, split, revision)._fingerprint)
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with _readable(file), file.open("rb") as stream:
+                digest.update(f"{file.relative_to(path)}\n".encode())
+                while some := stream.read(_AT_ONCE):
+                    digest.update(some)
+    return digest.hexdigest()
+
+
 def _file(path: Path) -> list[Record]:
-    try:
+    with _readable(path):
         return list(_READERS[path.suffix](path))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; check data.datasets") from error
     except OSError as error:

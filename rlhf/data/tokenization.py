@@ -6,68 +6,40 @@ A `DataConfig`, a tokenizer and the sources' rows go in; examples of token ids a
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.config import STAGES, DataConfig, DatasetConfig, Stage, share_of
 from rlhf.config_data import Weight
-from rlhf.data.encoding import (
-    PromptFormat,
-    control_tokens,
-    encode_prompts,
-    encode_replies,
-    has_control_tokens,
-    has_template,
-    prompt_format,
-)
-from rlhf.data.examples import Demonstration, Example, Pair, Prompt, percentiles, typical
-from rlhf.data.reading import LONG, Rows, Source, SourceRows, datasets_of, read_sources
-from rlhf.data.reasons import (
-    CONTROL_TOKENS,
-    EMPTY_RESPONSE,
-    LEFT_OUT_BY_WEIGHT,
-    LONG_COMPLETION,
-    LONG_PROMPT,
-    NO_DEMONSTRATION,
-    NO_DIFFERENCE,
-    NO_PREFERENCE,
-    PROMPT_TRAINED_ON,
-    PROMPTLESS,
-    REFUSED,
-    TRAINED_ON,
-    UNUSABLE_MARGIN,
-)
+from rlhf.data.encoding import PromptFormat, prompt_format
+from rlhf.data.examples import Example, TokenCounts, add_counts, percentiles, typical
+from rlhf.data.making import REPLIES, dropped, encode_rows, usable
+from rlhf.data.reading import Rows, Source, SourceRows, datasets_of, read_sources
+from rlhf.data.reasons import LEFT_OUT_BY_WEIGHT, PROMPT_TRAINED_ON, TRAINED_ON
 from rlhf.data.report import DataReport
 from rlhf.data.rows import Row
 from rlhf.data.splits import blend, prompt_key, split, varied
-from rlhf.data.truncation import cut, longest_completion, without_oldest
 from rlhf.errors import DataError
-from rlhf.metrics.progress import progress
+from rlhf.settings import Fingerprints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_EXAMPLE = {"sft": Demonstration, "reward": Pair, "dpo": Pair, "ppo": Prompt}
-_REPLIES: dict[Stage, tuple[str, ...]] = {
-    "sft": ("response",),
-    "reward": ("chosen", "rejected"),
-    "dpo": ("chosen", "rejected"),
-    "ppo": (),
-}
 
 
 @dataclass(frozen=True)
 class StageData:
     """What one stage trains on and is evaluated on, what became of each source's rows, and how they are written."""
 
-    train: list[Example]
-    heldout: list[Example]
+    train: Sequence[Example]
+    heldout: Sequence[Example]
     reports: list[DataReport]
     prompt_format: PromptFormat = "plain"
     end_ids: tuple[int, ...] = ()
+    fingerprints: Fingerprints = field(default_factory=dict)
+    """Of the sources, where the examples were stored with them."""
 
     @property
     def written(self) -> dict[str, Any]:
@@ -75,20 +47,42 @@ class StageData:
         return {"prompt_format": self.prompt_format, "end_ids": list(self.end_ids)}
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which of a stage's examples it gets, by the places in which they were made, and what `StageData` says of them.
+
+    `typical` has for each report the place of its example.
+    """
+
+    train: list[int]
+    heldout: list[int]
+    reports: list[DataReport]
+    typical: list[int]
+    prompt_format: PromptFormat
+    end_ids: tuple[int, ...]
+
+
+class _Made(NamedTuple):
+    """An example that was made, without its tokens."""
+
+    place: int
+    row: Row
+
+
 @dataclass
 class _Part:
-    """One source's examples on their way to a `StageData`."""
+    """One source's examples on their way to a stage."""
 
-    examples: list[Example]
+    examples: list[_Made]
     report: DataReport
     weight: Weight
+    typical: int = 0
 
 
 SHARES = (0.5, 0.9, 0.99, 1.0)
 """Of a source's rows: the lengths that so many of them do not exceed are reported."""
 SAMPLE = 256
 """Rows of each source that `check_stage` tokenizes at first."""
-_AT_ONCE = 1000  # rows tokenized in one call
 
 
 def load_stage(
@@ -115,9 +109,34 @@ def load_stage(
     Raises:
         DataError: a source cannot be read or has no usable row, or the training or held-out part would be empty.
     """
-    datasets = datasets_of(config, stage)
+    made: list[Example] = []
     read = sources or read_sources(config, [stage], seed=seed)
+    chosen = choose(config, stage, tokenizer, made.append, seed=seed, end_ids=end_ids, sources=read, sample=sample)
+    for report, place in zip(chosen.reports, chosen.typical, strict=True):
+        report.example = made[place]
+    train, heldout = ([made[place] for place in places] for places in (chosen.train, chosen.heldout))
+    return StageData(train, heldout, chosen.reports, chosen.prompt_format, chosen.end_ids)
+
+
+def choose(
+    config: DataConfig,
+    stage: Stage,
+    tokenizer: PreTrainedTokenizerBase,
+    keep: Callable[[Example], object],
+    *,
+    seed: int,
+    end_ids: Sequence[int] | None,
+    sources: SourceRows,
+    sample: int | None = None,
+) -> Chosen:
+    """What `load_stage` gives, without the examples: each is given to `keep` when it is made, and not held.
+
+    Raises:
+        DataError: as `load_stage`.
+    """
+    datasets = datasets_of(config, stage)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
+    places = itertools.count()
 
     def part_of(source: Rows, rows: Sequence[Row], report: DataReport, weight: Weight) -> _Part:
         kept = usable(rows, report)
@@ -126,32 +145,35 @@ def load_stage(
             drawn = random.Random(f"sample {seed}").sample(range(len(kept)), sample)
             kept = [kept[place] for place in sorted(drawn)]
         report.how, report.rows, report.share = source.how, len(source.rows), len(rows)
-        examples = encode_rows(kept, config, tokenizer, report, end_ids, show=read.show)
-        if examples:
-            report.tokens = percentiles(examples, *SHARES)
-            report.example = typical(examples)
-        return _Part(_some(examples, report, len(source.rows)), report, weight)
+        part, counts = _Part([], report, weight), TokenCounts()
+        for example in encode_rows(kept, config, tokenizer, report, end_ids, show=sources.show):
+            keep(example)
+            add_counts(counts, example)
+            part.examples.append(_Made(next(places), example.row))
+        _check_some(part, len(source.rows))
+        report.tokens, part.typical = percentiles(counts, *SHARES), part.examples[typical(counts)].place
+        return part
 
     def share(dataset: DatasetConfig) -> _Part:
         """What the stage gets of a source."""
-        source = read[Source.trained(dataset)]
+        source = sources[Source.trained(dataset)]
         report = DataReport(stage, dataset.path, dropped=dict(source.dropped))
         parts = split(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
         return part_of(source, parts[share_of(stage)], report, dataset.weight)
 
     def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Part:
         """The held-out source of a data set, without what this or another stage may train on."""
-        source = read[Source.held_out(dataset)]
+        source = sources[Source.held_out(dataset)]
         report = DataReport(stage, str(dataset.heldout), dropped=dict(source.dropped))
-        known = TRAINED_ON if _REPLIES[stage] else PROMPT_TRAINED_ON
-        new = [row for row in source.rows if not _dropped(row, _lesson(row, stage) in trained and known, report)]
+        known = TRAINED_ON if REPLIES[stage] else PROMPT_TRAINED_ON
+        new = [row for row in source.rows if not dropped(row, _lesson(row, stage) in trained and known, report)]
         return part_of(source, new, report, dataset.weight)
 
     parts = [share(dataset) for dataset in datasets]
     named: list[_Part] = []
     if any(dataset.heldout is not None for dataset in datasets):
         everywhere = {Source.trained(dataset) for dataset in config.datasets}
-        trained = {_lesson(row, stage) for source in everywhere for row in read[source].rows}
+        trained = {_lesson(row, stage) for source in everywhere for row in sources[source].rows}
         named = [held_out(dataset, trained) for dataset in datasets if dataset.heldout is not None]
     for part in named:
         part.report.heldout = len(part.examples)
@@ -168,7 +190,14 @@ def load_stage(
     if not heldout or not train:
         raise _too_few(reports, len(train) + len(heldout))
     form = prompt_format(tokenizer, [example.row for example in train], chat_template=config.chat_template)
-    return StageData(train, heldout, reports, form, tuple(end_ids or [tokenizer.eos_token_id]))
+    return Chosen(
+        [example.place for example in train],
+        [example.place for example in heldout],
+        reports,
+        [part.typical for part in [*parts, *named]],
+        form,
+        tuple(end_ids or [tokenizer.eos_token_id]),
+    )
 
 
 def check_stage(
@@ -197,55 +226,11 @@ def check_stage(
         return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources)
 
 
-def usable(rows: Sequence[Row], report: DataReport) -> list[Row]:
-    """The rows that `report.stage` can use; the report counts the others."""
-    return [row for row in rows if not _dropped(row, _unusable(row, report.stage), report)]
-
-
-def encode_rows(
-    rows: Sequence[Row],
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    report: DataReport,
-    end_ids: Sequence[int] | None = None,
-    *,
-    show: bool = False,
-) -> list[Example]:
-    """Examples of the rows that fit, in their order; the report counts the others."""
-    names = _REPLIES[report.stage]
-    control, templated = control_tokens(tokenizer), has_template(tokenizer, config.chat_template)
-
-    def forged(row: Row) -> bool:
-        return has_control_tokens([getattr(row, name) for name in names], control, templated=templated)
-
-    rows = [row for row in rows if not _dropped(row, forged(row) and CONTROL_TOKENS, report)]
-    examples: list[Example] = []
-    shown = show and len(rows) >= LONG
-    with progress(len(rows), f"{report.stage}: tokenizing {report.source}", enabled=shown) as bar:
-        for start in range(0, len(rows), _AT_ONCE):
-            some = rows[start : start + _AT_ONCE]
-            prompts = encode_prompts(tokenizer, some, chat_template=config.chat_template)
-            asked, prompts = without_oldest(tokenizer, some, prompts, config)
-            replies = []
-            for name in names:
-                texts = [getattr(row, name) for row in some]
-                found = encode_replies(
-                    tokenizer, asked, texts, prompts, chat_template=config.chat_template, end_ids=end_ids
-                )
-                replies.append(found)
-            for row, short, prompt_ids, *completions in zip(some, asked, prompts, *replies, strict=True):
-                prompt_ids, completions, was_cut = cut(tokenizer, short, prompt_ids, completions, config)
-                if not _unfit(row, prompt_ids, completions, config, report):
-                    examples.append(_EXAMPLE[report.stage](prompt_ids, *completions, row))
-                    report.truncated += was_cut or short is not row
-            bar.advance(len(some))
-    return examples
-
-
-def _some(examples: list[Example], report: DataReport, rows: int) -> list[Example]:
-    """The examples, which must not be none, of a source of so many rows that have a prompt."""
-    if examples:
-        return examples
+def _check_some(part: _Part, rows: int) -> None:
+    """Raise `DataError` where a source of so many rows that have a prompt gives no example."""
+    report = part.report
+    if part.examples:
+        return
     if report.dropped:
         why = f"{report.reasons()}; {report.remedies()}"
     elif rows:
@@ -271,53 +256,10 @@ def _lesson(row: Row, stage: Stage) -> tuple[str, ...]:
 
     Many rows of a held-out source may share a few prompts with those that are trained on (one instruction for all).
     """
-    return (prompt_key(row), *sorted(str(getattr(row, name)) for name in _REPLIES[stage]))
+    return (prompt_key(row), *sorted(str(getattr(row, name)) for name in REPLIES[stage]))
 
 
-def _unusable(row: Row, stage: Stage) -> str | None:
-    """Why the stage cannot use a row."""
-    replies = [getattr(row, name) for name in _REPLIES[stage]]
-    if not row.prompt and stage != "sft":
-        return PROMPTLESS
-    if None in replies and row.undecided:
-        return row.undecided
-    if None in replies:
-        return NO_DEMONSTRATION if stage == "sft" else NO_PREFERENCE
-    if "" in replies:
-        return EMPTY_RESPONSE
-    if share_of(stage) == "reward" and row.chosen == row.rejected:
-        return NO_DIFFERENCE
-    if stage == "reward" and row.margin is None:
-        return UNUSABLE_MARGIN
-    return None
-
-
-def _unfit(
-    row: Row, prompt: list[int] | None, completions: list[list[int] | None], config: DataConfig, report: DataReport
-) -> bool:
-    """Whether the tokens of a row cannot be used; the report then says why."""
-    known = [ids for ids in completions if ids is not None]
-    longest = max(map(len, known), default=0)
-    if prompt is None or len(known) < len(completions):
-        report.drop(REFUSED, row.source)
-    elif len(prompt) > config.max_prompt_length:
-        report.drop_long(LONG_PROMPT, row.source, len(prompt), config.max_prompt_length)
-    elif longest > (most := longest_completion(row, prompt, config)):
-        report.drop_long(LONG_COMPLETION, row.source, longest, most)
-    elif len(known) == 2 and known[0] == known[1]:  # they differed in white space, or after the end
-        report.drop(NO_DIFFERENCE, row.source)
-    else:
-        return False
-    return True
-
-
-def _dropped(row: Row, reason: str | Literal[False] | None, report: DataReport) -> bool:
-    if reason:
-        report.drop(reason, row.source)
-    return bool(reason)
-
-
-def _hold_out(parts: Sequence[_Part], fraction: float, seed: int, trained: set[str]) -> list[Example]:
+def _hold_out(parts: Sequence[_Part], fraction: float, seed: int, trained: set[str]) -> list[_Made]:
     """Move a part of the examples out of the sources, but no prompt that another source has in `trained`.
 
     A prompt that several of the sources have stays on one side.

@@ -107,9 +107,9 @@ def examples(
     Raises:
         DataError: none is left.
     """
+    from rlhf.data.making import encode_rows, usable
     from rlhf.data.reasons import LONG_COMPLETION
     from rlhf.data.report import DataReport
-    from rlhf.data.tokenization import encode_rows, usable
 
     report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
     settings = _as_trained(config, model)

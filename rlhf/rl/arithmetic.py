@@ -13,9 +13,9 @@ from rlhf.stages.context import StageContext
 def tell(
     context: StageContext,
     found: Numbers,
-    *,
     updates: float,
     pretraining: Pretraining | None = None,
+    *,
     reused: bool = False,
 ) -> None:
     """Tell `context.phases` of a step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlhf.data.tokenization import Prompt
+from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.statistics import Sums
 from rlhf.evaluation.statistics import distinct

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf.data.tokenization import Prompt, StageData
+from rlhf.data.examples import Prompt
+from rlhf.data.tokenization import StageData
 from rlhf.engine.statistics import Numbers
 from rlhf.rl.samples import tell
 from rlhf.rl.trainer import PPO, Models

@@ -105,7 +105,8 @@ def read(batch: Batch) -> Batch:
     """Sums of what the model reads of a batch's real rows, as `Texts` has them, under names that begin with read."""
     real = batch["loss_mask"].any(1) if "loss_mask" in batch else batch["pair_mask"].repeat(2)
     lengths = batch["attention_mask"].sum(1) * real
-    outputs = batch["completion_mask"].sum(1) * real if "completion_mask" in batch else lengths
+    foretold = batch.get("loss_mask", batch.get("completion_mask"))  # a scalar head is read at every token
+    outputs = lengths if foretold is None else foretold.sum(1) * real
     return {"read_tokens": lengths.sum(), "read_pairs": (lengths**2).sum(), "read_outputs": outputs.sum()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.config import STAGES, DataConfig, Stage
-from rlhf.data import tokenization
+from rlhf.data import making, tokenization
 from rlhf.data.reading import read_sources
 from rlhf.data.tokenization import SAMPLE, check_stage, load_stage
 from rlhf.errors import DataError
@@ -81,13 +81,13 @@ def test_a_check_says_what_loading_says_whatever_the_rows(
 def test_a_check_tokenizes_a_sample_and_all_rows_only_where_that_shows_too_few(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage
 ) -> None:
-    encode, tokenized = tokenization.encode_prompts, []
+    encode, tokenized = making.encode_prompts, []
 
     def counted(tokenizer: Any, rows: Any, **options: Any) -> Any:
         tokenized.append(len(rows))
         return encode(tokenizer, rows, **options)
 
-    monkeypatch.setattr(tokenization, "encode_prompts", counted)
+    monkeypatch.setattr(making, "encode_prompts", counted)
     pair = {"chosen": "moo", "rejected": "baa"}
     path = tmp_path / "rows.jsonl"
     config = DataConfig(datasets=[{"path": str(path), "stages": [stage]}], **LIMITS)

@@ -11,8 +11,9 @@ import pytest
 
 from rlhf.config import STAGES, DataConfig, Stage
 from rlhf.data.encoding import encode_conversation
+from rlhf.data.examples import Demonstration, Pair, Prompt
 from rlhf.data.splits import prompt_key
-from rlhf.data.tokenization import Demonstration, Pair, Prompt, StageData, load_stage
+from rlhf.data.tokenization import StageData, load_stage
 from rlhf.errors import DataError
 
 PAIRS = [{"prompt": f"Question {n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(100)]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from rlhf.config import DataConfig, Stage
+from rlhf.data.examples import Demonstration, Pair, Prompt
 from rlhf.data.preview import example, learned, lengths
 from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import Demonstration, Pair, Prompt, StageData, load_stage
+from rlhf.data.tokenization import StageData, load_stage
 
 ROW = Row((Message("user", "a"),), "a", "b", None, None, "")
 

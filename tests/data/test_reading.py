@@ -130,9 +130,9 @@ def test_fingerprints_are_named_by_source_subset_split_and_columns(
 def test_long_reading_and_tokenizing_is_shown_on_the_rank_that_talks(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, show: bool, shown: bool
 ) -> None:
-    from rlhf.data import tokenization
+    from rlhf.data import making
 
-    for module in (reading, tokenization):
+    for module in (reading, making):
         monkeypatch.setattr(module, "LONG", 1000)
     path = write(tmp_path / "rows.jsonl", [{"prompt": f"{n}"} for n in range(rows)])
     os.chdir(tmp_path)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from accelerators import ShapePolicy
 from rlhf.config import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
-from rlhf.data.tokenization import Pair, StageData
+from rlhf.data.examples import Pair
+from rlhf.data.tokenization import StageData
 from rlhf.engine.statistics import Sums
 from rlhf.metrics import phases
 from rlhf.rl.samples import samples

@@ -109,7 +109,7 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
         phases=SimpleNamespace(did=lambda name, **said: told.update({name: said})),
     )
     raw = SimpleNamespace(texts=Texts.of([7], outputs=6))
-    tell(context, found, updates=4, pretraining=raw)  # of 3 x 2: kl_stop ended the step
+    tell(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
     passes, policy, values = 2, Texts(9, 41, 5), Texts(9, 41, 9)
     plain = Products.of(SHAPE)  # the reference is the actor without its adapters
     assert told == {
@@ -125,7 +125,7 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
     }
     forward = actor.forward(policy) + scalar.forward(values)
     context.config = build_config({"ppo": {"batch_size": 4}})
-    tell(context, found, updates=1, reused=True)
+    tell(context, found, 1, reused=True)
     assert told["training"] == {"tokens": 9, "flops": actor.update(policy) + scalar.update(values) - forward}
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf.data.tokenization import Demonstration, Pair, StageData
+from rlhf.data.examples import Demonstration, Pair
+from rlhf.data.tokenization import StageData
 from rlhf.engine.training import TrainingEngine
 from rlhf.metrics.recorder import Recorder
 from rlhf.rollout.decoder import Completions, Decoder
@@ -140,7 +141,8 @@ def test_the_tokens_of_a_batch_are_those_of_prompts_and_replies(sft_ran):
 def test_the_arithmetic_of_a_supervised_step_is_three_forward_passes_over_its_real_rows(sft_ran):
     lengths = [len(example.prompt_ids + example.completion_ids) for example in DEMONSTRATIONS]
     step = sft_ran.step
-    expected = 3 * forward(lengths, head=2 * 20 * 32 * sum(lengths))
+    targets = sum(len(example.completion_ids) for example in DEMONSTRATIONS)
+    expected = 3 * forward(lengths, head=2 * 20 * 32 * targets)
     assert step["tflops"] * 1e12 * step["seconds"] == pytest.approx(expected, rel=1e-6)
     assert step["peak_share"] == pytest.approx(step["tflops"] * 1e12 / PEAK)
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rlhf.data.examples import Prompt
 from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import Prompt
 
 WORDS = ("<end>", "a", "b", "c")
 END = 0  # also the padding

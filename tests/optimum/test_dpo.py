@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
-from rlhf.data.tokenization import Pair, StageData
+from rlhf.data.examples import Pair
+from rlhf.data.tokenization import StageData
 from rlhf.stages import dpo
 from tests.helpers import llama
 from tests.in_process import ROW, stage_context

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rlhf.config import Config
-from rlhf.data.tokenization import Demonstration
+from rlhf.data.examples import Demonstration
 from rlhf.models.lora import add_adapters
 from tests.reference import dpo, ppo, reward, sft
 from tests.reference.adamw import AdamW
