@@ -168,7 +168,7 @@ class StageContext:
             **options,
         )
 
-    def evaluation_batches(self, examples: list[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:
+    def evaluation_batches(self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:
         """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
         size = rows * self.world.size
         return self.batches(
