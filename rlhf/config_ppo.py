@@ -115,6 +115,11 @@ class PPOConfig(TrainingConfig):
     minibatch_size: int | None = Field(
         None, ge=1, description="rows in one PPO update, over all ranks; empty: batch_size"
     )
+    reuse_forward: bool = Field(
+        True,
+        description="with one update a rollout, policy and critic are scored by the very passes that the update "
+        "differentiates, where there is memory and no dropout; false: in passes of their own",
+    )
     kl_coef: float = Field(0.1, ge=0, description="weight of the KL penalty against the reference")
     kl_target: float | None = Field(
         None, gt=0, description="KL per sequence that an adaptive coefficient aims at; empty: kl_coef is fixed"

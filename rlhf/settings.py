@@ -18,7 +18,7 @@ _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # what is learned; or say (data.datasets.*.prefer.nothing) that a column does not decide, which none did then.
 _HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
 _HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
-_HARMLESS |= {"generation_batch_size", "generation_weights", "tensor_parallel"}
+_HARMLESS |= {"generation_batch_size", "generation_weights", "tensor_parallel", "reuse_forward"}
 _HARMLESS |= {"share_base", "merge", "save", "save_critic"}
 _HARMLESS |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.

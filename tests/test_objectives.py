@@ -33,7 +33,7 @@ def test_token_log_probs_are_those_of_log_softmax():
 
 
 def test_token_log_probs_have_the_gradient_of_log_softmax(monkeypatch):
-    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 20)  # several chunks
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
     logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
     weights = torch.randn(3, 5)
     (token_log_probs(logits, labels) * weights).sum().backward()
@@ -52,7 +52,7 @@ def test_token_log_probs_of_bf16_logits_are_computed_in_float32():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_log_probs_and_entropy_of_a_tempered_distribution_lose_no_digits(dtype, monkeypatch):
     """The quotient is float32: rounded to bf16, log-probabilities would differ from the ones that were sampled."""
-    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 100)  # several chunks
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 100)  # several chunks
     logits, labels = (torch.randn(2, 3, 50) * 8).to(dtype), torch.randint(50, (2, 3))
     expected = (logits.double() / 0.7).log_softmax(-1)
     found = token_log_probs(logits, labels, 0.7).double()
@@ -62,7 +62,7 @@ def test_log_probs_and_entropy_of_a_tempered_distribution_lose_no_digits(dtype, 
 
 
 def test_log_probs_of_a_tempered_distribution_have_its_gradient(monkeypatch):
-    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)
     logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
     weights = torch.randn(3, 5)
     (token_log_probs(logits, labels, 0.4) * weights).sum().backward()
@@ -80,7 +80,7 @@ def test_log_probs_leave_the_logits_as_they_are():
 
 
 def test_token_log_probs_make_no_float32_copy_of_the_logits(monkeypatch):
-    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 64)
     seen = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -99,7 +99,7 @@ def test_token_log_probs_make_no_float32_copy_of_the_logits(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_log_probs_and_entropy_have_the_gradient_of_their_definitions(temperature, monkeypatch):
-    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 20)  # several chunks
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
     logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
     first, second = torch.randn(2, 3, 5)
     log_probs, entropy = token_log_probs_and_entropy(logits, labels, temperature)

@@ -1,4 +1,7 @@
-"""Our side of `ppo_step.py`: runs `rlhf`'s PPO, one step for each line on stdin. Runs in the project's environment."""
+"""Our side of the benchmarks: a stage of `rlhf`, or its rollouts alone, one step for each line on stdin.
+
+Settings are those that a user gets without asking, but for the sizes of the work. Runs in the project's environment.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,102 +20,168 @@ from rlhf.config import build_config
 from rlhf.launch import select
 from rlhf.run import RunDirectory
 
+LARGE = 2e9  # parameters; above that, rollouts are those of a policy that is trained by LoRA
+
 
 def main() -> None:
-    workload = json.loads(sys.argv[1])
+    work = json.loads(Path(sys.argv[1]).read_text())
     channel = Channel()
     with tempfile.TemporaryDirectory() as output:
-        config = build_config(
-            {
-                "output": output,
-                "accelerator": "cpu",
-                "precision": "bf16",
-                "model": {"path": workload["model"]},
-                "data": {
-                    "max_prompt_length": workload["prompt_tokens"],
-                    "max_completion_length": workload["completion_tokens"],
-                },
-                "engine": {"shapes": "static"},
-                "ppo": {"batch_size": workload["batch_size"], "ppo_epochs": 1, "steps": 100_000},
-            }
-        )
+        config = build_config(settings(work, output))
         selection = select(config)
         # These import torch and DeepSpeed, which must find the environment that `select` has set.
         from rlhf.engine import distributed
 
         with distributed.session(selection) as accelerator:
-            serve(channel, workload, config, accelerator)
+            serve(channel, work, config, accelerator)
 
 
-def serve(channel: Channel, workload: dict[str, Any], config: Any, accelerator: Any) -> None:
+def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
+    """The recipe; `work["stage"]` is sft, reward, ppo, or rollout: PPO's generation, of a policy without a critic."""
+    values: dict[str, Any] = {
+        "output": output,
+        "accelerator": work["accelerator"],
+        "precision": "bf16",
+        "model": {"path": work["model"]},
+        "data": {"max_prompt_length": work["prompt_tokens"], "max_completion_length": work["completion_tokens"]},
+    }
+    rows = {"batch_size": work["batch_size"], "micro_batch_size": work.get("micro_batch_size")}
+    if work["stage"] in ("sft", "reward"):
+        optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}
+        return values | {work["stage"]: rows | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
+    ppo = rows | {"ppo_epochs": 1, "steps": 100_000}
+    if work["stage"] == "rollout":
+        ppo["estimator"] = "reinforce++"
+        values |= {"lora": {"rank": 8}} if work["parameters"] > LARGE else {}
+    return values | {"ppo": ppo}
+
+
+def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any) -> None:
     import deepspeed
     import torch
     import transformers
 
     import rlhf
-    from accelerators import ShapePolicy
-    from rlhf.engine import distributed
-    from rlhf.metrics.recorder import Recorder
-    from rlhf.stages.context import StageContext
+    from rlhf import pipeline
 
-    directory = RunDirectory(Path(config.output))
-    stage = directory.stage("ppo")
-    with Recorder(stage) as recorder:
-        context = StageContext(
-            config=config,
-            accelerator=accelerator,
-            precision=accelerator.precision(config.precision),
-            shapes=ShapePolicy(config.engine.shapes),
-            world=distributed.world(),
-            run=directory,
-            directory=stage,
-            recorder=recorder,
-        )
-        ppo = make_ppo(context, workload)
-        generation = 0.0
-        generate = ppo.generate
+    names = ("attention", "inference_weights", "graph_capture", "adamw")
+    capabilities = accelerator.capabilities()
+    facts = {
+        "versions": {
+            "rlhf": rlhf.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "deepspeed": deepspeed.__version__,
+        },
+        "threads": torch.get_num_threads(),
+        "chosen": {name: capabilities[name].implementation for name in names if name in capabilities},
+    }
+    stage = "ppo" if work["stage"] == "rollout" else work["stage"]
+    with pipeline.surroundings(stage, config, accelerator, RunDirectory(Path(config.output))) as context:
+        answer = partial(_answer, channel, accelerator)
+        if work["stage"] in ("sft", "reward"):
+            train(context, work, lambda step: answer(facts, step))
+            return
+        ppo = make_ppo(context, work)
+        if work["stage"] == "ppo":
+            answer(facts, timed(ppo, context.recorder))
+        else:
+            prompts = accelerator.to_device(ppo.prompts(0))
 
-        def timed_generation(prompts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            nonlocal generation
+            def rollout(index: int) -> dict[str, float]:
+                ppo.generate(prompts)
+                ppo.decoder.make_room()
+                return {}
+
+            answer(facts, rollout)
+
+
+def _answer(channel: Channel, accelerator: Any, facts: dict[str, Any], step: Callable[[int], dict[str, Any]]) -> None:
+    """Do a step for each command, until there are none."""
+    channel.reply(**facts)
+    index = 0
+    while channel.wait():
+        phases = step(index)
+        accelerator.synchronize()
+        on_device = accelerator.device() != accelerator.host_device()
+        channel.reply(**phases, **({"device_gib": round(accelerator.memory().peak / 2**30, 2)} if on_device else {}))
+        index += 1
+    sys.exit(0)
+
+
+def timed(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
+    """A step of PPO that gives the seconds of its phases."""
+    seconds: dict[str, float] = {}
+
+    def watch(phase: str, done: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any, **named: Any) -> Any:
             begun = time.perf_counter()
-            result = generate(prompts)
-            generation = time.perf_counter() - begun
+            result = done(*given, **named)
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begun
             return result
 
-        ppo.generate = timed_generation
-        channel.reply(
-            versions={
-                "rlhf": rlhf.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "deepspeed": deepspeed.__version__,
-            },
-            threads=torch.get_num_threads(),
-        )
-        index = 0
-        while channel.wait():
-            recorder.log(index, ppo.step(index))
-            channel.reply(generation=generation)
-            index += 1
+        return watched
+
+    ppo.generate, ppo.score = watch("generation", ppo.generate), watch("scoring", ppo.score)
+
+    def step(index: int) -> dict[str, float]:
+        seconds.clear()
+        begun = time.perf_counter()
+        recorder.log(index, ppo.step(index))
+        return {**seconds, "training": time.perf_counter() - begun - sum(seconds.values())}
+
+    return step
 
 
-def make_ppo(context: Any, workload: dict[str, Any]) -> Any:
+def make_ppo(context: Any, work: dict[str, Any]) -> Any:
     from rlhf.data.examples import Prompt
     from rlhf.data.rows import Message, Row
     from rlhf.data.tokenization import StageData
-    from rlhf.models.attention import choose_attention
-    from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
     from rlhf.rl.trainer import PPO, Models
 
-    model, path = context.config.model, workload["model"]
-    tokenizer, _ = load_model_tokenizer(model)
-    loaded = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
-    policy = partial(load_causal_lm, model, tokenizer, **loaded)
-    scalar = partial(load_scalar_head, model, tokenizer, seed=0, **loaded)
+    tokenizer, policy, scalar = loaders(context, work)
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")
-    prompts = [Prompt(ids, row) for ids in workload["prompts"]]
+    prompts = [Prompt(ids, row) for ids in work["prompts"]]
     models = Models(*(lambda holding, load=load: load() for load in (policy, policy, scalar, scalar)))
     return PPO(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
+
+
+def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], dict[str, Any]]], None]) -> None:
+    """The stage `sft` or `reward` on the workload's rows, its steps given to `answer` in place of its own loop."""
+    from rlhf.data.examples import Demonstration, Pair
+    from rlhf.data.rows import Message, Row
+    from rlhf.data.tokenization import StageData
+    from rlhf.stages import reward, sft, supervised
+
+    def run_steps(_: Any, *, step: Callable[[int], dict[str, Any]], **rest: Any) -> Any:
+        def done(index: int) -> dict[str, Any]:
+            context.recorder.log(index, numbers := step(index))
+            return {"loss": numbers["loss"]}
+
+        answer(done)
+
+    supervised.run_steps = run_steps  # type: ignore[assignment]
+    tokenizer, policy, scalar = loaders(context, work)
+    row = Row((Message("user", ""),), "", "", "", "", "benchmark")
+    kind = Demonstration if work["stage"] == "sft" else Pair
+    examples = [kind(*ids, row) for ids in work["rows"]]
+    stage, load = (sft, policy) if work["stage"] == "sft" else (reward, scalar)
+    stage.run(context, lambda holding: load(), tokenizer, StageData(train=examples, heldout=examples, reports=[]))
+
+
+def loaders(context: Any, work: dict[str, Any]) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+    """The tokenizer, and what loads a language model and one with a scalar head."""
+    from rlhf.models.attention import choose_attention
+    from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
+
+    model, path = context.config.model, work["model"]
+    tokenizer, _ = load_model_tokenizer(model)
+    loaded = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
+    return (
+        tokenizer,
+        partial(load_causal_lm, model, tokenizer, **loaded),
+        partial(load_scalar_head, model, tokenizer, seed=0, **loaded),
+    )
 
 
 if __name__ == "__main__":

@@ -1,153 +1,123 @@
-"""Benchmark: one PPO step (rollout, scoring, training) of a 135M-parameter Llama, ours against trl's PPOTrainer.
+"""One PPO step (rollout, scoring, training): ours against trl's PPOTrainer in bf16 weights and in bf16 autocast.
 
-Two worker processes, one per environment, take turns on the whole machine: A B A B ..., so that whatever else the
-machine does meets both. Both get the same model, prompts, batch, lengths and threads. Medians go to results/*.json.
-Make the other environment first with `setup_trl.sh`.
+    python ci/bench/ppo_step.py                                      135M, batch 16, 16 + 32 tokens
+    python ci/bench/ppo_step.py --prompt 128 --completion 128
+    python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
+
+A process for each side, all with the same model (random weights), prompts, batch, lengths and threads, takes turns on
+the whole machine. bf16-autocast is TRL's own default, and the one with float32 masters as ours: memory is compared with
+it. Make TRL's environment first with `setup_trl.sh`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
-import sys
 import tempfile
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from channel import Worker
-from machine import machine, results_file
+import report
+import turns
+from arithmetic import Shape, Work, ppo_flops, speeds
+from random_models import make
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-TRL_PYTHON = HERE / ".trl-venv" / "bin" / "python"
-
-# The architecture of SmolLM2-135M. Weights are random: their values do not change the work of a step, and a
-# random model draws every token with a chance of 1 in 49,152, so that hardly a row ends before the last token.
-ARCHITECTURE = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-EOS, PAD = 2, 3
+SHAPE = "smollm2-135m"
+OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
 SETTINGS = {
-    "both": "batch 16, 1 PPO epoch, 1 minibatch, 1 micro-batch; sampling at temperature 1 from the whole vocabulary; "
+    "all": "1 PPO epoch, 1 minibatch, 1 micro-batch; sampling at temperature 1 from the whole vocabulary; "
     "no gradient checkpointing; separate policy, reference, value and reward models; AdamW",
-    "ours": "bf16 weights and gradients, float32 master weights and optimizer states (DeepSpeed ZeRO 1)",
-    "trl bf16-weights": "bf16 weights, gradients and optimizer states, no autocast; "
+    OURS: "bf16 weights and gradients, float32 master weights and optimizer states; all else as it is by default",
+    WEIGHTS: "bf16 weights, gradients and optimizer states, no autocast; "
     "no stop token, no sample completions, no reports, no checkpoints",
-    "trl bf16-autocast": "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same",
+    AUTOCAST: "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same",
 }
-
-
-class Side:
-    """A worker, and what its steps took."""
-
-    def __init__(self, python: Path, script: str, workload: dict[str, Any], *options: str) -> None:
-        self._worker = Worker(
-            [str(python), str(HERE / script), json.dumps(workload), *options],
-            errors=Path(workload["model"]) / f"{script}.log",
-            environment={"PYTHONPATH": str(ROOT)},
-        )
-        self._facts = dict(self._worker.ready)
-        self._generation: list[float] = []
-
-    def step(self, *, record: bool) -> None:
-        reply = self._worker.step(record=record)
-        if record:
-            self._generation.append(reply["generation"])
-        self._facts["peak_gib"] = reply["peak_gib"]
-
-    def summary(self, rows: int) -> dict[str, Any]:
-        seconds = self._worker.seconds
-        median = statistics.median(seconds)
-        return {
-            **self._facts,
-            "seconds": [round(value, 3) for value in seconds],
-            "median_seconds": round(median, 3),
-            "median_generation_seconds": round(statistics.median(self._generation), 3),
-            "median_other_seconds": round(statistics.median(map(float.__sub__, seconds, self._generation)), 3),
-            "samples_per_second": round(rows / median, 3),
-        }
-
-    def stop(self) -> None:
-        self._worker.stop()
+# How many times as fast as each, by prompt and completion.
+TARGETS = {(16, 32): {WEIGHTS: 1.8, AUTOCAST: 4.0}, (128, 128): {WEIGHTS: 2.0, AUTOCAST: 4.0}}
+MEMORY = 0.8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side (default: 10)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of each side before those (default: 2)")
-    parser.add_argument("--sides", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
-    parser.add_argument("--trl-precision", choices=("bf16-weights", "bf16-autocast"), default="bf16-weights")
-    parser.add_argument("--output", type=Path, help="JSON file (default: results/ppo_step-<machine>.json)")
-    arguments = parser.parse_args()
-    if "trl" in arguments.sides and not TRL_PYTHON.exists():
-        sys.exit(f"{TRL_PYTHON}: no such environment; run ci/bench/setup_trl.sh first")
+    turns.add_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
+    parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
+    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/planning/known.yaml (default: {SHAPE})")
+    parser.add_argument("--sides", nargs="+", choices=(OURS, WEIGHTS, AUTOCAST), default=[OURS, WEIGHTS, AUTOCAST])
+    given = parser.parse_args()
+    turns.need_trl()
 
+    size = f"{given.prompt}+{given.completion}"
+    shape = "" if given.shape == SHAPE else f"-{given.shape}"
+    batch = "" if given.batch == 16 else f"-x{given.batch}"
+    what = f"one PPO step of {given.shape} (random weights), batch {given.batch}, {size} tokens"
+    settings = {"sides": given.sides, "batch": given.batch, **{key: SETTINGS[key] for key in ("all", *given.sides)}}
+    measured = turns.Turns(f"ppo_step-{size}{shape}{batch}", what, settings, given)
     with tempfile.TemporaryDirectory() as folder:
-        workload = {"batch_size": 16, "prompt_tokens": 16, "completion_tokens": 32, "model": folder}
-        make_model(Path(folder))
-        draw = random.Random(0)
-        workload["prompts"] = [[draw.randrange(16, 49_152) for _ in range(16)] for _ in range(256)]
-        start = {
-            "ours": lambda: Side(Path(sys.executable), "ours_worker.py", workload),
-            "trl": lambda: Side(TRL_PYTHON, "trl_worker.py", workload, "--precision", arguments.trl_precision),
-        }
-        sides = {side: start[side]() for side in arguments.sides}
-        for number in range(arguments.warmup + arguments.steps):
-            timed = number >= arguments.warmup
-            for side in sides.values():
-                side.step(record=timed)
-            print(f"{'step' if timed else 'warm-up'} {number + 1} of {arguments.warmup + arguments.steps}", flush=True)
-        found = {name: side.summary(workload["batch_size"]) for name, side in sides.items()}
-        for side in sides.values():
-            side.stop()
-
-    result = {
-        "what": "one PPO step of a 135M-parameter Llama (random weights), batch 16, 16 prompt + 32 completion tokens",
-        "settings": {
-            "both": SETTINGS["both"],
-            "ours": SETTINGS["ours"],
-            "trl": SETTINGS[f"trl {arguments.trl_precision}"],
-        },
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        **found,
-    }
-    if len(found) == 2:
-        result["ratio"] = round(found["trl"]["median_seconds"] / found["ours"]["median_seconds"], 3)
-        print(f"samples per second, ours / trl: {result['ratio']}")
-    output = arguments.output or results_file(HERE, "ppo_step")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
-    print(output)
-
-
-def make_model(folder: Path) -> None:
-    """Save a model with random weights, and a tokenizer of as many words, which both sides load."""
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**ARCHITECTURE, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    words = {f"w{number}": number for number in range(ARCHITECTURE["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
-        bos_token="w1",
-        eos_token=f"w{EOS}",
-        pad_token=f"w{PAD}",
+        model = make(Path(folder) / "model", given.shape)
+        file = turns.write(workload(model, given), Path(folder))
+        commands = {OURS: turns.ours(file)}
+        commands |= {f"trl {each}": turns.trl(file, each) for each in ("bf16-weights", "bf16-autocast")}
+        measured.measure(
+            {name: partial(turns.start, commands[name], name, Path(folder), given.accelerator) for name in given.sides}
+        )
+        flops = ppo_flops(Shape.of(model), Work(given.batch, given.prompt, given.completion))
+    sides, fastest = measured.sides(), speeds(measured.limits)["flops_per_second"]
+    arithmetic = {"flops": flops, "seconds_at_the_limit": round(sum(flops.values()) / fastest, 3)}
+    measured.finish(rows(sides, given), arithmetic=arithmetic)
+    for name, side in sides.items():
+        phases = [f"{key[7:]} {value:.2f}" for key, value in side.items() if key.startswith("median_")]
+        print(f"{name}: {', '.join(phases)}; peak {_peak(side):.2f} GiB")
+    print(
+        f"{sum(flops.values()) / 1e12:.2f} TFLOP a step: {arithmetic['seconds_at_the_limit']} s at {fastest:.3g} FLOP/s"
     )
-    tokenizer.save_pretrained(folder)
+
+
+def workload(model: Path, given: argparse.Namespace) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    words, draw = AutoConfig.from_pretrained(model).vocab_size, random.Random(0)
+    return {
+        "stage": "ppo",
+        "accelerator": given.accelerator,
+        "model": str(model),
+        "batch_size": given.batch,
+        "prompt_tokens": given.prompt,
+        "completion_tokens": given.completion,
+        "prompts": [[draw.randrange(16, words) for _ in range(given.prompt)] for _ in range(16 * given.batch)],
+    }
+
+
+def rows(sides: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds against each of TRL's sides, and memory against the one of equal numerics."""
+    if OURS not in sides:
+        return []
+    what = f"PPO step, {given.shape}, {given.batch} x ({given.prompt} + {given.completion})"
+    of_issue = given.shape == SHAPE and given.batch == 16 and given.accelerator == "cpu"
+    targets = TARGETS.get((given.prompt, given.completion), {}) if of_issue else {}
+    mine = sides[OURS]
+    found = [
+        report.row(
+            f"{what}, against {name}",
+            ours=mine["median_seconds"],
+            baseline=side["median_seconds"],
+            unit="s",
+            target=targets.get(name),
+        )
+        for name, side in sides.items()
+        if name != OURS
+    ]
+    if AUTOCAST in sides:
+        sizes = {"ours": _peak(mine), "baseline": _peak(sides[AUTOCAST])}
+        found.append(report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most", target=MEMORY))
+    return found
+
+
+def _peak(side: dict[str, Any]) -> float:
+    """GiB: of the device where there is one, else of the process."""
+    return side.get("device_gib", side["peak_gib"])
 
 
 if __name__ == "__main__":

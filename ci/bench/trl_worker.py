@@ -1,6 +1,6 @@
-"""The TRL side of `ppo_step.py`: runs trl's PPOTrainer, one step for each line on stdin.
+"""The TRL side of the benchmarks: a trainer of trl, one step for each line on stdin.
 
-`PPOTrainer.train()` is one loop, so it is held at the end of each step by a callback. Runs in the environment
+A trainer's `train()` is one loop, so it is held at the end of each step by a callback. Runs in the environment
 that `setup_trl.sh` makes.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from channel import Channel
@@ -20,59 +21,120 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("workload", type=json.loads)
+    parser.add_argument("workload", type=Path, help="JSON file")
     parser.add_argument("--precision", choices=("bf16-weights", "bf16-autocast"), required=True)
-    arguments = parser.parse_args()
+    parser.add_argument("--options", type=json.loads, default={}, help="of the trainer's configuration")
+    given = parser.parse_args()
+    work = json.loads(given.workload.read_text())
     channel = Channel()
+    make = {"ppo": ppo_trainer, "sft": sft_trainer, "reward": reward_trainer}[work["stage"]]
     with tempfile.TemporaryDirectory() as output:
-        trainer = make_trainer(arguments.workload, arguments.precision, output, Hold(channel))
-        trainer.train()
+        options = common(work, given.precision, output) | given.options
+        make(work, given.precision, options, Hold(channel)).train()
 
 
-def make_trainer(workload: dict[str, Any], precision: str, output: str, hold: Any) -> Any:
+def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
+    """What the configurations of all trainers have."""
+    rows = work["batch_size"]
+    micro = work.get("micro_batch_size") or rows
+    return {
+        "output_dir": output,
+        "use_cpu": work["accelerator"] == "cpu",
+        "bf16": precision == "bf16-autocast",
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": rows // micro,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+
+
+def causal(path: str, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def scalar(path: str, dtype: Any) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
+
+
+def dtype_of(precision: str) -> Any:
+    """Of the weights that are trained."""
+    import torch
+
+    return torch.float32 if precision == "bf16-autocast" else torch.bfloat16
+
+
+def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], hold: Any) -> Any:
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    path, batch = workload["model"], workload["batch_size"]
-    autocast = precision == "bf16-autocast"
+    path, batch = work["model"], work["batch_size"]
     # With autocast only the trained models need float32 weights.
-    trained, frozen = torch.float32 if autocast else torch.bfloat16, torch.bfloat16
-
-    def causal(dtype: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-
-    def scalar(dtype: Any) -> Any:
-        return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
-
+    trained, frozen = dtype_of(precision), torch.bfloat16
     return PPOTrainer(
         args=PPOConfig(
-            output_dir=output,
-            use_cpu=True,
-            bf16=autocast,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=1,
             num_mini_batches=1,
             num_ppo_epochs=1,
             local_rollout_forward_batch_size=batch,
             total_episodes=batch * 100_000,  # the driver decides when to stop
-            response_length=workload["completion_tokens"],
+            response_length=work["completion_tokens"],
             stop_token=None,
             temperature=1.0,
-            gradient_checkpointing=False,
             num_sample_generations=0,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=0,
+            **options,
         ),
         processing_class=AutoTokenizer.from_pretrained(path),
-        model=causal(trained),
-        ref_model=causal(frozen),
-        reward_model=scalar(frozen),
-        value_model=scalar(trained),
-        train_dataset=Dataset.from_dict({"input_ids": workload["prompts"]}),
+        model=causal(path, trained),
+        ref_model=causal(path, frozen),
+        reward_model=scalar(path, frozen),
+        value_model=scalar(path, trained),
+        train_dataset=Dataset.from_dict({"input_ids": work["prompts"]}),
+        callbacks=[hold],
+    )
+
+
+def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], hold: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    rows = {
+        "input_ids": [prompt + completion for prompt, completion in work["rows"]],
+        "completion_mask": [[0] * len(prompt) + [1] * len(completion) for prompt, completion in work["rows"]],
+    }
+    lasting = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+    return SFTTrainer(
+        args=SFTConfig(completion_only_loss=True, max_length=None, **lasting, **options),
+        model=causal(work["model"], dtype_of(precision)),
+        processing_class=AutoTokenizer.from_pretrained(work["model"]),
+        train_dataset=Dataset.from_dict(rows),
+        callbacks=[hold],
+    )
+
+
+def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], hold: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    rows = {
+        "chosen_ids": [prompt + chosen for prompt, chosen, _ in work["rows"]],
+        "rejected_ids": [prompt + rejected for prompt, _, rejected in work["rows"]],
+    }
+    lasting = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+    return RewardTrainer(
+        args=RewardConfig(max_length=None, **lasting, **options),
+        model=scalar(work["model"], dtype_of(precision)),
+        processing_class=AutoTokenizer.from_pretrained(work["model"]),
+        train_dataset=Dataset.from_dict(rows),
         callbacks=[hold],
     )
 
@@ -109,7 +171,11 @@ def Hold(channel: Channel) -> Any:
             wait()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            channel.reply(generation=generated.pop())
+            phases = {"generation": generated.pop()} if generated else {}
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                phases["device_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            channel.reply(**phases)
             wait()
 
     return Callback()

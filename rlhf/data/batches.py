@@ -38,16 +38,15 @@ def collate_sft(
 
     Returns:
         input_ids, attention_mask (int64) and loss_mask (bool), all [B, T]; loss_mask marks tokens to be predicted.
+        Where shapes may be any, also targets (int64) [N]: the places of these among the B * T, row by row.
     """
     rows = [example.prompt_ids + example.completion_ids for example in examples]
     input_ids, attention_mask = pad_right(rows, policy, maximum, pad_token_id)
     first = [max(len(example.prompt_ids), 1) if loss_on == "completion" else 1 for example in examples]
-    targets = torch.arange(input_ids.shape[1]) >= torch.tensor(first)[:, None]
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "loss_mask": targets & attention_mask.bool() & _real(examples, real)[:, None],
-    }
+    loss_mask = torch.arange(input_ids.shape[1]) >= torch.tensor(first)[:, None]
+    loss_mask &= attention_mask.bool() & _real(examples, real)[:, None]
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    return batch | {"targets": loss_mask.flatten().nonzero().flatten()} if policy.kind == "dynamic" else batch
 
 
 def collate_reward(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.engine.masters import keep_precision, restore_precision
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.engine.parking import park
+from rlhf.engine.spared import spare
 from rlhf.engine.statistics import Sums
 from rlhf.models import quantized
 from rlhf.models.placement import place, place_buffers
@@ -103,6 +105,8 @@ class TrainingEngine:
                 ),
             )
         _forget_setup_step(self.engine)
+        if self.zero_stage == 0:
+            spare(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)
         accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
 
@@ -139,6 +143,11 @@ class TrainingEngine:
         adapters = {"lora_learning_rate": self._adapter_factor * rate} if self.holding.lora.rank else {}
         return {"learning_rate": rate} | adapters
 
+    def train(self) -> None:
+        """Have the forward passes from here on be training passes; `backward` sees to that itself."""
+        self.engine.train()
+        self._record_order()
+
     def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
         """One optimizer step over this rank's micro-batches of one global batch.
 
@@ -150,19 +159,26 @@ class TrainingEngine:
         return sums
 
     def backward(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
-        """The first part of `step`: the gradients, for `apply` to use."""
+        """The first part of `step`: the gradients, for `apply` to use.
+
+        A loss may be of forward passes that were made before (`train`), with these weights: below ZeRO-3 of all
+        micro-batches, at ZeRO-3 of one, as it gathers weights in the order of a pass and its backward pass.
+        """
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
         for group in self.engine.optimizer.param_groups:
             group["lr"] = group["factor"] * self.scheduled_rate
-        self.engine.train()
-        self._record_order()
+        self.train()
         sums = Sums()
         for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches):
             boundary(f"{self.name}/before-forward")
             with self.precision.autocast():
                 value, statistics = loss(self.engine, batch)
             boundary(f"{self.name}/loss")
+            # deepspeed 0.19.8 ends a micro-batch where the next forward pass begins (DeepSpeedEngine.forward), and
+            # that of this one may have been made before: it would overwrite gradients, not add to them.
+            if isinstance(self.optimizer, ZeROOptimizer):
+                self.optimizer.clear_backward_seen_flag()
             # DeepSpeed averages over ranks; the loss is a part of a sum.
             self._scale = self._missing_scale()
             self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)

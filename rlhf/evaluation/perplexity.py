@@ -113,10 +113,10 @@ def _negative_log_likelihood(module: Any, input_ids: Tensor, attention_mask: Ten
     """[B]: -log p, summed over each row's real tokens from its `first` on."""
     import torch
 
-    from rlhf.models.forward import model_inputs
-    from rlhf.objectives.tokens import masked, token_log_probs
+    from rlhf.models.forward import completion_log_probs
+    from rlhf.objectives.tokens import masked
 
-    logits = module(**model_inputs(module, input_ids, attention_mask)).logits
+    found = completion_log_probs(module, input_ids, attention_mask, input_ids.shape[1] - 1).log_probs
     columns = torch.arange(1, input_ids.shape[1], device=input_ids.device)
     foretold = attention_mask[:, 1:] * (columns >= first[:, None])
-    return -masked(token_log_probs(logits[:, :-1], input_ids[:, 1:]), foretold).sum(-1)
+    return -masked(found, foretold).sum(-1)

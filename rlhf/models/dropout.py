@@ -44,6 +44,22 @@ def set_dropout(model: nn.Module, rate: float) -> None:
             module.config = copies[id(config)]
 
 
+def drops(model: nn.Module) -> bool:
+    """Whether training passes drop anything: activations, those of adapters included, or whole layers."""
+    found: list[float] = []
+    outermost = None
+    for module in model.modules():
+        found += [module.p] if isinstance(module, _DropoutNd) else []
+        found += [getattr(module, name) for name in _rates(vars(module), 0)]
+        config = getattr(module, "config", None)
+        if config is None:
+            continue
+        outermost = outermost or module
+        if module is not outermost:
+            found += [getattr(config, name) for name in _rates(vars(config), 0)]
+    return any(found)
+
+
 def check_dropout(model: nn.Module, rate: float | None, key: str) -> None:
     """Raise `ConfigError` where `key` asks for a `rate` and `model` has no layer that could drop anything.
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from rlhf.objectives.tokens import token_log_probs, token_log_probs_and_entropy
+from rlhf.models.vocabulary import LogProbs, log_probs_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -42,13 +42,6 @@ def _in_float32(linear: nn.Linear, hidden: Tensor) -> Tensor:
     return nn.functional.linear(hidden.float(), linear.weight.float(), bias)
 
 
-class LogProbs(NamedTuple):
-    """log_probs: [B, A] float32; entropy: [B, A] float32, or None where it was not asked for."""
-
-    log_probs: Tensor
-    entropy: Tensor | None
-
-
 def completion_log_probs(
     model: nn.Module,
     input_ids: Tensor,
@@ -71,11 +64,9 @@ def completion_log_probs(
     # vocabulary matrix for every row (torch 2.13).
     end = input_ids.shape[1] - 1
     positions = torch.arange(end - completion_length, end, device=input_ids.device)
-    logits = model(**model_inputs(model, input_ids, attention_mask), logits_to_keep=positions).logits
+    inputs = model_inputs(model, input_ids, attention_mask) | {"logits_to_keep": positions}
     labels = input_ids[:, -completion_length:]
-    if entropy:
-        return LogProbs(*token_log_probs_and_entropy(logits, labels, temperature))
-    return LogProbs(token_log_probs(logits, labels, temperature), None)
+    return log_probs_of(model, inputs, labels, temperature=temperature, entropy=entropy)
 
 
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from rlhf.planning.shapes import Shape
 
-_CHUNK = 1 << 24  # a float32 working copy of logits (rlhf.objectives): 16 MiB, and up to four of them at a time
+_CHUNK, _FEWEST = 1 << 22, 256  # logits that are worked on at a time, and columns (rlhf.objectives)
+_LARGE = 64 << 20  # bytes of 16-bit logits from which on there are none (rlhf.models.vocabulary)
 
 
 class Rows(NamedTuple):
@@ -44,9 +45,15 @@ def passing(shape: Shape, rows: Rows) -> int:
 
 
 def logits(shape: Shape, rows: Rows, tokens: int, copies: int) -> list[int]:
-    """Bytes of the logits of `tokens` columns, `copies` of them at a time, and of the chunks that are worked on."""
-    one = rows.number * tokens * shape.vocabulary
-    return copies * [one * rows.width] + 4 * [min(_CHUNK, 4 * one)]
+    """Bytes of the logits of `tokens` columns, `copies` of them at a time, and of the chunks that are worked on.
+
+    Where logits are made and used up part by part (rlhf.models.vocabulary), the chunks are all there is.
+    """
+    positions = rows.number * tokens
+    one = positions * shape.vocabulary
+    fused = not shape.family.changes_logits and (rows.width == 4 or one * rows.width > _LARGE)
+    chunks = 3 * [4 * min(one, max(_CHUNK, _FEWEST * positions))]
+    return chunks if fused else copies * [one * rows.width] + chunks
 
 
 def cache(shape: Shape, rows: Rows) -> int:

@@ -24,6 +24,7 @@ class Family:
         multi_query: whether all queries share one key where nothing is said; None: another key says how many.
         positions: learned positions, and rows beside those of the configuration.
         query_key: norms of queries and keys: of one head, or of all heads together.
+        changes_logits: what the output layer gives is scaled or capped before it is used.
     """
 
     gated: bool = True
@@ -41,6 +42,7 @@ class Family:
     head_dim: int | None = None
     multi_query: bool | None = None
     wide: str = "intermediate_size"
+    changes_logits: bool = False
 
     def kv_heads(self, values: Values, heads: int) -> int:
         """Heads of keys and values."""
@@ -97,12 +99,18 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neox": Family(**_PLAIN, bias=_ALL, fused_attention=True),
     "llama": Family(bias=("attention_bias", "attention_bias", "mlp_bias")),
     "mistral": Family(),
-    "granite": Family(bias=("attention_bias", "attention_bias", "mlp_bias")),
+    "granite": Family(bias=("attention_bias", "attention_bias", "mlp_bias"), changes_logits=True),
     "smollm3": Family(bias=("attention_bias", "attention_bias", "mlp_bias"), tied=True),
     "qwen2": Family(bias=(True, False, False)),
     "qwen3": Family(bias=("attention_bias", "attention_bias", False), query_key="head"),
     "gemma": Family(tied=True, head_dim=256, bias=("attention_bias", "attention_bias", False)),
-    "gemma2": Family(tied=True, head_dim=256, bias=("attention_bias", "attention_bias", False), layer_norms=4),
+    "gemma2": Family(
+        tied=True,
+        head_dim=256,
+        bias=("attention_bias", "attention_bias", False),
+        layer_norms=4,
+        changes_logits=True,
+    ),
     "gemma3_text": Family(
         tied=True,
         head_dim=256,

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.engine.parking import at_hand
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.models.forward import completion_log_probs, sequence_scores
+from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.stages.context import StageContext
+
+
+class Pass(NamedTuple):
+    """A micro-batch's training passes, whose backward passes are to come; `values` [B, A]: None without a critic."""
+
+    policy: LogProbs
+    values: Tensor | None
 
 
 class Scorer:
@@ -34,41 +41,70 @@ class Scorer:
         self._precision, self._boundary = context.precision, context.accelerator.step_boundary
         self._temperature = context.config.ppo.sampling.temperature
 
-    @torch.no_grad()
-    def __call__(self, sequences: Batch) -> Batch:
-        """What the models make of `PPO.generate`'s sequences, in micro-batches; see `PPO.score`."""
-        self.actor.engine.eval()
-        if self.critic:
-            self.critic.engine.eval()
-        with at_hand(self.reference, self.reward):
-            parts = [self._score(part) for part in self._micro_batches(sequences)]
-        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    def __call__(self, sequences: Batch, keep: list[Pass] | None = None) -> Batch:
+        """What the models make of `PPO.generate`'s sequences, in micro-batches; see `PPO.score`.
 
-    def _score(self, part: Batch) -> Batch:
-        ids, mask = part["input_ids"], part["attention_mask"]
-        length = part["action_mask"].shape[1]
-        log_probs = partial(
-            completion_log_probs,
-            input_ids=ids,
-            attention_mask=mask,
-            completion_length=length,
-            temperature=self._temperature,
-        )
+        Args:
+            keep: where it is given, policy and critic are scored by training passes, which are added to it: one for
+                each micro-batch, in the order of the rows.
+        """
+        parts = self._micro_batches(sequences)
+        trained = [engine for engine in (self.actor, self.critic) if engine]
+        for engine in trained:
+            engine.engine.eval()
+        with torch.no_grad(), at_hand(self.reference, self.reward):
+            found = [self._frozen(part) for part in parts]
+        if keep is not None:
+            for engine in trained:
+                engine.train()
+        # Last, and the critic first, which has no logits: what training passes keep is there from here on.
+        with torch.set_grad_enabled(keep is not None):
+            values = [self._values(part) if self.critic else None for part in parts]
+            passes = [Pass(self._policy(part), value) for part, value in zip(parts, values)]
+        for scored, (policy, value) in zip(found, passes):
+            scored |= {name: tensor.detach() for name, tensor in policy._asdict().items()}
+            if value is not None:
+                scored["values"] = value.detach().float()
+        if keep is not None:
+            keep.extend(passes)
+        return {key: torch.cat([scored[key] for scored in found]) for key in found[0]}
+
+    def _frozen(self, part: Batch) -> Batch:
+        """What the models that are not trained make of a micro-batch."""
         found: Batch = {}
         with self._precision.autocast():
-            actor = log_probs(self.actor.engine, entropy=True)
-            found |= {"log_probs": actor.log_probs, "entropy": actor.entropy}
-            self._boundary("score/actor")
             with self._policy_before() as model:
-                found["ref_log_probs"] = log_probs(model).log_probs
+                found["ref_log_probs"] = self._log_probs(model, part).log_probs
             self._boundary("score/reference")
-            if self.critic:
-                found["values"] = action_values(self.critic.engine(ids, mask), length).float()
-                self._boundary("score/critic")
             if self.reward:
-                found["scores"] = sequence_scores(self.reward, ids, mask)
+                found["scores"] = sequence_scores(self.reward, part["input_ids"], part["attention_mask"])
                 self._boundary("score/reward")
         return found
+
+    def _values(self, part: Batch) -> Tensor:
+        assert self.critic
+        with self._precision.autocast():
+            found = action_values(
+                self.critic.engine(part["input_ids"], part["attention_mask"]), part["action_mask"].shape[1]
+            )
+        self._boundary("score/critic")
+        return found
+
+    def _policy(self, part: Batch) -> LogProbs:
+        with self._precision.autocast():
+            found = self._log_probs(self.actor.engine, part, entropy=True)
+        self._boundary("score/actor")
+        return found
+
+    def _log_probs(self, model: nn.Module, part: Batch, *, entropy: bool = False) -> LogProbs:
+        return completion_log_probs(
+            model,
+            part["input_ids"],
+            part["attention_mask"],
+            part["action_mask"].shape[1],
+            temperature=self._temperature,
+            entropy=entropy,
+        )
 
     @contextmanager
     def _policy_before(self) -> Iterator[nn.Module]:

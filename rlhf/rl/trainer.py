@@ -26,8 +26,9 @@ from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
 from rlhf.rl.ptx import Pretraining
+from rlhf.rl.reuse import why_not
 from rlhf.rl.rewards import Rewards
-from rlhf.rl.scoring import Scorer
+from rlhf.rl.scoring import Pass, Scorer
 from rlhf.rl.shaping import Shaping
 from rlhf.rl.statistics import critic_statistics, explained_variance, means, rollout_statistics
 from rlhf.rl.updates import MEANS, Updates
@@ -91,6 +92,10 @@ class PPO:
         self.shaping = Shaping(settings)
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
         self.updates = Updates(context, self.actor, self.critic, pretraining)
+        apart = why_not(context, self.engines)
+        if apart:
+            context.say(f"ppo: rollouts are scored in passes of their own, not in those of the update: {apart}")
+        self._keeps = not apart
 
         self.collate = collate = partial(
             collate_ppo,
@@ -125,8 +130,9 @@ class PPO:
         """One rollout and the updates that follow from it."""
         sums = Sums()
         prompts = self.accelerator.to_device(self.prompts(index))
-        self.experience = experience = self.collect(prompts, sums, self.examples(index))
-        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef)
+        passes: list[Pass] | None = [] if self._keeps else None
+        self.experience = experience = self.collect(prompts, sums, self.examples(index), keep=passes)
+        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef, passes=passes or ())
         found = sums.read()
         numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
@@ -173,11 +179,12 @@ class PPO:
             "ended": ends_with(completions.ids, action_mask, self.decoder.eos_ids),
         }
 
-    def score(self, sequences: Batch, examples: Sequence[Prompt] = ()) -> Batch:
+    def score(self, sequences: Batch, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None) -> Batch:
         """What the models, and the reward functions, make of `generate`'s sequences.
 
         Args:
             examples: of the sequences that do not only fill up the batch, for reward functions; see `examples`.
+            keep: is given the training passes by which policy and critic are scored; None: they need none.
 
         Returns:
             `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A]; the `scores` [B],
@@ -186,13 +193,15 @@ class PPO:
         Raises:
             RewardError: a reward function failed.
         """
-        return self.rewards(self.scorer(sequences), sequences, examples)
+        return self.rewards(self.scorer(sequences, keep), sequences, examples)
 
-    def collect(self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = ()) -> Experience:
+    def collect(
+        self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
+    ) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
         sequences = self.generate(prompts)
         self.decoder.make_room()
-        scored = self.score(sequences, examples)
+        scored = self.score(sequences, examples, keep=keep)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +13,19 @@ from rlhf.engine import distributed
 from rlhf.engine.overflow import Work, step_together
 from rlhf.engine.statistics import Numbers, Sums
 from rlhf.engine.training import Batch, Loss, TrainingEngine
-from rlhf.models.forward import completion_log_probs
+from rlhf.models.forward import LogProbs, completion_log_probs
 from rlhf.objectives.policy import kl_estimate, policy_loss, value_is_clipped, value_loss
 from rlhf.objectives.tokens import masked, masked_mean, token_weights
 from rlhf.rl.ptx import Pretraining
-from rlhf.rl.scoring import action_values
+from rlhf.rl.scoring import Pass, action_values
 from rlhf.rollout.experience import Experience
 from rlhf.stages.context import StageContext
 
 MEANS = ("policy_loss", "value_loss", "clip_fraction", "approx_kl", "kl_loss", "value_clip_fraction", "ptx_loss")
 """What an update adds to a step's sums; the mean over the step's updates is recorded."""
+
+MicroBatch = tuple[Experience, Pass | None]
+"""Rows of a minibatch, and their training passes, where those have been made."""
 
 
 class Updates:
@@ -40,11 +45,14 @@ class Updates:
         self.minibatch, self.micro_rows = self.settings.minibatch(world)
         self._rows = self.minibatch // world  # of one minibatch, on this rank
 
-    def __call__(self, experience: Experience, index: int, sums: Sums, *, kl_coef: float) -> Numbers:
+    def __call__(
+        self, experience: Experience, index: int, sums: Sums, *, kl_coef: float, passes: Sequence[Pass] = ()
+    ) -> Numbers:
         """The passes over the rollout of step `index`, up to the update that finds `ppo.kl_stop` exceeded.
 
         Args:
             sums: `MEANS` of each update are added to it.
+            passes: of the one update there is, the training passes that have scored the rollout (`Scorer`).
             kl_coef: weight of the KL penalty, where that is in the loss.
 
         Returns:
@@ -56,19 +64,19 @@ class Updates:
         rates, made = self.actor.rates, 0
         for epoch in range(settings.ppo_epochs):
             for minibatch in experience.split(self._rows, self.order(index, epoch)):
-                update = self._update(minibatch, weight, index * settings.updates + made)
+                update = self._update(minibatch, passes, weight, index * settings.updates + made)
                 sums.extend(update, *MEANS)
                 made += 1
                 if settings.kl_stop is not None and update.read()["approx_kl"] > settings.kl_stop:
                     return {"updates": float(made), **rates}
         return {"updates": float(made), **rates}
 
-    def _update(self, minibatch: Experience, kl_coef: Tensor, number: int) -> Sums:
+    def _update(self, minibatch: Experience, passes: Sequence[Pass], kl_coef: Tensor, number: int) -> Sums:
         """Update `number` of the run: a step of the policy, and one of the critic; returns the `MEANS` there are."""
         # Actions and sequences of the whole global minibatch: losses are means over them, however rows are split.
         mask = minibatch.action_mask
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
-        parts, found = minibatch.split(self.micro_rows), Sums()
+        parts, found = list(zip(minibatch.split(self.micro_rows), passes or repeat(None))), Sums()
         policy: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
         work: list[Work] = [(self.actor, policy, parts)]
         if self.pretraining:
@@ -81,19 +89,13 @@ class Updates:
         return found
 
     def _actor_loss(
-        self, model: nn.Module, part: Experience, *, total: Tensor, rows: Tensor, kl_coef: Tensor
+        self, model: nn.Module, micro_batch: MicroBatch, *, total: Tensor, rows: Tensor, kl_coef: Tensor
     ) -> tuple[Tensor, Batch]:
         """The policy's loss on a part of a minibatch that has `total` actions in `rows` sequences; a `Loss`."""
+        part, made = micro_batch
         settings, method, mask = self.settings, self.settings.method, part.action_mask
         weights = token_weights(mask, method.loss_mean, tokens=total, sequences=rows, longest=self._longest)
-        log_probs, entropy = completion_log_probs(
-            model,
-            part.input_ids,
-            part.attention_mask,
-            part.completion_length,
-            temperature=settings.sampling.temperature,
-            entropy=settings.entropy_coef > 0,
-        )
+        log_probs, entropy = made.policy if made else self._policy(model, part)
         loss = policy_loss(log_probs, part.log_probs, part.advantages, weights, clip=settings.clip, total=total)
         log_ratio = masked(log_probs.detach() - part.log_probs, mask)
         found = {
@@ -105,14 +107,28 @@ class Updates:
             drift = kl_estimate(masked(log_probs - part.ref_log_probs, mask), method.kl_estimator)
             found["kl_loss"] = masked_mean(drift, weights, total)
             loss = loss + kl_coef * found["kl_loss"]
-        if entropy is not None:
+        if settings.entropy_coef and entropy is not None:
             loss = loss - settings.entropy_coef * masked_mean(masked(entropy, mask), weights, total)
         return loss, found
 
-    def _critic_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
+    def _policy(self, model: nn.Module, part: Experience) -> LogProbs:
+        settings = self.settings
+        return completion_log_probs(
+            model,
+            part.input_ids,
+            part.attention_mask,
+            part.completion_length,
+            temperature=settings.sampling.temperature,
+            entropy=settings.entropy_coef > 0,
+        )
+
+    def _critic_loss(self, model: nn.Module, micro_batch: MicroBatch, *, total: Tensor) -> tuple[Tensor, Batch]:
         """The critic's loss, as `_actor_loss`."""
+        part, made = micro_batch
         settings, mask = self.settings, part.action_mask
-        values = action_values(model(part.input_ids, part.attention_mask), part.completion_length)
+        values = made.values if made else None
+        if values is None:
+            values = action_values(model(part.input_ids, part.attention_mask), part.completion_length)
         loss = value_loss(values, part.values, part.returns, mask, clip=settings.value_clip, total=total)
         clipped = masked(value_is_clipped(values.detach(), part.values, part.returns, settings.value_clip), mask)
         return loss, {"value_loss": loss, "value_clip_fraction": clipped.sum() / total}

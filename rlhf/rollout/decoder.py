@@ -1,16 +1,15 @@
-"""Generation with a static KV cache: one prefill, then one token a step, every shape fixed beforehand.
+"""Generation with a static KV cache: one prefill, then one token a step, every shape known beforehand.
 
-The step reads and writes buffers in place, takes its randomness from a table drawn before the first step
-and never waits for the device, so an accelerator can capture it once and replay it. Whether all rows have
-ended is asked every few steps only. A rollout may be cut into parts of one shape, one after the other in the same
-buffers; the table is that of the whole rollout, so the samples are the same.
+Which rows have ended is asked every few steps only; they leave then, where the session can do without them. A rollout
+may be cut into parts of one shape, one after the other in the same buffers (`rlhf.rollout.session`); the random numbers
+are those of the whole rollout, so the samples are the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,10 @@ from torch.nn.functional import pad
 
 from accelerators import CaptureError
 from rlhf.config import SamplingConfig
-from rlhf.models.forward import accepts_positions, model_inputs, position_ids
-from rlhf.rollout.local_attention import LocalAttention
-from rlhf.rollout.sampling import sample
+from rlhf.rollout.session import Capture, Drawing, Session
 from rlhf.rollout.teams import Alone, Prompts
 
 if TYPE_CHECKING:
-    from transformers import StaticCache
-
     from accelerators import Accelerator, ShapePolicy
 
 _STEPS_BETWEEN_STOP_CHECKS = 4
@@ -68,8 +63,9 @@ class Decoder:
         self.shapes = shapes or accelerator.shape_policy()
         self.batch_size = batch_size
         self.team = team or Alone()
-        self._capture: Callable[..., Callable[[], None]] = accelerator.capture if self.team.records else _as_it_is
-        self._sessions: list[_Session] = []
+        self._capture: Capture | None = accelerator.capture if self.team.records else None
+        self._sessions: list[Session] = []
+        self._known: set[torch.Size] = set()
 
     @torch.no_grad()
     def generate(
@@ -100,7 +96,7 @@ class Decoder:
                     "architectures can (--debug says why)"
                 )
             logger.debug("generation is not recorded: %s", refusal)
-            self._capture = _as_it_is
+            self._capture = None
             self.release()
             return self._generate(model, prompts, sampling)
 
@@ -128,147 +124,53 @@ class Decoder:
     def _part(self, model: nn.Module, own: Prompts, sampling: SamplingConfig) -> Completions:
         prompts = self.team.gathered(own)
         session = self._session(model, prompts.ids, sampling)
+        whole = self._goes_on(prompts.ids.shape)
         try:
             with session.local_attention.shown():
                 session.start(prompts)
-                done = 1
-                while done < self.max_new_tokens:
-                    if done % _STEPS_BETWEEN_STOP_CHECKS == 0 and self.team.ended(session.finished):
-                        break
+                while session.done < self.max_new_tokens:
+                    if session.done % _STEPS_BETWEEN_STOP_CHECKS == 0:
+                        finished = session.finished[: session.rows]
+                        alive = self.team.alive(torch.zeros_like(finished) if whole else finished)
+                        if not alive:
+                            break
+                        session.keep(alive)
                     session.step()
                     self.accelerator.step_boundary("rollout/decode")
-                    done += 1
         finally:
             session.cache.reset()
-        length = self.shapes.length(done, self.max_new_tokens)
-        drawn = (self.team.own(tensor[:, :length]).clone() for tensor in (session.ids, session.mask))
+        length = self.shapes.length(session.done, self.max_new_tokens)
+        drawn = (self.team.own(tensor)[:, :length].clone() for tensor in session.drawn())
         return Completions(*drawn)
 
-    def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> _Session:
+    def _goes_on(self, shape: torch.Size) -> bool:
+        """Whether a rollout takes all of its steps although all rows have ended.
+
+        The first of a shape does, where shapes are few: a device that records or compiles its steps then meets all of
+        them, and none is new later on.
+        """
+        if self._eager() or self.shapes.kind == "dynamic" or shape in self._known:
+            return False
+        self._known.add(shape)
+        return True
+
+    def _eager(self) -> bool:
+        """Whether the device runs operators as they come, and neither records nor compiles what it repeats."""
+        recorded = self._capture is not None and self.accelerator.capabilities()["graph_capture"].ok
+        return not (recorded or self.accelerator.is_lazy())
+
+    def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> Session:
         for session in self._sessions:
             if session.fits(model, prompt_ids, sampling):
                 return session
         if self.shapes.kind == "dynamic":  # this shape may never come again
             self._forget()
-        session = _Session(self, self._capture, model, prompt_ids, sampling)
+        drawing = Drawing(self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.team, self._eager())
+        session = Session(drawing, self._capture, model, prompt_ids)
         self._sessions.append(session)
         return session
 
     def _forget(self) -> None:
         for session in self._sessions:
-            session.step = _stop  # a recording refers to its session: cut the circle, so that both are freed now
+            session.release()
         self._sessions.clear()
-
-
-def static_cache(model: Any, length: int) -> StaticCache:
-    """transformers' static cache for rows of `length` tokens, made of layers that a recording can repeat.
-
-    Layers with a sliding window hold the whole row too, and the attention mask alone keeps the window: transformers'
-    own (5.x: StaticSlidingWindowLayer) counts tokens in a Python integer, and a replay would repeat the mask and the
-    place of the recorded step. Rollouts are rarely longer than the window, so it costs little.
-    """
-    from transformers import StaticCache
-    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
-
-    cache = StaticCache(config=model.config, max_cache_len=length)
-    cache.layers = [
-        StaticLayer(max_cache_len=length) if type(layer) is StaticSlidingWindowLayer else layer
-        for layer in cache.layers
-    ]
-    return cache
-
-
-def _as_it_is(fn: Callable[[], None], key: str) -> Callable[[], None]:
-    return fn
-
-
-def _stop() -> None:
-    raise RuntimeError("this session was released")
-
-
-class _Session:
-    """The buffers of one model, shape and way of sampling: everything a decoding step touches."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        capture: Callable[..., Callable[[], None]],
-        model: nn.Module,
-        prompt_ids: Tensor,
-        sampling: SamplingConfig,
-    ) -> None:
-        rows, prompt_length = prompt_ids.shape
-        device = prompt_ids.device
-        self.decoder = decoder
-        self.model = model
-        self.sampling = sampling
-        self.shape = prompt_ids.shape
-        length = decoder.max_new_tokens
-        self.cache = static_cache(model, prompt_length + length)
-        self.local_attention = LocalAttention(model, prompt_length + length)
-        self.with_positions = accepts_positions(model)
-        self.attention_mask = torch.ones(rows, prompt_length + length, dtype=torch.long, device=device)
-        self.ids = torch.empty(rows, length, dtype=torch.long, device=device)
-        self.mask = torch.empty(rows, length, dtype=torch.long, device=device)
-        self.token = torch.empty(rows, 1, dtype=torch.long, device=device)
-        self.position = torch.empty(rows, 1, dtype=torch.long, device=device)
-        self.column = torch.empty(1, dtype=torch.long, device=device)
-        self.finished = torch.empty(rows, dtype=torch.bool, device=device)
-        self.uniform = torch.empty(length, rows, device=device)
-        key = f"decode {rows} x {prompt_length} + {length}"
-        counting = sorted({type(layer).__name__ for layer in self.cache.layers if getattr(layer, "is_sliding", False)})
-        if counting and capture is not _as_it_is:
-            raise CaptureError(
-                f"{key} cannot be repeated: {', '.join(counting)} of transformers counts tokens in Python"
-            )
-        self.step = capture(self._step, key=key)
-
-    def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> bool:
-        return self.model is model and self.shape == prompt_ids.shape and self.sampling == sampling
-
-    def size(self) -> int:
-        """Bytes of the cache, beside which the other buffers are small."""
-        held = [value for layer in self.cache.layers for value in vars(layer).values()]
-        for states in [value for value in held if isinstance(value, dict)]:  # of layers with linear attention
-            held += states.values()
-        return sum(value.nbytes for value in held if isinstance(value, Tensor))
-
-    def start(self, prompts: Prompts) -> None:
-        """Reset the buffers, read the prompts and draw the first token."""
-        prompt_length = prompts.ids.shape[1]
-        # Columns after the prompt stay 1: causality hides those not yet written.
-        self.attention_mask[:, :prompt_length] = prompts.mask
-        self.ids.fill_(self.decoder.pad_id)
-        self.mask.zero_()
-        self.column.zero_()
-        self.finished.zero_()
-        self.uniform.copy_(prompts.uniform)
-        self.position.copy_(position_ids(prompts.mask)[:, -1:])
-        self.local_attention.prompt(prompt_length)
-        inputs = model_inputs(self.model, prompts.ids, self.attention_mask, self.cache)
-        # The position rather than a count: see `completion_log_probs`.
-        last = torch.full((1,), prompt_length - 1, device=prompts.ids.device)
-        self._draw(self.model(**inputs, logits_to_keep=last).logits[:, -1])
-
-    def _step(self) -> None:
-        """One token for each row."""
-        self.position.add_(1)
-        self.local_attention.token(self.column + (self.shape[1] - 1))
-        output = self.model(
-            input_ids=self.token,
-            attention_mask=self.attention_mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **({"position_ids": self.position} if self.with_positions else {}),
-        )
-        self._draw(output.logits[:, -1])
-
-    def _draw(self, logits: Tensor) -> None:
-        drawn = sample(logits, self.uniform.index_select(0, self.column).squeeze(0), self.sampling)
-        drawn = self.decoder.team.same(torch.where(self.finished, self.decoder.pad_id, drawn))
-        self.ids.index_copy_(1, self.column, drawn.unsqueeze(1))
-        self.mask.index_copy_(1, self.column, (~self.finished).long().unsqueeze(1))
-        self.finished.logical_or_(torch.isin(drawn, self.decoder.eos_ids))
-        self.token.copy_(drawn.unsqueeze(1))
-        self.column.add_(1)

@@ -3,7 +3,7 @@
 GPT-Neo looks its masks up in a table of its own, by the number of keys, as if the newest key stood last (transformers
 5.x: `GPTNeoSelfAttention.bias`). In a static cache it stands where its token does, and the columns behind it are
 empty: a window counted from the end would hide what it should show. While a session generates, the table is one whose
-last rows are those of the tokens at hand.
+rows are those of the tokens at hand, where the layers look for them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class LocalAttention:
             for layer, mask in zip(self._layers, self._whole):
                 layer.bias = mask
 
-    def prompt(self, tokens: int) -> None:
-        """The next tokens are the first `tokens` columns."""
+    def prompt(self, tokens: int, keys: int) -> None:
+        """The next tokens are the first `tokens` columns, and there are `keys` columns in all."""
         for shown, whole in zip(self._shown, self._whole):
-            shown[:, :, -tokens:].copy_(whole[:, :, :tokens, : shown.shape[-1]])
+            shown[:, :, keys - tokens : keys].copy_(whole[:, :, :tokens, : shown.shape[-1]])
 
-    def token(self, column: Tensor) -> None:
-        """The next token is that of `column` [1]; nothing is read on the host."""
+    def token(self, column: Tensor, keys: int) -> None:
+        """The next token is that of `column` [1] among `keys`; nothing is read on the host."""
         for shown, whole in zip(self._shown, self._whole):
-            shown[:, :, -1:].copy_(whole.index_select(2, column)[..., : shown.shape[-1]])
+            shown[:, :, keys - 1 : keys].copy_(whole.index_select(2, column)[..., : shown.shape[-1]])

@@ -57,9 +57,9 @@ class Alone:
         """The tokens drawn, [B], alike on all ranks that draw them."""
         return drawn
 
-    def ended(self, finished: Tensor) -> bool:
-        """Whether all rows [B] of all ranks that must stay in step are finished."""
-        return bool(finished.all())
+    def alive(self, finished: Tensor) -> list[int]:
+        """The rows [B] to go on with; none where those of all ranks that must stay in step are finished."""
+        return [row for row, ended in enumerate(finished.tolist()) if not ended]
 
 
 class InStep(Alone):
@@ -67,8 +67,9 @@ class InStep(Alone):
 
     records = False
 
-    def ended(self, finished: Tensor) -> bool:
-        return int(distributed.all_sum((~finished).any().int())) == 0
+    def alive(self, finished: Tensor) -> list[int]:
+        going_on = int(distributed.all_sum((~finished).any().int()))
+        return list(range(len(finished))) if going_on else []
 
 
 class Team(Alone):
@@ -106,6 +107,9 @@ class Team(Alone):
 
     def own(self, rows: Tensor) -> Tensor:
         return rows.chunk(self.size)[self.position]
+
+    def alive(self, finished: Tensor) -> list[int]:
+        return [] if bool(finished.all()) else list(range(len(finished)))
 
     def same(self, drawn: Tensor) -> Tensor:
         # Devices may round the sums behind a draw differently from call to call, and ranks must not part ways.

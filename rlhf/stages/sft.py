@@ -15,19 +15,26 @@ from rlhf.data.batches import Batches, collate_sft
 from rlhf.data.tokenization import StageData
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
-from rlhf.models.forward import model_inputs
+from rlhf.models.forward import completion_log_probs, model_inputs
 from rlhf.models.loading import Loader
-from rlhf.objectives.tokens import token_log_probs
+from rlhf.models.vocabulary import log_probs_of
+from rlhf.objectives.tokens import masked
 from rlhf.stages.context import StageContext
 from rlhf.stages.loop import sum_over
 from rlhf.stages.supervised import Objective, Supervised
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats."""
-    logits = model(**model_inputs(model, batch["input_ids"], batch["attention_mask"])).logits
-    log_probs = token_log_probs(logits[:, :-1], batch["input_ids"][:, 1:])
-    return -(log_probs * batch["loss_mask"][:, 1:]).sum()
+    """Summed over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats.
+
+    Where the batch says which they are (`targets`), only the positions that foretell them have logits.
+    """
+    ids, mask, targets = batch["input_ids"], batch["attention_mask"], batch.get("targets")
+    if targets is None:
+        log_probs = completion_log_probs(model, ids, mask, ids.shape[1] - 1).log_probs
+        return -masked(log_probs, batch["loss_mask"][:, 1:]).sum()
+    labels = ids.flatten().index_select(0, targets)
+    return -log_probs_of(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs.sum()
 
 
 def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import sys
 from collections import namedtuple
@@ -242,11 +243,23 @@ def test_memory_follows_the_process(cpu):
 def test_the_peak_can_be_measured_anew(cpu):
     block = bytearray(b"x") * (256 << 20)
     del block
+    cpu.empty_cache()
     peak = cpu.memory().peak
     cpu.reset_peak()
     if cpu.memory().peak == peak:
         pytest.skip("this system does not let a process reset its peak")
     assert cpu.memory().peak < peak - (128 << 20)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed is kept with glibc alone")
+def test_memory_of_tensors_stays_for_the_next_ones_until_it_is_asked_for(cpu):
+    cpu.bind(0)
+    tensors = [torch.ones(16 << 20) for _ in range(3)]  # 192 MiB; each large enough for a mapping of its own
+    held = cpu.memory().allocated
+    del tensors
+    assert cpu.memory().allocated > held - (64 << 20)
+    cpu.empty_cache()
+    assert cpu.memory().allocated < held - (128 << 20)
 
 
 def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):

@@ -82,6 +82,25 @@ def test_micro_batches_add_up_to_the_whole_batch(accelerator, zero_stage):
 
 
 @pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_no_step_is_taken_with_gradients_that_are_not_finite(accelerator, bad):
+    engine = build(accelerator, 0, "bf16")
+    before = weights_of(engine)
+
+    def broken(model, ids):
+        value, found = loss(model, ids)
+        first = next(model.parameters())
+        return value + (first * torch.zeros_like(first).index_fill(0, torch.tensor([1]), bad)).sum(), found
+
+    engine.step([IDS], broken)
+    assert engine.grad_norm() == float("inf")
+    train(engine, steps=1)
+    after = weights_of(engine)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_follows_the_path_of_float32_at_every_zero_stage(accelerator, zero_stage, accumulation):

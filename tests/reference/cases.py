@@ -64,6 +64,8 @@ PPO = {
     "optimizer": OPTIMIZER | {"learning_rate": 6e-4},
     "critic_optimizer": CRITIC_OPTIMIZER,
 }
+ONE_UPDATE = {"minibatch_size": None, "ppo_epochs": 1}
+"""Policy and critic are scored by the passes of the update (`ppo.reuse_forward`); with `micro_batch_size` 2 by four."""
 PTX = {"ptx_coef": 2.5, "ptx_length": 9, "ptx_batch_size": 4}
 DOCUMENTS = [" ".join(str(2 + (7 * n + 3 * k) % 58) for k in range(1 + 5 * n % 11)) for n in range(13)]
 """Raw text as `Tokenizer` reads it: nine rows of nine tokens, and some more."""

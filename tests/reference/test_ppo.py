@@ -30,6 +30,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer": cases.OPTIMIZER | LATE,
         },
     ),
+    "one update of four micro-batches, ZeRO 1": ("llama", cases.ONE_UPDATE | {"steps": 3}),
+    "one update of four micro-batches, ZeRO 2, LoRA, checkpoints, entropy, raw text": (
+        "llama",
+        cases.ONE_UPDATE
+        | {"engine": {"zero_stage": 2}, "lora": LORA, "model": {"gradient_checkpointing": True}}
+        | {"entropy_coef": 0.05, **cases.PTX},
+    ),
+    "one update, ZeRO 3": (
+        "llama",
+        cases.ONE_UPDATE
+        | {"micro_batch_size": None, "engine": {"zero_stage": 3, "zero_persistence_threshold": 0}, "steps": 3},
+    ),
+    "RLOO, one update of two micro-batches": (
+        "llama",
+        DEFAULTS
+        | cases.ONE_UPDATE
+        | {"estimator": "rloo", "micro_batch_size": 4, "kl_in": "loss"}
+        | {"kl_estimator": "k3"},
+    ),
     "k2 in the loss, scores of a rollout scaled, a penalty without an end": (
         "llama",
         {"kl_in": "loss", "kl_estimator": "k2", "normalize_scores": "batch", "missing_eos_penalty": 0.7}

@@ -43,6 +43,7 @@ def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
     config = cases.configuration("ppo", **two_ranks.CHANGES[name])
     found, other = left(name), left(name, rank=1)
     assert any(step["updates"] < config.ppo.updates for step in found.steps) == (config.ppo.kl_stop is not None)
-    cases.assert_same(found, expected.reinforced(config, cases.Models.build(), found.rollouts, found.heldout)[0])
+    models = cases.Models.build(lora=bool(config.lora.rank))
+    cases.assert_same(found, expected.reinforced(config, models, found.rollouts, found.heldout)[0])
     for model, weights in found.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)

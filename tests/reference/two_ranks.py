@@ -50,6 +50,14 @@ CHANGES = {
         "engine": {"zero_stage": 0, "zero_persistence_threshold": 0, "offload": "parameters"},
         "roles": _ROLES,
     },
+    "ppo, one update of four micro-batches": {**cases.ONE_UPDATE, "micro_batch_size": 1, "lora": cases.LORA},
+    "ppo, one update, each model held in its own way": {
+        **cases.ONE_UPDATE,
+        "micro_batch_size": None,
+        "engine": {"zero_stage": 0, "zero_persistence_threshold": 0, "offload": "parameters"},
+        "roles": _ROLES,
+        "steps": 3,
+    },
     "ppo, raw text": {"micro_batch_size": 1, **cases.PTX},
     "ppo, raw text, sharded": {"engine": _SHARDED, **cases.PTX},
     "ppo, RLOO": {**_WITHOUT_CRITIC, "estimator": "rloo", "completions_per_prompt": 2},
@@ -65,7 +73,8 @@ def main(folder: str) -> None:
             stage = name.partition(",")[0]
             config, output = cases.configuration(stage, **changes), Path(folder) / name
             if stage == "ppo":
-                found = real.reinforced(accelerator, config, cases.Models.build(), ROWS[stage], output)
+                models = cases.Models.build(lora=bool(config.lora.rank))
+                found = real.reinforced(accelerator, config, models, ROWS[stage], output)
             else:
                 found = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
             torch.save(found, Path(folder) / f"{name}, rank {distributed.world().rank}")

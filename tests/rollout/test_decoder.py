@@ -162,25 +162,25 @@ def test_log_probs_of_training_are_those_the_tokens_were_drawn_from(accelerator)
 
 def test_a_cache_that_counts_tokens_in_python_is_not_captured_and_says_so(accelerator, captured, monkeypatch, caplog):
     """A replay would repeat the place of the recorded step."""
-    from rlhf.rollout import decoder as module
+    from rlhf.rollout import session as module
 
     model, (ids, mask) = build("llama"), prompts()
     expected = decoder(accelerator).generate(model, ids, mask, GREEDY)
     captured.clear()
-    make = module.static_cache
+    make = module.ViewedCache
 
     def counting(*arguments):
         cache = make(*arguments)
         cache.layers[1].is_sliding = True
         return cache
 
-    monkeypatch.setattr(module, "static_cache", counting)
+    monkeypatch.setattr(module, "ViewedCache", counting)
     caplog.set_level("DEBUG", "rlhf")
     drawing = decoder(accelerator)
     for _ in range(2):
         assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
     (record,) = caplog.records
-    assert "StaticLayer of transformers counts tokens in Python" in record.getMessage()
+    assert "ViewedLayer of transformers counts tokens in Python" in record.getMessage()
     assert not captured
 
 
@@ -230,9 +230,9 @@ def test_all_parts_of_a_rollout_are_generated_in_the_buffers_of_one(accelerator,
     decode = decoder(accelerator, shapes=shapes, batch_size=2)
     for _ in range(2):
         decode.generate(model, ids, mask, GREEDY)
-    assert captured == ["decode 2 x 6 + 12"]
+    assert captured == ["decode 2 x 6 up to 24"]
     (session,) = decode._sessions
-    assert session.size() < 2 * 2 * 2 * 2 * (6 + 12) * 8 * 4 + 64, "keys and values of two rows"
+    assert session.size() < 2 * 2 * 2 * 2 * 24 * 8 * 4 + 64, "keys and values of two rows"
 
 
 @pytest.mark.parametrize(("memory_of_caches", "captures"), [(100, 1), (10, 2)])
@@ -242,7 +242,7 @@ def test_what_is_large_beside_the_memory_makes_room_for_training(
     from accelerators import Memory
 
     model, (ids, mask) = build("llama"), prompts()
-    cache = 2 * 2 * 3 * 2 * (6 + 12) * 8 * 4  # keys and values, layers, rows, heads, columns, head size, bytes
+    cache = 2 * 2 * 3 * 2 * 24 * 8 * 4  # keys and values, layers, rows, heads, columns, head size, bytes
     monkeypatch.setattr(accelerator, "memory", lambda: Memory(0, 0, total=cache * memory_of_caches))
     drawing = decoder(accelerator)
     first = drawing.generate(model, ids, mask, GREEDY)

@@ -1,0 +1,136 @@
+"""A static key-value cache of which a model sees a part: the rows and columns in use at the moment.
+
+The buffers are made once, at full size; a forward pass is shown a narrowed view of them, as if the cache were no
+larger. More columns, or fewer rows, are another view: nothing is copied but rows that move into the place of others.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class View:
+    """What all layers of a cache have in common: the part in use, and where the tokens at hand are written.
+
+    `rows`, `columns`: sizes of the part. `place` [T]: the columns of the tokens at hand. `seen`: how many tokens there
+    are before them, a number or a tensor [].
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.rows: int | None = None
+        self.columns = columns
+        self.place = torch.empty(0, dtype=torch.long)
+        self.seen: int | Tensor = 0
+
+
+class ViewedLayer(StaticLayer):
+    """One layer. Its `keys` and `values` are views of the buffers, [rows, heads, columns, head size].
+
+    Layers with a sliding window hold the whole row too, and the attention mask alone keeps the window: transformers'
+    own (5.x: StaticSlidingWindowLayer) counts tokens in a Python integer, and a replay would repeat the mask and the
+    place of the recorded step. Rollouts are rarely longer than the window, so it costs little.
+    """
+
+    def __init__(self, length: int, view: View) -> None:
+        super().__init__(max_cache_len=length)
+        self._view = view
+        self._buffers: tuple[Tensor, ...] = ()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._buffers = self.keys, self.values
+        self.show()
+
+    def show(self) -> None:
+        """Take the view's sizes."""
+        if self._buffers:
+            rows, columns = self._view.rows, self._view.columns
+            self.keys, self.values = (buffer[:rows, :, :columns] for buffer in self._buffers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.index_copy_(2, self._view.place, key_states)
+        self.values.index_copy_(2, self._view.place, value_states)
+        if key_states.shape[2] == self._view.columns:
+            return key_states, value_states  # the same, and contiguous
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._view.columns, 0
+
+    def get_seq_length(self) -> int | Tensor:
+        return self._view.seen
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Write some rows of the view over others."""
+        for part in (self.keys, self.values):
+            part.index_copy_(0, targets, part.index_select(0, sources))
+
+    def reset(self) -> None:
+        for buffer in self._buffers:
+            buffer.zero_()
+
+
+class ViewedCache(StaticCache):
+    """transformers' static cache for rows of `length` tokens, made of layers that can be seen in part.
+
+    `narrows`: whether columns can be left out, `drops_rows`: whether rows can; layers that keep their past in other
+    ways (recurrent states, convolutions) are transformers' own, and whole.
+    """
+
+    def __init__(self, config: Any, length: int) -> None:
+        super().__init__(config=config, max_cache_len=length)
+        self.view = View(length)
+        self.layers: list[Any] = [
+            ViewedLayer(length, self.view) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
+            for layer in self.layers
+        ]
+        kinds = {type(layer) for layer in self.layers}
+        self.narrows = kinds <= {ViewedLayer, LinearAttentionLayer, DummyLayer}
+        self.drops_rows = kinds <= {ViewedLayer, DummyLayer}
+        self.length = length
+        if not self.drops_rows:
+            whole = ", ".join(sorted(kind.__name__ for kind in kinds - {ViewedLayer, DummyLayer}))
+            logger.debug("rows that have ended are computed on, since %s of transformers holds all rows", whole)
+
+    def show(self, rows: int, columns: int, place: Tensor, seen: int | Tensor) -> None:
+        """What the next forward pass sees; see `View`."""
+        self.view.place, self.view.seen = place, seen
+        if (self.view.rows, self.view.columns) != (rows, columns):
+            self.view.rows, self.view.columns = rows, columns
+            for layer in self._viewed():
+                layer.show()
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Write the rows `sources` of the view over `targets`; both [N], and no row is in both."""
+        for layer in self._viewed():
+            layer.move(sources, targets)
+
+    def counting(self) -> list[str]:
+        """The classes of the layers that count tokens in Python, which a recorded step cannot repeat."""
+        return sorted({type(layer).__name__ for layer in self.layers if getattr(layer, "is_sliding", False)})
+
+    def nbytes(self) -> int:
+        """Bytes of all layers' states."""
+        held = [value for layer in self.layers for value in vars(layer).values()]
+        for states in [value for value in held if isinstance(value, dict)]:  # of layers with linear attention
+            held += states.values()
+        storages = [value.untyped_storage() for value in held if isinstance(value, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def _viewed(self) -> list[ViewedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, ViewedLayer)]
