@@ -95,6 +95,10 @@ BACKENDS = {
         "weights-detached",
         "weights-without-offset",
         "attention-sees-padding",
+        "attention-sees-empty-columns",
+        "attention-of-nothing",
+        "attention-mixes-groups",
+        "attention-freezes-keys",
         "attention-cannot-be-asked",
     ),
 }
