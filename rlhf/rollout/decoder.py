@@ -124,7 +124,7 @@ class Decoder:
     def _part(self, model: nn.Module, own: Prompts, sampling: SamplingConfig) -> Completions:
         prompts = self.team.gathered(own)
         session = self._session(model, prompts.ids, sampling)
-        whole = self._goes_on(prompts.ids.shape)
+        whole = self._goes_on(session)
         try:
             with session.local_attention.shown():
                 session.start(prompts)
@@ -143,15 +143,15 @@ class Decoder:
         drawn = (self.team.own(tensor)[:, :length].clone() for tensor in session.drawn())
         return Completions(*drawn)
 
-    def _goes_on(self, shape: torch.Size) -> bool:
+    def _goes_on(self, session: Session) -> bool:
         """Whether a rollout takes all of its steps although all rows have ended.
 
         The first of a shape does, where shapes are few: a device that records or compiles its steps then meets all of
         them, and none is new later on.
         """
-        if self._eager() or self.shapes.kind == "dynamic" or shape in self._known:
+        if session.drawing.eager or self.shapes.kind == "dynamic" or session.shape in self._known:
             return False
-        self._known.add(shape)
+        self._known.add(session.shape)
         return True
 
     def _eager(self) -> bool:

@@ -1,5 +1,6 @@
 """Tokens follow the distribution that was asked for, and one uniform number decides each."""
 
+import pytest
 import torch
 
 from rlhf.config import SamplingConfig
@@ -51,3 +52,25 @@ def test_equal_uniform_numbers_draw_equal_tokens():
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(1))
     logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(2))
     assert torch.equal(sample(logits, uniform, SamplingConfig()), sample(logits, uniform.clone(), SamplingConfig()))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 256, 1000, 4096])
+def test_the_token_is_the_one_at_which_the_sum_of_probabilities_passes_the_number(vocabulary):
+    """In float64; numbers within rounding of such a place may fall to either side."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 4 * torch.randn(1, vocabulary, generator=generator)
+    logits[:, ::3] = -torch.inf
+    uniform = torch.rand(20_000, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
+    sums = logits.double().softmax(-1).cumsum(-1)[0]
+    far = (sums.unsqueeze(0) - uniform.double().unsqueeze(1)).abs().amin(-1) > 1e-6
+    far[:1] = True
+    drawn = sample(logits.expand(len(uniform), -1), uniform, SamplingConfig())
+    assert torch.equal(drawn[far], torch.searchsorted(sums, uniform.double(), right=True)[far])
+    assert far.float().mean() > 0.98 and logits[0, drawn].isfinite().all()
+
+
+def test_logits_stay_as_they_are():
+    logits = LOGITS.expand(4, -1).clone()
+    sample(logits, torch.rand(4), SamplingConfig(temperature=0.5))
+    assert torch.equal(logits, LOGITS.expand(4, -1))
