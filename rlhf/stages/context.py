@@ -126,7 +126,8 @@ class StageContext:
         """The role's model for scoring only; see `freeze`."""
         holding = self.holdings[name]
         model = self._loaded(holding, load)
-        if holding.offloads_parameters and self._on_a_base(model):
+        shared = self._on_a_base(model)
+        if holding.offloads_parameters and shared:
             if self.accelerator.host_device() != self.accelerator.device():
                 self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
             holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
@@ -135,6 +136,7 @@ class StageContext:
             accelerator=self.accelerator,
             precision=self.precision,
             holding=holding,
+            shared=shared,
         )
         return self.models[name]
 
