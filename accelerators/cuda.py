@@ -91,7 +91,8 @@ class CUDA(Accelerator):
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
-        return DeviceInfo(model=self.machine.model, count=len(self.machine.gpus), software=software)
+        peaks = self.machine.weakest.peak_flops
+        return DeviceInfo(self.machine.model, len(self.machine.gpus), software, peak_flops=peaks)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device())

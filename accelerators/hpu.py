@@ -74,7 +74,7 @@ class HPU(Accelerator):
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
         if release := gaudi.release():
             software += f", release {release}"
-        return DeviceInfo(model=self._cards.model, count=self._cards.count, software=software)
+        return DeviceInfo(self._cards.model, self._cards.count, software, peak_flops=self._cards.peak_flops)
 
     @functools.cached_property
     def _cards(self) -> gaudi.Cards:

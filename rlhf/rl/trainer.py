@@ -25,6 +25,7 @@ from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
+from rlhf.rl import arithmetic
 from rlhf.rl.ptx import Pretraining
 from rlhf.rl.reuse import why_not
 from rlhf.rl.rewards import Rewards
@@ -133,8 +134,10 @@ class PPO:
         prompts = self.accelerator.to_device(self.prompts(index))
         passes: list[Pass] | None = [] if self._keeps else None
         self.experience = experience = self.collect(prompts, sums, self.examples(index), keep=passes)
-        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef, passes=passes or ())
+        with self.context.phases("training"):
+            made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef, passes=passes or ())
         found = sums.read()
+        arithmetic.tell(self.context, found, made["updates"], self.updates.pretraining, reused=self._keeps)
         numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
@@ -203,9 +206,11 @@ class PPO:
         self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
     ) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
-        sequences = self.generate(prompts)
-        self.decoder.make_room()
-        scored = self.score(sequences, examples, keep=keep)
+        with self.context.phases("generation"):
+            sequences = self.generate(prompts)
+            self.decoder.make_room()
+        with self.context.phases("scoring"):
+            scored = self.score(sequences, examples, keep=keep)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])

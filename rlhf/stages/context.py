@@ -14,6 +14,9 @@ from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine, freeze
+from rlhf.errors import ConfigError
+from rlhf.metrics.flops import Products
+from rlhf.metrics.phases import Phases
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.models.dropout import set_dropout
@@ -22,6 +25,7 @@ from rlhf.models.loading import Loader
 from rlhf.models.lora import add_adapters, merges
 from rlhf.models.quantized import count, quantize
 from rlhf.models.shared_base import Base
+from rlhf.planning.shapes import shape_from
 from rlhf.roles import Holding, Name, holdings
 
 if TYPE_CHECKING:
@@ -73,6 +77,25 @@ class StageContext:
     def holdings(self) -> dict[Name, Holding]:
         """How each model of this stage is held."""
         return holdings(self.config, self.directory.name)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """What the stage's steps take."""
+        return Phases(self.accelerator, self.precision, self.world.size)
+
+    @cached_property
+    def products(self) -> dict[Name, Products] | None:
+        """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
+        found = {}
+        for name, holding in self.holdings.items():
+            model: Any = getattr(self.models[name], "module", self.models[name])
+            config = getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
+            try:
+                shape = shape_from(config.to_dict() if config else {}, name)
+            except ConfigError:
+                return None
+            found[name] = Products.of(shape, scalar_head=holding.role.scalar_head, rank=holding.lora.rank)
+        return found
 
     def engine(
         self,
