@@ -112,12 +112,11 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
     """Mark a stage as complete, with what it cost; every rank calls it."""
     stage = context.directory.name
     free(context.accelerator)
-    peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
+    peak = max(distributed.all_gather_objects(context.phases.most_memory()))
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
-            context.directory.finish(
-                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
-            )
+            took = {"seconds": context.clock.seconds(), "peak_memory": peak, **context.phases.summary()}
+            context.directory.finish({"stage": stage, **summary, **took})
 
 
 def free(accelerator: Accelerator) -> None:
