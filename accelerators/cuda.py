@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,9 @@ class CUDA(Accelerator):
 
     name = "cuda"
     deepspeed_name = "cuda"
+    absent: ClassVar[Mapping[str, str]] = {
+        "inference_weights": "a GPU's matrix products read weights in the order that they are trained in",
+    }
 
     def __init__(self) -> None:
         self._recordings = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -36,6 +36,9 @@ class HPU(Accelerator):
 
     name = "hpu"
     deepspeed_name = "hpu"
+    absent: ClassVar[Mapping[str, str]] = {
+        "inference_weights": "the graph compiler chooses the order of weights itself",
+    }
 
     # placement
 

@@ -27,6 +27,7 @@ OPERATIONS = (
     "attention",
     "graph_capture",
     "quantized_weights",
+    "inference_weights",
 )
 """What `Accelerator.kernel` can be asked for; every backend reports each in its capabilities."""
 
@@ -36,7 +37,7 @@ RESERVED: tuple[str, ...] = ()
 AUTO, NONE = "auto", "none"
 """What may be chosen in place of an implementation: the best, or, of what is in OPTIONAL, none."""
 
-OPTIONAL = ("graph_capture",)
+OPTIONAL = ("graph_capture", "inference_weights")
 """Those of OPERATIONS that trainers do without where there is no implementation."""
 
 ALLOWLIST_ENV = "RLHF_PLUGINS"

@@ -55,10 +55,9 @@ def slug(name: str, unwanted: str) -> str:
 
 
 def limits(accelerator: str) -> dict[str, Any]:
-    """What `measure` finds, in a process of its own that has all cores."""
+    """What `measure` finds, in a process of its own."""
     command = [sys.executable, str(HERE / "machine.py"), "--accelerator", accelerator, "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(host.cores())}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"machine.py ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -74,6 +73,7 @@ def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str
     import torch
 
     device, synchronize, chip = _device(accelerator)
+    torch.set_num_threads(host.cores())
 
     def best(work: Callable[[], Any]) -> float:
         seconds = []

@@ -18,7 +18,7 @@ from rlhf.data.examples import Prompt
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.ema import EMA
-from rlhf.engine.statistics import Numbers, Sums
+from rlhf.engine.statistics import Numbers, Sums, padding_share
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
 from rlhf.models.tokenizers import end_tokens
@@ -36,6 +36,7 @@ from rlhf.rl.updates import MEANS, Updates
 from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
+from rlhf.rollout.packing import lengths
 from rlhf.rollout.switch import generating
 from rlhf.stages.context import StageContext
 
@@ -140,6 +141,7 @@ class PPO:
         numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
+            "padding_share": padding_share(found),
             **made,
             **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
         }
@@ -165,7 +167,8 @@ class PPO:
 
         Returns:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
-            batch have no actions. `ended` [B]: 1 where the last action is an end token.
+            batch have no actions. `ended` [B]: 1 where the last action is an end token. Where padding is to be left
+            out of passes over them, `lengths` (see `rlhf.rollout.packing`).
         """
         with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
@@ -175,7 +178,8 @@ class PPO:
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
         action_mask = (completions.mask * prompts["row_mask"].unsqueeze(1)).float()
-        return {
+        found = lengths(prompts["prompt_mask"], completions.mask, self.context.shapes)
+        return ({} if found is None else {"lengths": found}) | {
             "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
             "attention_mask": torch.cat([prompts["prompt_mask"], completions.mask], dim=1),
             "action_mask": action_mask,
@@ -212,6 +216,7 @@ class PPO:
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])
         advantages, returns = self._estimate(rewards, values, mask, self.settings)
         sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]), returns=(returns * mask).sum())
+        sums.add(**self.scorer.padding(sequences, prompts["row_mask"]))
         if self.critic:
             sums.add(**critic_statistics(values, returns, mask))
         if self.settings.method.whiten_advantages:
@@ -227,6 +232,7 @@ class PPO:
             scores=scored["scores"],
             advantages=advantages * mask,
             returns=returns * mask,
+            lengths=sequences.get("lengths"),
         )
 
     def save_state(self) -> dict[str, Any]:

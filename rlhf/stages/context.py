@@ -156,7 +156,8 @@ class StageContext:
         """The role's model for scoring only; see `freeze`."""
         holding = self.holdings[name]
         model = self._loaded(holding, load)
-        if holding.offloads_parameters and self._on_a_base(model):
+        shared = self._on_a_base(model)
+        if holding.offloads_parameters and shared:
             if self.accelerator.host_device() != self.accelerator.device():
                 self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
             holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
@@ -165,6 +166,7 @@ class StageContext:
             accelerator=self.accelerator,
             precision=self.precision,
             holding=holding,
+            shared=shared,
         )
         return self.models[name]
 
@@ -184,7 +186,7 @@ class StageContext:
         return any(id(parameter) in theirs for parameter in model.parameters())
 
     def batches(
-        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool
+        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: Any
     ) -> Batches:
         """This rank's share of the global batches over `examples`."""
         return Batches(
@@ -198,9 +200,9 @@ class StageContext:
             **options,
         )
 
-    def evaluation_batches(self, examples: list[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:
+    def evaluation_batches(
+        self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
+    ) -> Batches:
         """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
-        size = rows * self.world.size
-        return self.batches(
-            examples[: training.eval_rows], collate, batch_size=size, micro_batch_size=rows, shuffle=False
-        )
+        size, examples = rows * self.world.size, examples[: training.eval_rows]
+        return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf.config import EpochConfig
-from rlhf.data.batches import Batches
+from rlhf.data.batches import Batches, padding, tokens_of
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Numbers
+from rlhf.engine.statistics import Numbers, padding_share
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.metrics.flops import Texts
 from rlhf.models.loading import Loader
@@ -53,8 +53,9 @@ class Supervised:
         self.context = context
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
-        self.batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
-        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
+        sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
+        self.batches = context.batches(data.train, collate, **sizes, length=tokens_of)
+        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=tokens_of)
         self.total_steps = settings.total_steps(len(self.batches))
         (role,) = (role for role, holding in context.holdings.items() if holding.role.trained)
         self.engine = context.engine(
@@ -79,11 +80,12 @@ class Supervised:
                 rates = engine.rates
                 sums = engine.step(batches, lambda model, batch: objective.loss(model, batch, total))
             for batch in batches:
-                sums.add(**read(batch))
+                sums.add(**read(batch), **padding(batch))
             found = sums.read()
             texts = Texts(*(found.pop(f"read_{name}") for name in Texts._fields))
             context.phases.did("training", tokens=texts.tokens, flops=arithmetic(context, texts))
-            return objective.averages(found) | rates | {"grad_norm": engine.grad_norm()}
+            share = padding_share({key: found.pop(key) for key in ("present", "positions")})
+            return objective.averages(found) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 
         summary = run_steps(
             context,

@@ -24,7 +24,8 @@ def files(folder: Path) -> list[Path]:
 def profiled(forks, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
     """The embedded world, whose folder holds no run: what was printed, the trace, and what was said meanwhile."""
     folder = tmp_path_factory.mktemp("profile")
-    settings = ["ppo.batch_size=8", "ppo.minibatch_size=8", "sft.batch_size=8", "reward.batch_size=8", "data.max_completion_length=8"]
+    settings = [f"{key}=8" for key in ("ppo.batch_size", "ppo.minibatch_size", "sft.batch_size", "reward.batch_size")]
+    settings += ["data.max_completion_length=8"]
     options = [part for setting in settings for part in ("--set", setting)]
     trace = ["--trace", str(folder / "trace.json.gz"), "--output", str(folder / "run")]
     environment = {"TMPDIR": str(folder)}
