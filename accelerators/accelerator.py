@@ -193,6 +193,9 @@ class Accelerator(ABC):
             attention: a name for transformers' `attn_implementation`
             graph_capture: (fn, key) -> fn, what `capture` gives out
             quantized_weights: `pack`, `unpack` and `multiply`, as `accelerators.quantized.QuantizedWeights` has them
+            inference_weights: (module, keep) -> a function that puts the module back as it was, bit for bit; until it
+                is called the module's weights do not change, and only reading it is quick. `keep`: they can be read,
+                and take part in training, as before; else whatever form the device likes best is in their place
 
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.

@@ -102,6 +102,7 @@ _MAKES: Mapping[str, Expected] = {
         "an object with pack, unpack and multiply",
         lambda found: all(callable(getattr(found, name, None)) for name in _OF_QUANTIZED),
     ),
+    "inference_weights": _FUNCTION,
 }
 """What the factory of an operation's kernel makes."""
 
@@ -113,6 +114,7 @@ _GIVES: Mapping[str, Expected] = {
         lambda found, *given: isinstance(found, torch.Tensor) and found.numel() == 1,
     ),
     "graph_capture": _FUNCTION,
+    "inference_weights": _FUNCTION,
 }
 """What a kernel gives when it is called."""
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from accelerators import heap, host, kernels, quantized
+from accelerators import cpu_attention, heap, host, kernels, packed, quantized
 from accelerators.accelerator import Accelerator
 from accelerators.types import AcceleratorError, DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -65,7 +65,8 @@ class CPU(Accelerator):
         return view
 
     def kernels(self) -> Iterable[KernelImpl]:
-        return (*kernels.PORTABLE, FUSED_ADAMW, quantized.CPU_KERNELS)
+        own = cpu_attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS, packed.PACKED
+        return (*kernels.PORTABLE, *own)
 
     def memory(self) -> Memory:
         allocated, peak = host.resident_memory()

@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,9 @@ class CUDA(Accelerator):
 
     name = "cuda"
     deepspeed_name = "cuda"
+    absent: ClassVar[Mapping[str, str]] = {
+        "inference_weights": "a GPU's matrix products read weights in the order that they are trained in",
+    }
 
     def __init__(self) -> None:
         self._recordings = 0
@@ -88,7 +91,8 @@ class CUDA(Accelerator):
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
-        return DeviceInfo(model=self.machine.model, count=len(self.machine.gpus), software=software)
+        peaks = self.machine.weakest.peak_flops
+        return DeviceInfo(self.machine.model, len(self.machine.gpus), software, peak_flops=peaks)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device())

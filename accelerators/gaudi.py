@@ -34,6 +34,9 @@ _QUERY = ("-Q", "module_id,name,driver_version", "-f", "csv,noheader")
 # Gaudi3: HL-325, HL-328, HL-338 (PCIe).
 _MODELS = (("Gaudi3", r"HL-3|GAUDI3"), ("Gaudi2", r"HL-2[2-9]|GAUDI2"), ("Gaudi", r"HL-20|GAUDI"))
 
+_PEAKS = {"Gaudi2": 432e12, "Gaudi3": 1835e12}
+"""Operations a second of the matrix engines in bf16, by Intel's white papers."""
+
 
 @dataclass(frozen=True)
 class Cards:
@@ -46,6 +49,11 @@ class Cards:
     """Who said so: hl-smi or the driver's files."""
     modules: tuple[str, ...] = field(default=(), compare=False)
     """Their numbers on this machine."""
+
+    @property
+    def peak_flops(self) -> dict[str, float]:
+        """What their maker states at most (`DeviceInfo.peak_flops`); a driver without a version number is no card's."""
+        return {"bf16": _PEAKS[self.model]} if self.model in _PEAKS and self.driver[:1].isdigit() else {}
 
 
 class _Card(NamedTuple):

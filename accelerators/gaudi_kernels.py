@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -162,11 +160,7 @@ def fused_sdpa(accelerator: Accelerator) -> str:
 
 def _beyond_fused_sdpa(model: Any) -> str:
     """What a model hands to its attention that FusedSDPA has not; told by its configuration and its code."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
-    code = inspect.getsource(sys.modules[cls.__module__]) if cls else ""
-    lacking = [name for name in _LACKING if (kernels.softcap(model) if name == "softcap" else f" {name}=" in code)]
+    lacking = kernels.handed_over(model, _LACKING)
     return f"FusedSDPA has no {', '.join(lacking)}" if lacking else ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -36,6 +36,9 @@ class HPU(Accelerator):
 
     name = "hpu"
     deepspeed_name = "hpu"
+    absent: ClassVar[Mapping[str, str]] = {
+        "inference_weights": "the graph compiler chooses the order of weights itself",
+    }
 
     # placement
 
@@ -71,7 +74,7 @@ class HPU(Accelerator):
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
         if release := gaudi.release():
             software += f", release {release}"
-        return DeviceInfo(model=self._cards.model, count=self._cards.count, software=software)
+        return DeviceInfo(self._cards.model, self._cards.count, software, peak_flops=self._cards.peak_flops)
 
     @functools.cached_property
     def _cards(self) -> gaudi.Cards:

@@ -6,6 +6,9 @@ At the bottom for attention is `eager`, which every architecture has and some ha
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from accelerators.types import KernelImpl, Support
@@ -49,6 +52,15 @@ def softcap(model: Any) -> float | None:
 def beyond_sdpa(model: Any) -> str:
     """What the model of a configuration hands to its attention that torch's has not: transformers would drop it."""
     return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
+
+
+def handed_over(model: Any, features: Iterable[str]) -> list[str]:
+    """Those of `features` that the model of a configuration hands to its attention, told by its code and values."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    code = inspect.getsource(sys.modules[architecture.__module__]) if architecture else ""
+    return [name for name in features if (softcap(model) if name == "softcap" else f" {name}=" in code)]
 
 
 def _always(reason: str) -> Any:

@@ -36,6 +36,19 @@ _REASONS = {
     18: "the NVIDIA driver was updated while the old one is still loaded; reboot",
 }
 
+# NVIDIA's data sheets: 10^12 operations a second of tensor cores in 16 bits, without sparsity, and of plain float32.
+# The first pattern that is in the name counts.
+_PEAKS = (
+    (r"H200 NVL", 835, 60),
+    (r"H200|GH200|H100 80GB HBM3", 989, 67),
+    (r"H100 NVL", 835, 60),
+    (r"H100 PCIe", 756, 51),
+    (r"A100", 312, 19.5),
+    (r"L40S", 362, 91.6),
+    (r"V100-SXM[23]", 125, 15.7),
+    (r"V100-PCIE", 112, 14),
+)
+
 Version = tuple[int, int]
 
 
@@ -58,6 +71,16 @@ class GPU:
     def sm(self) -> str:
         """The compute capability as compilers write it."""
         return "sm_{}{}".format(*self.capability)
+
+    @property
+    def peak_flops(self) -> dict[str, float]:
+        """What its maker states at most, by precision (`DeviceInfo.peak_flops`); nothing of a part of a board (MIG)."""
+        known = () if self.uuid.startswith("MIG") else _PEAKS
+        for pattern, half, single in known:
+            if re.search(rf"\b(?:{pattern})\b", self.name):
+                native = {"bf16": half * 1e12} if self.capability >= (8, 0) else {}
+                return native | {"fp16": half * 1e12, "fp32": single * 1e12}
+        return {}
 
 
 @dataclass(frozen=True)

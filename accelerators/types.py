@@ -27,6 +27,7 @@ OPERATIONS = (
     "attention",
     "graph_capture",
     "quantized_weights",
+    "inference_weights",
 )
 """What `Accelerator.kernel` can be asked for; every backend reports each in its capabilities."""
 
@@ -36,7 +37,7 @@ RESERVED: tuple[str, ...] = ()
 AUTO, NONE = "auto", "none"
 """What may be chosen in place of an implementation: the best, or, of what is in OPTIONAL, none."""
 
-OPTIONAL = ("graph_capture",)
+OPTIONAL = ("graph_capture", "inference_weights")
 """Those of OPERATIONS that trainers do without where there is no implementation."""
 
 ALLOWLIST_ENV = "RLHF_PLUGINS"
@@ -193,14 +194,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The devices of a backend: model name, how many this machine has, and the software that drives them."""
+    """The devices of a backend: model name, how many this machine has, and the software that drives them.
+
+    `peak_flops`: operations a second that the maker states at most for products of dense matrices on one device, by the
+    precision of their numbers, as {"bf16": 989e12}; what is not in it is not stated, and no share of it is recorded.
+    """
 
     model: str
     count: int
     software: str
+    peak_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _check_types(self, model=str, count=int, software=str)
+        _check_types(self, model=str, count=int, software=str, peak_flops=Mapping)
+        for name, peak in self.peak_flops.items():
+            if name not in DTYPES or isinstance(peak, bool) or not isinstance(peak, int | float) or not peak > 0:
+                expected = f"{' or '.join(DTYPES)} and a number above 0"
+                raise TypeError(f"DeviceInfo: peak_flops has {reprlib.repr({name: peak})}, expected {expected}")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ import accelerators
 from rlhf import quiet
 from rlhf.config import STAGES, Config, Stage
 from rlhf.data import world as embedded
-from rlhf.data.reading import read_sources
-from rlhf.data.report import lines
 from rlhf.data.sources import WORLD
-from rlhf.data.tokenization import StageData, load_stage
+from rlhf.data.tokenization import StageData
 from rlhf.data.tokenizer import world_tokenizer
 from rlhf.engine import distributed, memory, parking
 from rlhf.engine.deepspeed_config import deepspeed_config
@@ -38,7 +36,6 @@ from rlhf.models.quantized import quantizing
 from rlhf.models.sharded import shards
 from rlhf.models.shared_base import on_base
 from rlhf.models.support import generation_settings
-from rlhf.models.tokenizers import end_tokens
 from rlhf.models.weights import Put, into
 from rlhf.place import here
 from rlhf.planning import announced
@@ -48,10 +45,11 @@ from rlhf.stage_directory import step_of
 from rlhf.stages import dpo, ppo, reward, sft
 from rlhf.stages.context import StageContext
 from rlhf.stages.evaluation import Judge
+from rlhf.stages.rows import stage_rows
 from rlhf.starts import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from accelerators import Accelerator
     from rlhf.run import RunDirectory
@@ -114,12 +112,11 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
     """Mark a stage as complete, with what it cost; every rank calls it."""
     stage = context.directory.name
     free(context.accelerator)
-    peak = max(distributed.all_gather_objects(context.accelerator.memory().peak))
+    peak = max(distributed.all_gather_objects(context.phases.most_memory()))
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
-            context.directory.finish(
-                {"stage": stage, **summary, "seconds": context.clock.seconds(), "peak_memory": peak}
-            )
+            took = {"seconds": context.clock.seconds(), "peak_memory": peak, **context.phases.summary()}
+            context.directory.finish({"stage": stage, **summary, **took})
 
 
 def free(accelerator: Accelerator) -> None:
@@ -158,7 +155,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
             return load_causal_lm(config.model, tokenizer, attention=attention, put=_put(context, holding))
         return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
 
-    data = _data(context, tokenizer, generation_settings(path, config.model) if path else None)
+    data = stage_rows(context, tokenizer, generation_settings(path, config.model) if path else None)
     return sft.run(context, load, tokenizer, data) | data.written
 
 
@@ -180,7 +177,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
             put=_put(context, holding),
         )
 
-    data = _data(context, tokenizer, generation_settings(path, config.model))
+    data = stage_rows(context, tokenizer, generation_settings(path, config.model))
     return reward.run(context, load, tokenizer, data) | data.written
 
 
@@ -193,7 +190,7 @@ def _dpo(context: StageContext) -> dict[str, Any]:
     def load(holding: Holding) -> Any:
         return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, holding))
 
-    data = _data(context, tokenizer, generation_settings(path, config.model))
+    data = stage_rows(context, tokenizer, generation_settings(path, config.model))
     return dpo.run(context, load, tokenizer, data) | data.written
 
 
@@ -256,7 +253,7 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
-    data = _data(context, tokenizer, generation_settings(actor_path, config.model))
+    data = stage_rows(context, tokenizer, generation_settings(actor_path, config.model))
     return PolicyNeeds(models, tokenizer, data, judge)
 
 
@@ -300,24 +297,3 @@ def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedToke
     for note in notes:
         context.say(f"note: {note}")
     return tokenizer
-
-
-def _data(context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None) -> StageData:
-    """The stage's examples; what ends a reply is what ends generation."""
-    config, stage = context.config, context.directory.name
-    judged = stage == "ppo" and bool(config.ppo.reward_functions)
-    sources = read_sources(config.data, [stage], seed=config.seed, show=context.world.is_main, records=judged)
-    with distributed.on_main("comparing the rows") as main:
-        if main:  # an earlier stage may have taken days
-            context.run.check_rows(config, sources.fingerprints())
-    data = load_stage(
-        config.data,
-        stage,
-        tokenizer,
-        seed=config.seed,
-        end_ids=end_tokens(tokenizer, settings),
-        sources=sources,
-    )
-    for line in lines(data.reports):
-        context.say(line)
-    return data

@@ -6,10 +6,10 @@ answered by the part that would meet the problem later, with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from rlhf import sharing
 from rlhf.config import EVERY_STAGE, Config, Stage
@@ -17,6 +17,7 @@ from rlhf.data import pretraining, sources
 from rlhf.engine import zero_plus_plus
 from rlhf.errors import ConfigError, RunError
 from rlhf.models.folder import check_model_folder
+from rlhf.origins import Origin, Tokenizers, origin
 from rlhf.place import here
 from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import check as check_roles
@@ -24,25 +25,16 @@ from rlhf.roles import holdings
 from rlhf.rollout.choice import check as check_rollouts
 from rlhf.run import RunDirectory
 from rlhf.settings import Fingerprints
-from rlhf.starts import REWARD_MODEL, Start, starts
+from rlhf.starts import starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from accelerators import Accelerator
+    from rlhf.data.cache import StageCache
+    from rlhf.data.reading import SourceRows
     from rlhf.data.tokenization import StageData
     from rlhf.models.attention import Choice
-
-
-class Origin(NamedTuple):
-    """Where the weights come from that a stage starts from: `path`, or the embedded model where that is None.
-
-    `through` are stages of this run that train them first, the earliest one first.
-    """
-
-    start: Start
-    path: str | None
-    through: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,6 @@ def examine(
     Raises:
         RLHFError, AcceleratorError: a stage would fail on a model, its tokenizer, LoRA layers, rows or the disk.
     """
-    from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import check_stage, load_stage
     from rlhf.engine import deepspeed_config
     from rlhf.engine.room import Need, check_room
@@ -162,14 +153,14 @@ def examine(
     }
     for stage in pending:
         models.check(stage, origins[stage])
-    read = read_sources(config.data, pending, seed=config.seed, show=True)
+    caches = {stage: models.cache(stage, origins[stage][0]) for stage in pending}
+    kept, read = _kept(caches, config, show=True)
     documents = pretraining.read(config, show=True) if "ppo" in pending else []
     load = load_stage if whole else check_stage
     plans = []
-    for stage in pending:
-        tokenizer = models.tokenizer(origins[stage][0])
-        ends = models.end_tokens(origins[stage][0])
-        data = load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
+    for stage, cache in caches.items():
+        tokenizer, ends = cache.tokenizer, cache.end_ids
+        data = kept.get(stage) or load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
         if stage == "ppo" and documents:
             pretraining.pack(config, documents, tokenizer, most=config.ppo.pretraining_rows)
         plan = StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data)
@@ -178,7 +169,10 @@ def examine(
         plans.append(plan)
     needs = {plan.stage: Need(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
     check_room(config, directory.path, needs, precision)
-    return Findings(tuple(plans), read.fingerprints() | pretraining.fingerprint(documents), models.attention)
+    found = read.fingerprints() | pretraining.fingerprint(documents)
+    for data in kept.values():
+        found |= data.fingerprints
+    return Findings(tuple(plans), found, models.attention)
 
 
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
@@ -190,63 +184,32 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
     Raises:
         RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
     """
-    from rlhf.data.reading import read_sources
     from rlhf.data.tokenization import load_stage
 
-    tokenizers, values, directory = _Tokenizers(config), config.model_dump(), RunDirectory(config.output)
-    sources = read_sources(config.data, stages, seed=config.seed, show=show)
-    for stage in stages:
-        first = origin(directory, starts(values, stage)[0], values, EVERY_STAGE)
-        tokenizer, ends = tokenizers.tokenizer(first), tokenizers.end_tokens(first)
-        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
-        yield StagePlan(stage, (first,), None, tokenizer, data)
+    tokenizers, values, directory = Tokenizers(config), config.model_dump(), RunDirectory(config.output)
+    firsts = {stage: origin(directory, starts(values, stage)[0], values, EVERY_STAGE) for stage in stages}
+    caches = {stage: tokenizers.cache(stage, first) for stage, first in firsts.items()}
+    kept, read = _kept(caches, config, show=show)
+    for stage, cache in caches.items():
+        tokenizer, ends = cache.tokenizer, cache.end_ids
+        data = kept.get(stage) or load_stage(
+            config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read
+        )
+        yield StagePlan(stage, (firsts[stage],), None, tokenizer, data)
 
 
-def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pending: Sequence[Stage]) -> Origin:
-    """Where the weights come from that `start` names, in a run whose `pending` stages are still to come."""
-    named = start.named(values)
-    if named or start.earlier is None:
-        return Origin(start, named)
-    if start.earlier not in pending:
-        return Origin(start, directory.model_of(start.earlier, start.key))
-    before = origin(directory, starts(values, start.earlier)[0], values, pending)
-    return Origin(start, before.path, (*before.through, start.earlier))
+def _kept(
+    caches: Mapping[Stage, StageCache], config: Config, *, show: bool
+) -> tuple[dict[Stage, StageData], SourceRows]:
+    """The examples of the stages that were tokenized before, and the rows of the sources that the others need."""
+    from rlhf.data.reading import read_sources
+
+    kept = {stage: data for stage, cache in caches.items() if (data := cache.find())}
+    others = [stage for stage in caches if stage not in kept]
+    return kept, read_sources(config.data, others, seed=config.seed, show=show)
 
 
-class _Tokenizers:
-    """The tokenizers of the models that the stages start from, each loaded once."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._tokenizers: dict[tuple[str | None, str | None], PreTrainedTokenizerBase] = {}
-
-    def tokenizer(self, found: Origin) -> PreTrainedTokenizerBase:
-        """The tokenizer that the stage will load with the model."""
-        from rlhf.data.tokenizer import world_tokenizer
-        from rlhf.models.loading import load_model_tokenizer
-
-        # `model.tokenizer` is for the model that fine-tuning starts from; what SFT leaves has it beside it.
-        first = found.start.key == "model.path" or "sft" in found.through
-        config, path = self._config.model, None if first else found.path
-        if found.path is None and config.eos_token:
-            raise ConfigError("model.eos_token: the embedded model has one of its own; leave it out, or set model.path")
-        if found.start == REWARD_MODEL and not found.through:  # it is trained, and cannot know a new token
-            config = config.model_copy(update={"eos_token": None})
-        key = path, config.eos_token
-        if key not in self._tokenizers:
-            self._tokenizers[key] = world_tokenizer() if found.path is None else load_model_tokenizer(config, path)[0]
-        return self._tokenizers[key]
-
-    def end_tokens(self, found: Origin) -> list[int]:
-        """Ids that end a reply of the model."""
-        from rlhf.models.support import generation_settings
-        from rlhf.models.tokenizers import end_tokens
-
-        settings = generation_settings(found.path, self._config.model) if found.path else None
-        return end_tokens(self.tokenizer(found), settings)
-
-
-class _Models(_Tokenizers):
+class _Models(Tokenizers):
     """The models and tokenizers that the stages start from, each looked at once and without its weights."""
 
     def __init__(self, config: Config, accelerator: Accelerator) -> None:

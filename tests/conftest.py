@@ -25,6 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
 
 
+@pytest.fixture(scope="session", autouse=True)
+def datasets_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Data sets and tokenized rows are kept in a folder of the tests, and not in the user's."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
 @pytest.fixture(scope="session")
 def accelerator() -> Iterator[Accelerator]:
     """The CPU backend, bound, with DeepSpeed prepared and a process group of one."""

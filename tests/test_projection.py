@@ -1,4 +1,4 @@
-"""The projection to the vocabulary fused with log-probabilities: its numbers, its gradients, and what it never makes."""
+"""The projection to the vocabulary fused with log-probabilities: numbers, gradients, and what it never makes."""
 
 import copy
 
@@ -38,7 +38,7 @@ def truth(given, labels, temperature):
     return log_probs.gather(-1, labels[..., None])[..., 0], entropy, leaves
 
 
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
@@ -87,6 +87,16 @@ def test_a_token_that_cannot_come_has_no_probability_and_no_gradient():
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.isfinite().all() and entropy.isfinite().all()
     assert hidden.grad.isfinite().all() and weight.grad[7].eq(0).all() and bias.grad[7] == 0
+
+
+def test_under_autocast_products_are_of_its_type():
+    (hidden, weight), labels = drawn(torch.float32, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = projected_log_probs(hidden, weight, None, labels)
+    expected, _ = projected_log_probs(hidden.bfloat16(), weight.bfloat16(), None, labels)
+    assert torch.equal(found, expected) and not torch.equal(found, projected_log_probs(hidden, weight, None, labels)[0])
+    found.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
 def test_no_rows_are_no_numbers():

@@ -8,11 +8,11 @@ import pytest
 
 from rlhf.config import Config, build_config
 from rlhf.errors import ConfigError
+from rlhf.origins import origin
 from rlhf.planning.duration import operations
 from rlhf.planning.held import Surroundings
 from rlhf.planning.memory import plan_stage
 from rlhf.planning.models import models_of
-from rlhf.preflight import origin
 from rlhf.roles import Holding, holdings
 from rlhf.run import RunDirectory
 from rlhf.settings import differences, started_from

@@ -209,3 +209,9 @@ class Suite:
         from accelerators.testing import quantized
 
         quantized.check_quantized_weights(accelerator)
+
+    def test_inference_weights(self, accelerator: Accelerator) -> None:
+        """weights prepared for reading give the same numbers, and are put back to the bit"""
+        from accelerators.testing import prepared
+
+        prepared.check_inference_weights(accelerator)

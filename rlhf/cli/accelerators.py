@@ -156,6 +156,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ("chosen", facts["reason"]),
         ("provided by", facts["provider"]),
         ("device", f"{device['count']} x {device['model']}, {device['software']}"),
+        *((("arithmetic", _peaks(device["peak_flops"])),) if device["peak_flops"] else ()),
         ("memory", f"{_gib(memory['total'])}, of which this process uses {_gib(memory['allocated'])}"),
         ("shapes", shapes["kind"]),
         ("execution", "lazy" if facts["lazy"] else "eager"),
@@ -177,6 +178,11 @@ def _print_facts(facts: dict[str, Any]) -> None:
             reason = found["reason"] if support["asked"] else f"no trainer asks for it; {found['reason']}"
             operations.append((operation, found["name"], "yes" if found["used"] else "no", reason))
     print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
+
+
+def _peaks(stated: dict[str, float]) -> str:
+    """What the maker states, as 989 TFLOP/s in bf16."""
+    return f"at most {', '.join(f'{peak / 1e12:,.0f} TFLOP/s in {name}' for name, peak in stated.items())}"
 
 
 def _gib(size: int) -> str:

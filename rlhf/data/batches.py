@@ -122,6 +122,10 @@ class Batches(Generic[E]):
     r-th of `world_size` equal slices and cuts it, in order, into micro-batches: whatever the number of ranks and
     micro-batches, a step sees the same rows. The last batch of an epoch is filled up with masked rows or, where
     batches are `endless`, with the first rows of the next epoch.
+
+    Where `length` says how long an example is, the rows of a global batch are sorted, the longest first, and dealt
+    out: micro-batch m of every rank has rows of like length, which need little padding and keep no rank waiting.
+    Without `shuffle`, so is the whole epoch.
     """
 
     def __init__(
@@ -136,11 +140,13 @@ class Batches(Generic[E]):
         seed: int,
         shuffle: bool = True,
         endless: bool = False,
+        length: Callable[[E], int] | None = None,
     ) -> None:
         self._examples = examples
         self._collate = collate
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
+        self._rank, self._world_size, self._length = rank, world_size, length
         self._share = range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self._seed = seed
         self._shuffle = shuffle
@@ -174,18 +180,35 @@ class Batches(Generic[E]):
             self._order = list(range(len(self._examples)))
             if self._shuffle:
                 random.Random(f"epoch {self._seed} {epoch}").shuffle(self._order)
+            elif self._length:
+                self._order = _longest_first(self._order, [self._length(example) for example in self._examples])
             self._epoch = epoch
         return self._examples[self._order[place]]
 
     def step(self, index: int) -> list[Batch]:
         """This rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
-        real = self.examples(index)
-        rows = real + [real[0]] * (self._batch_size - len(real))
-        batches = []
-        for start in range(self._share.start, self._share.stop, self._micro_batch_size):
-            part = rows[start : start + self._micro_batch_size]
-            batches.append(self._collate(part, max(0, min(len(part), len(real) - start))))
-        return batches
+        rows, size = self.examples(index), self._micro_batch_size
+        places: Sequence[int] = self._share
+        if self._length:
+            rows = _longest_first(rows, [self._length(row) for row in rows])
+            places = range(self._rank, self._batch_size, self._world_size)
+        real, rows = len(rows), rows + rows[-1:] * (self._batch_size - len(rows))
+        parts = (places[start : start + size] for start in range(0, len(places), size))
+        return [self._collate([rows[n] for n in part], sum(n < real for n in part)) for part in parts]
+
+
+def tokens_of(example: Demonstration | Pair) -> int:
+    """How long the longest of an example's rows is."""
+    replies = (example.chosen_ids, example.rejected_ids) if isinstance(example, Pair) else (example.completion_ids,)
+    return len(example.prompt_ids) + max(map(len, replies))
+
+
+def padding(batch: Batch) -> Batch:
+    """Of a batch of demonstrations or pairs: its `positions`, and how many of them hold a token of a real row."""
+    mask, pairs = batch["attention_mask"], batch.get("pair_mask")
+    real = batch["loss_mask"].any(1) if pairs is None else pairs.repeat(2)
+    present = (mask * real.unsqueeze(1)).sum()
+    return {"present": present, "positions": torch.full_like(present, mask.numel())}
 
 
 def pad_right(
@@ -196,6 +219,10 @@ def pad_right(
     width = policy.length(int(lengths.max()), maximum)
     ids = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in rows])
     return ids, (torch.arange(width) < lengths[:, None]).long()
+
+
+def _longest_first(rows: list[E], lengths: Sequence[int]) -> list[E]:
+    return [rows[place] for place in sorted(range(len(rows)), key=lambda place: -lengths[place])]
 
 
 def _real(examples: Sequence[object], real: int | None) -> Tensor:

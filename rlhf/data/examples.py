@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, overload, runtime_checkable
 
 from rlhf.data.rows import Row
 
@@ -46,6 +46,28 @@ class Prompt:
 
 
 Example = Demonstration | Pair | Prompt
+
+
+class Numbered(Sequence[Example]):
+    """Pairs, each with its number: its place among them, counted from `first`."""
+
+    def __init__(self, pairs: Sequence[Example], first: int = 0) -> None:
+        self._pairs, self._first = pairs, first
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @overload
+    def __getitem__(self, at: int) -> NumberedPair: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[NumberedPair]: ...
+
+    def __getitem__(self, at: int | slice) -> NumberedPair | list[NumberedPair]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(len(self))[at]]
+        place = range(len(self))[at]
+        return NumberedPair(**vars(self._pairs[place]), number=self._first + place)
 
 
 def parts(example: Example) -> list[tuple[str, list[int]]]:

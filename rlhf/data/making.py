@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rlhf.config import DataConfig, Stage, share_of
@@ -63,7 +63,7 @@ def encode_rows(
         return has_control_tokens([getattr(row, name) for name in names], control, templated=templated)
 
     rows = [row for row in rows if not dropped(row, forged(row) and CONTROL_TOKENS, report)]
-    made = EXAMPLE[report.stage]
+    made: Callable[..., Example] = EXAMPLE[report.stage]
     shown = show and len(rows) >= LONG
     with progress(len(rows), f"{report.stage}: tokenizing {report.source}", enabled=shown) as bar:
         for start in range(0, len(rows), _AT_ONCE):

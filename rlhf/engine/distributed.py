@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -198,14 +198,28 @@ def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
     Args:
         takes_long: longer perhaps than a collective waits (downloads, reading); the others wait while rank 0 lives.
     """
+    with _only([0], what, takes_long=takes_long) as chosen:
+        yield chosen
+
+
+@contextmanager
+def on_each_machine(what: str) -> Iterator[bool]:
+    """`on_main`, for what takes long and one rank of each machine does for the others there."""
+    first = [rank for rank, place in enumerate(all_gather_objects(here().local_rank)) if place == 0]
+    with _only(first, what, takes_long=True) as chosen:
+        yield chosen
+
+
+@contextmanager
+def _only(ranks: Sequence[int], what: str, *, takes_long: bool) -> Iterator[bool]:
     with together(what):
-        main = world().is_main
+        chosen = world().rank in ranks
         key = f"rlhf/{next(_WAITS)}" if takes_long and world().size > 1 else None
-        if key and not main:
+        if key and not chosen:
             with _waiting():
-                _get_default_store().wait([key], timedelta(days=30))
+                _get_default_store().wait([f"{key}/{rank}" for rank in ranks], timedelta(days=30))
         try:
-            yield main
+            yield chosen
         finally:
-            if key and main:
-                _get_default_store().set(key, "done")
+            if key and chosen:
+                _get_default_store().set(f"{key}/{world().rank}", "done")

@@ -196,7 +196,9 @@ def _storages(model: TrainingEngine | nn.Module, place: torch.device | None) -> 
         tensors += model.ema.tensors if model.ema else []
     # DeepSpeed puts tensors without memory in the place of gradients that are on the host.
     there = [tensor for tensor in tensors if not tensor.is_meta and place in (None, tensor.device)]
-    return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in there)}
+    strided = [tensor for tensor in there if tensor.layout == torch.strided]
+    opaque = {id(tensor): tensor.nbytes for tensor in there if tensor.layout != torch.strided}  # a device's own form
+    return opaque | {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in strided)}
 
 
 def size(count: int) -> str:

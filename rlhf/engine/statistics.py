@@ -31,3 +31,8 @@ class Sums:
         """The sums over all ranks: one collective and one host read."""
         stacked = distributed.all_sum(torch.stack([number.reshape(()) for number in self._sums.values()]))
         return dict(zip(self._sums, stacked.tolist()))
+
+
+def padding_share(sums: Numbers) -> float:
+    """Share of the `positions` that were computed which hold no token of a real row (`present`: those that do)."""
+    return 1 - sums["present"] / max(sums["positions"], 1)

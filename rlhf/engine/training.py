@@ -277,14 +277,26 @@ def _hooks_off(offload: Any) -> Iterator[None]:
             hooks[key] = hook
 
 
-def freeze(model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding) -> nn.Module:
-    """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3."""
+def freeze(
+    model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding, shared: bool = False
+) -> nn.Module:
+    """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3.
+
+    Weights that stay on the device are in the form that it reads best, which may be one of its own.
+
+    Args:
+        shared: weights of it are those of another model, and stay as they are.
+    """
     model.requires_grad_(False).eval()
     forget(model)
     if holding.zero_stage < 3 and holding.offloads_parameters:
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if holding.zero_stage < 3:
-        return place(model, accelerator.device(), precision.dtype)
+        place(model, accelerator.device(), precision.dtype)
+        if not shared and (prepare := accelerator.kernel("inference_weights")):
+            # Not the output layer: its product may be made in parts, together with what is made of it.
+            prepare(getattr(model, "base_model", model), keep=False)
+        return model
     place_buffers(model, accelerator.device())
     frozen, *_ = deepspeed.initialize(
         model=model, config=deepspeed_config(holding, accelerator, precision, micro_batch_size=1, accumulation=1)

@@ -20,7 +20,8 @@ from rlhf.metrics.summary import STAGE_NAMES
 from rlhf.starts import starts
 
 if TYPE_CHECKING:
-    from rlhf.preflight import Origin, StagePlan
+    from rlhf.origins import Origin
+    from rlhf.preflight import StagePlan
 
 _EMBEDDED = "embedded tiny Llama, from scratch"
 

@@ -25,8 +25,8 @@ def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None
     """Print the closing table and, where a stage has `samples`, prompts with their answers.
 
     Each summary is `{"stage", "before": {measure: number}, "after": {measure: number}, "seconds",
-    "peak_memory" (bytes), "steps", "samples": [{"prompt", "before", "after"}]}`; a measure may be missing
-    on one side.
+    "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
+    "samples": [{"prompt", "before", "after"}]}`; a measure may be missing on one side.
     """
     console.print()
     console.print(summary_table(summaries))
@@ -62,6 +62,13 @@ def _cost(summary: dict[str, Any]) -> str:
         parts.append(format_seconds(summary["seconds"]))
     if summary.get("peak_memory"):
         parts.append(f"{format_bytes(summary['peak_memory'])} peak")
+    if phases := summary.get("phases"):
+        whole = sum(phases.values())
+        shares = {name: round(100 * seconds / whole) for name, seconds in phases.items()}
+        parts.append(", ".join(f"{name} {share} %" for name, share in shares.items() if share))
+    if speed := summary.get("tflops"):
+        share = f" ({100 * summary['peak_share']:.0f} % of the device's peak)" if "peak_share" in summary else ""
+        parts.append(f"{float(f'{speed:.2g}'):,g} TFLOP/s{share}")
     return " · ".join(parts)
 
 

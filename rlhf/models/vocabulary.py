@@ -88,21 +88,17 @@ def output_layer(model: nn.Module) -> Any:
 def can_be_fused(model: nn.Module) -> bool:
     """Whether a model's logits are a plain product of its last hidden states.
 
-    Not where an adapter or another forward pass is in the output layer's place (packed weights, say), nor under
-    autocast, which decides on the type of each product, nor where the model scales or caps what the layer gives.
+    Not where an adapter or another forward pass is in the output layer's place (packed weights, say), nor where the
+    model scales or caps what the layer gives.
     """
     head = output_layer(model)
-    if type(head) is not nn.Linear or "forward" in vars(head) or _casts(head.weight.device):
+    if type(head) is not nn.Linear or "forward" in vars(head):
         return False
     if model not in _plain:
         _plain[model] = _gives_what_the_layer_gives(model, head)
         if not _plain[model]:
             logger.debug("%s: logits are made in one piece: more than a product makes them", type(model).__name__)
     return _plain[model]
-
-
-def _casts(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _is_large(head: nn.Linear, labels: Tensor) -> bool:

@@ -132,7 +132,10 @@ def projected_log_probs(
     Returns:
         (log-probabilities, entropies or None), [...] float32 each, with gradients.
     """
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    kind = torch.nn.functional.linear(hidden[:0], weight[:0]).dtype  # under autocast another than theirs
+    bias = None if bias is None else bias.to(kind)
     log_probs, entropies = _Projected.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), temperature, entropy
+        hidden.to(kind), weight.to(kind), bias, labels.reshape(-1), temperature, entropy
     )
     return log_probs.view(labels.shape), None if entropies is None else entropies.view(labels.shape)

@@ -71,7 +71,8 @@ def settled(
 ) -> Config:
     """The configuration with numbers in place of each `auto` that the plan decides: the first that fits, or the last.
 
-    ZeRO: the least sharding; offload: the least; rollouts at ZeRO-3: `whole`, `tensor_parallel`, `layerwise`.
+    ZeRO: the least sharding; offload: the least; rollouts at ZeRO-3: `whole`, `tensor_parallel`, `layerwise`; PPO's
+    passes are reused.
     """
     choices = [config]
     for key, values in _choices(config, around):
@@ -93,6 +94,8 @@ def _choices(config: Config, around: Surroundings) -> Iterator[tuple[str, Sequen
         yield "engine.zero_stage", (0, 1, 2, 3) if around.ranks > 1 else (0,)
     if config.ppo.generation_weights == "auto":
         yield "ppo.generation_weights", ("whole", "tensor_parallel", "layerwise") if around.ranks > 1 else ("whole",)
+    if config.ppo.reuse_forward and config.ppo.updates == 1:
+        yield "ppo.reuse_forward", (True, False)
 
 
 def fits(

@@ -172,16 +172,47 @@ def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surro
         if not models[name].scalar_head:
             items.append(in_blocks(name, "logits", *logits(models[name].shape, batch, answer, 1)))
         moments.append(("scoring", [*items, *models[name].gathered(held[name], around)]))
-    updated: tuple[tuple[Name, int], ...] = (("actor", answer), ("critic", 0))
-    for trained, columns in [(name, columns) for name, columns in updated if name in held]:
-        updates = _update(trained, models, held, around, batch, columns)
-        moments += [(trained, [*rollout, *items]) for items in updates]
+    parts = share // micro if reuses(config, held, around.ranks) else 0
+    critic: list[Item] = []  # what its passes keep that are reused, while the actor is updated
+    if parts and "critic" in held:
+        critic = _graphs("critic", models, held, batch, 0, parts) + models["critic"].gathered(held["critic"], around)
+    beside: dict[Name, list[Item]] = {"actor": critic + _graphs("actor", models, held, batch, answer, parts - 1)}
+    if "critic" in held:
+        beside["critic"] = _graphs("critic", models, held, batch, 0, parts - 1)
+    for name, waiting in beside.items():
+        updates = _update(name, models, held, around, batch, answer if name == "actor" else 0)
+        moments += [(name, [*rollout, *waiting, *items]) for items in updates]
     if settings.ptx_coef:
         length = settings.ptx_length or data.max_length
         texts = batch._replace(number=settings.pretraining(around.ranks)[1], length=length)
         updates = _update("actor", models, held, around, texts, length - 1)
-        moments += [("actor", [*rollout, *items]) for items in updates]
+        moments += [("actor", [*rollout, *critic, *items]) for items in updates]
     return moments
+
+
+def reuses(config: Config, held: Held, ranks: int) -> bool:
+    """Whether policy and critic are scored by the passes of the update, as far as settings say (`rlhf.rl.reuse`)."""
+    settings = config.ppo
+    parts = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
+    trained = [holding for name, holding in held.items() if holding.role.trained]
+    one_pass = settings.reuse_forward and settings.updates == 1 and not any(holding.dropout for holding in trained)
+    return one_pass and (parts == 1 or all(holding.zero_stage < 3 for holding in trained))
+
+
+def _graphs(name: Name, models: Models, held: Held, batch: Rows, columns: int, number: int) -> list[Item]:
+    """What the training passes of `number` micro-batches keep for backward: activations, and logits of `columns`."""
+    if number < 1:
+        return []
+    shape, holding = models[name].shape, held[name]
+    count = kept_by_checkpoints if holding.gradient_checkpointing else kept
+    activations = count(shape, batch, dropout=holding.dropout != 0)
+    activations += batch.tokens * shape.hidden * 3 * batch.width  # embeddings, and the last norm with its input
+    widest = batch.tokens * max(shape.hidden, shape.intermediate) * batch.width
+    items = [Item(name, "activations", number * activations, small=number * activations if widest < BLOCK else 0)]
+    if columns:
+        one = batch.number * columns * shape.vocabulary * batch.width
+        items.append(in_blocks(name, "logits", *(number * [one])))
+    return items
 
 
 def _update(
@@ -193,16 +224,8 @@ def _update(
         columns: those that are projected to the vocabulary; 0: none.
     """
     model, holding = models[name], held[name]
-    count = kept_by_checkpoints if holding.gradient_checkpointing else kept
-    activations = count(model.shape, batch, dropout=holding.dropout != 0)
-    activations += batch.tokens * model.shape.hidden * 3 * batch.width  # embeddings, and the last norm with its input
-    widest = batch.tokens * max(model.shape.hidden, model.shape.intermediate) * batch.width
     before, after = model.backward(holding, around)
-    between = [
-        before,
-        Item(name, "activations", activations, small=activations if widest < BLOCK else 0),
-        *model.gathered(holding, around),
-    ]
+    between = [before, *_graphs(name, models, held, batch, 0, 1), *model.gathered(holding, around)]
     if columns:
         between.append(in_blocks(name, "logits", *logits(model.shape, batch, columns, 2)))
     return [between, [*after, *model.gathered(holding, around)], *model.step(holding, around)]

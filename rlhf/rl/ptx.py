@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlhf.data import pretraining
 from rlhf.engine.training import Batch, Loss
+from rlhf.metrics.flops import Texts
 from rlhf.models.forward import completion_log_probs
 from rlhf.stages.context import StageContext
 
@@ -24,9 +25,11 @@ class Pretraining:
     def __init__(self, context: StageContext, rows: Sequence[list[int]]) -> None:
         """`rows`: those of all ranks, of equal length."""
         settings, length = context.config.ppo, len(rows[0])
+        self.texts = Texts.of([length] * settings.pretraining_rows, settings.pretraining_rows * (length - 1))
+        """Those of one update, over all ranks."""
         self._to_device = context.accelerator.to_device
         self._coefficient = settings.ptx_coef
-        self._targets = settings.pretraining_rows * (length - 1)  # of one update, over all ranks
+        self._targets = self.texts.outputs
         # A row's first token is predicted from nothing, and no target.
         self.batches = context.batches(
             rows,

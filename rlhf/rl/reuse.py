@@ -7,9 +7,21 @@ the passes keep for backward lives until advantages are known, of all micro-batc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
+from torch import nn
+
+from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine
+from rlhf.errors import ConfigError
 from rlhf.models.dropout import drops
+from rlhf.models.forward import ScalarHead
+from rlhf.place import here
+from rlhf.planning import surroundings
+from rlhf.planning.fit import settled
+from rlhf.planning.models import source
+from rlhf.planning.shapes import shape_from
 from rlhf.stages.context import StageContext
 
 
@@ -26,4 +38,35 @@ def why_not(context: StageContext, engines: Mapping[str, TrainingEngine]) -> str
             return f"the {name} is trained with dropout"
         if engine.zero_stage == 3 and parts > 1:
             return f"at ZeRO-3 DeepSpeed gathers the {name}'s weights in the order of one micro-batch after the other"
-    return ""
+    kept = "one micro-batch of each model keeps" if parts == 1 else f"{parts} micro-batches of each model keep"
+    try:
+        fits = _fits(context)
+    except ConfigError as error:
+        return "" if parts == 1 else f"how much memory it takes that {kept} is not known: {error}"
+    if all(distributed.all_gather_objects(fits)):
+        return ""
+    return f"what {kept} for backward, at one time, would hardly fit in memory (ppo.micro_batch_size)"
+
+
+def _fits(context: StageContext) -> bool:
+    """Whether the plan has room for it on this rank's device; `context.models` are there already.
+
+    Raises:
+        ConfigError: the plan does not know the shape of a model.
+    """
+    config, held = context.config, context.holdings
+    local = here().local_size or context.world.size
+    around, room = surroundings.found(context.accelerator, config, context.world.size, local=local)
+    configs = {name: _config(context.models[name]) for name in held}
+    fused = all(getattr(each, "_attn_implementation", None) != "eager" for each in configs.values())
+    around = replace(around, base=min(around.base, surroundings.PROCESS), fused=fused)
+    shapes = {
+        source(config, held[name].role.start)[0]: shape_from(each.to_dict(), name) for name, each in configs.items()
+    }
+    return settled(config, ["ppo"], around, room=room, shapes=shapes).ppo.reuse_forward
+
+
+def _config(model: TrainingEngine | nn.Module) -> Any:
+    """transformers' configuration of a role's model."""
+    module: Any = getattr(model, "module", model)  # under DeepSpeed
+    return (module.model if isinstance(module, ScalarHead) else module).config

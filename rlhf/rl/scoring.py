@@ -13,6 +13,7 @@ from rlhf.engine.parking import at_hand
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
+from rlhf.rollout.packing import Part, parts, together
 from rlhf.stages.context import StageContext
 
 
@@ -39,35 +40,50 @@ class Scorer:
         self.actor, self.critic, self.reference, self.reward = actor, critic, reference, reward
         self.micro_rows = micro_rows
         self._precision, self._boundary = context.precision, context.accelerator.step_boundary
-        self._temperature = context.config.ppo.sampling.temperature
+        self._temperature, self._shapes = context.config.ppo.sampling.temperature, context.shapes
 
     def __call__(self, sequences: Batch, keep: list[Pass] | None = None) -> Batch:
         """What the models make of `PPO.generate`'s sequences, in micro-batches; see `PPO.score`.
 
         Args:
             keep: where it is given, policy and critic are scored by training passes, which are added to it: one for
-                each micro-batch, in the order of the rows.
+                each of `micro_batches`, in their order.
         """
-        parts = self._micro_batches(sequences)
+        length, packed = sequences["action_mask"].shape[1], self.micro_batches(sequences)
+        keys = ("input_ids", "attention_mask", "action_mask")
+        batches = [{key: part.of(sequences[key], length) for key in keys} for part in packed]
         trained = [engine for engine in (self.actor, self.critic) if engine]
         for engine in trained:
             engine.engine.eval()
         with torch.no_grad(), at_hand(self.reference, self.reward):
-            found = [self._frozen(part) for part in parts]
+            found = [self._frozen(part) for part in batches]
         if keep is not None:
             for engine in trained:
                 engine.train()
         # Last, and the critic first, which has no logits: what training passes keep is there from here on.
         with torch.set_grad_enabled(keep is not None):
-            values = [self._values(part) if self.critic else None for part in parts]
-            passes = [Pass(self._policy(part), value) for part, value in zip(parts, values)]
+            values = [self._values(part) if self.critic else None for part in batches]
+            passes = [Pass(self._policy(part), value) for part, value in zip(batches, values)]
         for scored, (policy, value) in zip(found, passes):
             scored |= {name: tensor.detach() for name, tensor in policy._asdict().items()}
             if value is not None:
                 scored["values"] = value.detach().float()
         if keep is not None:
             keep.extend(passes)
-        return {key: torch.cat([scored[key] for scored in found]) for key in found[0]}
+        return {key: together(packed, [scored[key] for scored in found], length) for key in found[0]}
+
+    def micro_batches(self, sequences: Batch) -> list[Part]:
+        """Which rows and columns are scored together."""
+        rows, length = sequences["action_mask"].shape
+        prompt = sequences["input_ids"].shape[1] - length
+        sizes = {"rows": rows, "prompt": prompt, "completion": length, "size": self.micro_rows}
+        return parts(sequences.get("lengths"), **sizes, policy=self._shapes)
+
+    def padding(self, sequences: Batch, row_mask: Tensor) -> Batch:
+        """Positions that one model's scoring pass computes, and those of them that hold a token of a real row."""
+        present = (sequences["attention_mask"] * row_mask.unsqueeze(1)).sum()
+        computed = sum(part.positions(len(row_mask)) for part in self.micro_batches(sequences))
+        return {"present": present, "positions": torch.full_like(present, computed)}
 
     def _frozen(self, part: Batch) -> Batch:
         """What the models that are not trained make of a micro-batch."""
@@ -114,10 +130,6 @@ class Scorer:
             return
         with without_adapters(self.actor.module):
             yield self.actor.engine
-
-    def _micro_batches(self, sequences: Batch) -> list[Batch]:
-        columns = (tensor.split(self.micro_rows) for tensor in sequences.values())
-        return [dict(zip(sequences, part)) for part in zip(*columns)]
 
 
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:

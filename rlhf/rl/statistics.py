@@ -24,7 +24,20 @@ def rollout_statistics(scored: Batch, sequences: Batch, row_mask: Tensor) -> Bat
         "kl": log_ratio.sum(),
         "entropy": masked(scored["entropy"], mask).sum(),
         "ended": (sequences["ended"] * rows).sum(),
+        **lengths(sequences, rows),
         **{name: (part * rows).sum() for name, part in scored.items() if is_part(name)},
+    }
+
+
+def lengths(sequences: Batch, rows: Tensor) -> Batch:
+    """Sums over real rows of the lengths of prompts and of whole texts, and of their squares."""
+    whole = sequences["attention_mask"].sum(1) * rows
+    prompts = whole - sequences["action_mask"].sum(1)
+    return {
+        "prompt_tokens": prompts.sum(),
+        "prompt_pairs": (prompts**2).sum(),
+        "text_tokens": whole.sum(),
+        "text_pairs": (whole**2).sum(),
     }
 
 

@@ -18,13 +18,14 @@ from rlhf.data.examples import Prompt
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
 from rlhf.engine.ema import EMA
-from rlhf.engine.statistics import Numbers, Sums
+from rlhf.engine.statistics import Numbers, Sums, padding_share
 from rlhf.engine.training import Batch, TrainingEngine
 from rlhf.models.loading import Loader
 from rlhf.models.tokenizers import end_tokens
 from rlhf.objectives import advantages as estimators
 from rlhf.objectives.advantages import whiten
 from rlhf.objectives.tokens import ends_with, masked
+from rlhf.rl import arithmetic
 from rlhf.rl.ptx import Pretraining
 from rlhf.rl.reuse import why_not
 from rlhf.rl.rewards import Rewards
@@ -35,6 +36,7 @@ from rlhf.rl.updates import MEANS, Updates
 from rlhf.rollout.choice import choose
 from rlhf.rollout.decoder import Decoder
 from rlhf.rollout.experience import Experience
+from rlhf.rollout.packing import lengths
 from rlhf.rollout.switch import generating
 from rlhf.stages.context import StageContext
 
@@ -132,11 +134,14 @@ class PPO:
         prompts = self.accelerator.to_device(self.prompts(index))
         passes: list[Pass] | None = [] if self._keeps else None
         self.experience = experience = self.collect(prompts, sums, self.examples(index), keep=passes)
-        made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef, passes=passes or ())
+        with self.context.phases("training"):
+            made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef, passes=passes or ())
         found = sums.read()
+        arithmetic.tell(self.context, found, made["updates"], self.updates.pretraining, reused=self._keeps)
         numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
         numbers |= {
             "returns": found["returns"] / max(found["tokens"], 1),
+            "padding_share": padding_share(found),
             **made,
             **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
         }
@@ -162,7 +167,8 @@ class PPO:
 
         Returns:
             `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
-            batch have no actions. `ended` [B]: 1 where the last action is an end token.
+            batch have no actions. `ended` [B]: 1 where the last action is an end token. Where padding is to be left
+            out of passes over them, `lengths` (see `rlhf.rollout.packing`).
         """
         with generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
@@ -172,7 +178,8 @@ class PPO:
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
         action_mask = (completions.mask * prompts["row_mask"].unsqueeze(1)).float()
-        return {
+        found = lengths(prompts["prompt_mask"], completions.mask, self.context.shapes)
+        return ({} if found is None else {"lengths": found}) | {
             "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
             "attention_mask": torch.cat([prompts["prompt_mask"], completions.mask], dim=1),
             "action_mask": action_mask,
@@ -199,14 +206,17 @@ class PPO:
         self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
     ) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
-        sequences = self.generate(prompts)
-        self.decoder.make_room()
-        scored = self.score(sequences, examples, keep=keep)
+        with self.context.phases("generation"):
+            sequences = self.generate(prompts)
+            self.decoder.make_room()
+        with self.context.phases("scoring"):
+            scored = self.score(sequences, examples, keep=keep)
         mask = sequences["action_mask"]
         values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
         rewards = self.shaping.rewards(scored, mask, sequences["ended"])
         advantages, returns = self._estimate(rewards, values, mask, self.settings)
         sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]), returns=(returns * mask).sum())
+        sums.add(**self.scorer.padding(sequences, prompts["row_mask"]))
         if self.critic:
             sums.add(**critic_statistics(values, returns, mask))
         if self.settings.method.whiten_advantages:
@@ -222,6 +232,7 @@ class PPO:
             scores=scored["scores"],
             advantages=advantages * mask,
             returns=returns * mask,
+            lengths=sequences.get("lengths"),
         )
 
     def save_state(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Updates:
         self.settings, self.actor, self.critic = context.config.ppo, actor, critic
         self.pretraining = pretraining
         self._seed, world = context.config.seed, context.world.size
-        self._longest = context.config.data.max_completion_length
+        self._longest, self._shapes = context.config.data.max_completion_length, context.shapes
         self.minibatch, self.micro_rows = self.settings.minibatch(world)
         self._rows = self.minibatch // world  # of one minibatch, on this rank
 
@@ -76,7 +76,7 @@ class Updates:
         # Actions and sequences of the whole global minibatch: losses are means over them, however rows are split.
         mask = minibatch.action_mask
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
-        parts, found = list(zip(minibatch.split(self.micro_rows), passes or repeat(None))), Sums()
+        parts, found = list(zip(minibatch.micro_batches(self.micro_rows, self._shapes), passes or repeat(None))), Sums()
         policy: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
         work: list[Work] = [(self.actor, policy, parts)]
         if self.pretraining:

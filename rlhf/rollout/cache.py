@@ -102,7 +102,6 @@ class ViewedCache(StaticCache):
         kinds = {type(layer) for layer in self.layers}
         self.narrows = kinds <= {ViewedLayer, LinearAttentionLayer, DummyLayer}
         self.drops_rows = kinds <= {ViewedLayer, DummyLayer}
-        self.length = length
         if not self.drops_rows:
             whole = ", ".join(sorted(kind.__name__ for kind in kinds - {ViewedLayer, DummyLayer}))
             logger.debug("rows that have ended are computed on, since %s of transformers holds all rows", whole)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from accelerators import ShapePolicy
+from rlhf.rollout.packing import parts
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Experience:
     advantages: Tensor  # [B, A] float32
     returns: Tensor  # [B, A] float32
 
+    lengths: Tensor | None = None  # see `rlhf.rollout.packing.lengths`
+
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
@@ -40,12 +47,24 @@ class Experience:
         return self.action_mask.shape[1]
 
     def rows(self, index: Tensor) -> Experience:
-        """The rows that `index` [N] names."""
-        return Experience(*(getattr(self, field.name).index_select(0, index) for field in fields(self)))
+        """The rows that `index` [N], on the host, names."""
+        return self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def split(self, size: int, generator: torch.Generator | None = None) -> list[Experience]:
         """Parts of `size` rows, in an order drawn from `generator`, or as they are."""
         if generator is None and size == len(self):
             return [self]
         order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
-        return [self.rows(part.to(self.input_ids.device)) for part in order.split(size)]
+        return [self.rows(part) for part in order.split(size)]
+
+    def micro_batches(self, size: int, policy: ShapePolicy) -> list[Experience]:
+        """Parts of `size` rows of like length, without the columns that are padding; see `rlhf.rollout.packing`."""
+        length = self.completion_length
+        prompt = self.input_ids.shape[1] - length
+        found = parts(self.lengths, rows=len(self), prompt=prompt, completion=length, size=size, policy=policy)
+        without = replace(self, lengths=None)
+        return [without._each(partial(part.of, completion_length=length)) for part in found]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Experience:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Experience(**{name: None if tensor is None else change(tensor) for name, tensor in tensors.items()})

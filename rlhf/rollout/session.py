@@ -71,8 +71,8 @@ class Session:
         device = prompt_ids.device
         length = drawing.length
         most = None if drawing.eager else _RECORDED_WINDOWS
-        widths = windows(prompt_length, length - 1, most)  # the last token drawn is not read
-        columns = max([prompt_length, *widths])
+        widths = windows(prompt_length, max(length - 1, 1), most)  # the last token drawn is not read
+        columns = widths[-1]
         self.drawing = drawing
         self.model: Any = model
         self.shape = prompt_ids.shape
@@ -80,7 +80,7 @@ class Session:
         self.local_attention = LocalAttention(model, columns)
         self.with_positions = accepts_positions(model)
         self.compacts = drawing.eager and self.cache.drops_rows
-        # Of a token of the prompt and those drawn so far; columns not yet written stay 1: causality hides them.
+        # Of the prompt and what follows; columns not yet written are 1: causality hides them.
         self.attention_mask = torch.ones(rows, columns, dtype=torch.long, device=device)
         # By row. While rows leave, the first `rows` are those that go on, and `order` says which prompts they are of.
         self.rows = rows
@@ -97,6 +97,7 @@ class Session:
         self.done = 0
         if not self.cache.narrows:
             widths = widths[-1:]
+        self.width_of_prompt = prompt_length if self.cache.narrows else columns
         if capture is not None and (counting := ", ".join(self.cache.counting())):
             raise CaptureError(
                 f"{self._key(columns)} cannot be repeated: {counting} of transformers counts tokens in Python"
@@ -127,7 +128,7 @@ class Session:
         self.finished.zero_()
         self.uniform.copy_(prompts.uniform.T)
         self.position.copy_(position_ids(prompts.mask)[:, -1:])
-        width = prompt_length if self.cache.narrows else self.cache.length
+        width = self.width_of_prompt
         self.cache.show(rows, width, torch.arange(prompt_length, device=prompts.ids.device), 0)
         self.local_attention.prompt(prompt_length, width)
         inputs = model_inputs(self.model, prompts.ids, self.attention_mask[:, :width], self.cache)

@@ -14,6 +14,9 @@ from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine, freeze
+from rlhf.errors import ConfigError
+from rlhf.metrics.flops import Products
+from rlhf.metrics.phases import Phases
 from rlhf.metrics.progress import console
 from rlhf.metrics.recorder import Recorder
 from rlhf.models.dropout import set_dropout
@@ -22,6 +25,7 @@ from rlhf.models.loading import Loader
 from rlhf.models.lora import add_adapters, merges
 from rlhf.models.quantized import count, quantize
 from rlhf.models.shared_base import Base
+from rlhf.planning.shapes import shape_from
 from rlhf.roles import Holding, Name, holdings
 
 if TYPE_CHECKING:
@@ -73,6 +77,25 @@ class StageContext:
     def holdings(self) -> dict[Name, Holding]:
         """How each model of this stage is held."""
         return holdings(self.config, self.directory.name)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """What the stage's steps take."""
+        return Phases(self.accelerator, self.precision, self.world.size)
+
+    @cached_property
+    def products(self) -> dict[Name, Products] | None:
+        """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
+        found = {}
+        for name, holding in self.holdings.items():
+            model: Any = getattr(self.models[name], "module", self.models[name])
+            config = getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
+            try:
+                shape = shape_from(config.to_dict() if config else {}, name)
+            except ConfigError:
+                return None
+            found[name] = Products.of(shape, scalar_head=holding.role.scalar_head, rank=holding.lora.rank)
+        return found
 
     def engine(
         self,
@@ -126,7 +149,8 @@ class StageContext:
         """The role's model for scoring only; see `freeze`."""
         holding = self.holdings[name]
         model = self._loaded(holding, load)
-        if holding.offloads_parameters and self._on_a_base(model):
+        shared = self._on_a_base(model)
+        if holding.offloads_parameters and shared:
             if self.accelerator.host_device() != self.accelerator.device():
                 self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
             holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
@@ -135,6 +159,7 @@ class StageContext:
             accelerator=self.accelerator,
             precision=self.precision,
             holding=holding,
+            shared=shared,
         )
         return self.models[name]
 
@@ -154,7 +179,7 @@ class StageContext:
         return any(id(parameter) in theirs for parameter in model.parameters())
 
     def batches(
-        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: bool
+        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: Any
     ) -> Batches:
         """This rank's share of the global batches over `examples`."""
         return Batches(
@@ -168,9 +193,9 @@ class StageContext:
             **options,
         )
 
-    def evaluation_batches(self, examples: list[Any], collate: Any, training: TrainingConfig, rows: int) -> Batches:
+    def evaluation_batches(
+        self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
+    ) -> Batches:
         """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
-        size = rows * self.world.size
-        return self.batches(
-            examples[: training.eval_rows], collate, batch_size=size, micro_batch_size=rows, shuffle=False
-        )
+        size, examples = rows * self.world.size, examples[: training.eval_rows]
+        return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)

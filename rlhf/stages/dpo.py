@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf.config import DPOConfig
 from rlhf.data.batches import Batches, collate_dpo
-from rlhf.data.examples import Example, NumberedPair
+from rlhf.data.examples import Numbered
 from rlhf.data.tokenization import StageData
 from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import Batch, TrainingEngine
@@ -40,9 +40,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
         completion=limits.max_completion_length,
         pad_token_id=tokenizer.pad_token_id,
     )
-    examples = [*data.train, *data.heldout]
-    pairs: list[Example] = [NumberedPair(**vars(pair), number=number) for number, pair in enumerate(examples)]
-    train, heldout = pairs[: len(data.train)], pairs[len(data.train) :]
+    train, heldout = Numbered(data.train), Numbered(data.heldout, len(data.train))
     stage = Supervised(context, load, collate, replace(data, train=train, heldout=heldout))
     referenced: References
     if settings.reference == "beside":
@@ -51,7 +49,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
     else:
         met = min(stage.total_steps, len(stage.batches))
         passes = [Pass(stage.batches, met), Pass(stage.held_out, len(stage.held_out))]
-        referenced = Precomputed(context, stage.engine, passes, len(pairs))
+        referenced = Precomputed(context, stage.engine, passes, len(train) + len(heldout))
 
     def loss(model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         losses, statistics = preferences(model, batch, settings)

@@ -7,7 +7,6 @@ them, stops at a number that is not finite, writes checkpoints and resumes from 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +99,7 @@ def begin(
     load_state(state["stage"])
     _restore_generators(context, state["rng"], done)
     context.clock.earlier += state["seconds"]
+    context.phases.totals.update(state.get("phases", {}))  # checkpoints of earlier versions have none
     context.say(f"{context.directory.name}: resumed after step {done:,}")
     return done
 
@@ -107,15 +107,15 @@ def begin(
 def measured(
     context: StageContext, index: int, step: Callable[[int], Numbers], engines: dict[str, TrainingEngine], unit: str
 ) -> Numbers:
-    """The numbers of `step(index)`, with those that say how fast it was; see `run_steps`.
+    """The numbers of `step(index)`, with those that say how fast it was and what it took; see `run_steps`.
 
     Raises:
         DivergedError: one of them is not finite, or fp16 cannot hold the gradients whatever the loss scale.
     """
-    begun, skipped = time.perf_counter(), _skipped(engines)
-    numbers = step(index)
-    context.accelerator.synchronize()  # so that the time is that of the work
-    numbers[f"{unit}_per_second"] = numbers[unit] / (time.perf_counter() - begun)
+    phases, skipped = context.phases, _skipped(engines)
+    with phases.step():
+        numbers = step(index)
+    numbers |= phases.numbers() | {f"{unit}_per_second": numbers[unit] / phases.seconds}
     compilations = context.accelerator.compilations()
     if compilations is not None:
         numbers["compilations"] = float(compilations)
@@ -136,6 +136,7 @@ def save(
 ) -> None:
     """Write the checkpoint of a stage that has done `done` steps."""
     own = {"stage": save_state(), "rng": context.accelerator.rng_state(), "seconds": context.clock.seconds()}
+    own["phases"] = dict(context.phases.totals)
     checkpoint.save(context.directory, done, engines, own)
     context.settle()
 

@@ -7,17 +7,18 @@ flow out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from rlhf.config import EpochConfig
-from rlhf.data.batches import Batches
+from rlhf.data.batches import Batches, padding, tokens_of
 from rlhf.data.tokenization import StageData
 from rlhf.engine import distributed
-from rlhf.engine.statistics import Numbers
+from rlhf.engine.statistics import Numbers, padding_share
 from rlhf.engine.training import Batch, TrainingEngine
+from rlhf.metrics.flops import Texts
 from rlhf.models.loading import Loader
 from rlhf.stages.context import StageContext
 from rlhf.stages.leaving import leave, say_what_is_left
@@ -52,8 +53,9 @@ class Supervised:
         self.context = context
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
-        self.batches = context.batches(data.train, collate, batch_size=settings.batch_size, micro_batch_size=micro)
-        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro)
+        sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
+        self.batches = context.batches(data.train, collate, **sizes, length=tokens_of)
+        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=tokens_of)
         self.total_steps = settings.total_steps(len(self.batches))
         (role,) = (role for role, holding in context.holdings.items() if holding.role.trained)
         self.engine = context.engine(
@@ -70,12 +72,20 @@ class Supervised:
         context, engine = self.context, self.engine
 
         def step(index: int) -> Numbers:
-            batches = objective.prepare([context.accelerator.to_device(batch) for batch in self.batches.step(index)])
-            # Of the whole global batch: the loss is a mean over it, however rows are split.
-            total = distributed.all_sum(sum(objective.count(batch) for batch in batches).float())
-            rates = engine.rates
-            sums = engine.step(batches, lambda model, batch: objective.loss(model, batch, total))
-            return objective.averages(sums.read()) | rates | {"grad_norm": engine.grad_norm()}
+            batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
+            with context.phases("training"):
+                batches = objective.prepare(batches)
+                # Of the whole global batch: the loss is a mean over it, however rows are split.
+                total = distributed.all_sum(sum(objective.count(batch) for batch in batches).float())
+                rates = engine.rates
+                sums = engine.step(batches, lambda model, batch: objective.loss(model, batch, total))
+            for batch in batches:
+                sums.add(**read(batch), **padding(batch))
+            found = sums.read()
+            texts = Texts(*(found.pop(f"read_{name}") for name in Texts._fields))
+            context.phases.did("training", tokens=texts.tokens, flops=arithmetic(context, texts))
+            share = padding_share({key: found.pop(key) for key in ("present", "positions")})
+            return objective.averages(found) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 
         summary = run_steps(
             context,
@@ -91,3 +101,22 @@ class Supervised:
         )
         say_what_is_left(context, engine)
         return summary | {"parameters": engine.parameter_counts}
+
+
+def read(batch: Batch) -> Batch:
+    """Sums of what the model reads of a batch's real rows, as `Texts` has them, under names that begin with read."""
+    real = batch["loss_mask"].any(1) if "loss_mask" in batch else batch["pair_mask"].repeat(2)
+    lengths = batch["attention_mask"].sum(1) * real
+    foretold = batch.get("loss_mask", batch.get("completion_mask"))  # a scalar head is read at every token
+    outputs = lengths if foretold is None else foretold.sum(1) * real
+    return {"read_tokens": lengths.sum(), "read_pairs": (lengths**2).sum(), "read_outputs": outputs.sum()}
+
+
+def arithmetic(context: StageContext, texts: Texts) -> float | None:
+    """Operations of a step over these texts: an update and, in dpo with the reference beside, its forward pass."""
+    if context.products is None:
+        return None
+    trained, *frozen = context.products.values()
+    beside = context.directory.name == "dpo" and context.config.dpo.reference == "beside"
+    scored = frozen[0] if frozen else replace(trained, adapters=0)
+    return trained.update(texts) + (scored.forward(texts) if beside else 0)

@@ -193,7 +193,7 @@ def test_gradients_are_clipped_to_the_norm(cpu):
 
 
 def test_attention_is_named_for_transformers(cpu):
-    assert cpu.kernel("attention") == "sdpa"
+    assert cpu.kernel("attention") == "cpu_composed"
 
 
 def test_a_missing_kernel_is_none_or_an_error_with_the_reason(cpu):

@@ -55,6 +55,20 @@ def runtime(monkeypatch):
     return pretend
 
 
+@pytest.mark.parametrize(
+    ("chip", "peaks"),
+    [
+        ("H100", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
+        ("H200", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
+        ("A100", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}),
+        ("V100", {"fp16": 125e12, "fp32": 15.7e12}),  # emulates bf16
+        ("GB10", {}),  # of which no data sheet was read
+    ],
+)
+def test_what_a_chip_can_do_at_most_is_stated_by_its_name(on, chip, peaks):
+    assert on(chip).machine.weakest.peak_flops == peaks
+
+
 # precision
 
 NO_BF16 = "emulated below sm_80, and this is"
@@ -138,8 +152,9 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
         "graph_capture": "cuda-graphs",
         "quantized_weights": "torch",
     }
-    assert set(used) == set(OPERATIONS)
+    assert set(used) == set(OPERATIONS) - {"inference_weights"}
     assert all(support.reason for operation in OPERATIONS for _, support in cuda.candidates(operation))
+    assert "in the order that they are trained in" in cuda.capabilities()["inference_weights"].reason
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,12 @@ def test_hl_smi_tells_count_chip_and_driver(hl_smi, chip, count):
     assert gaudi.cards() == gaudi.Cards(count, chip, DRIVER, "hl-smi")
 
 
+def test_what_a_card_can_do_at_most_is_stated_but_of_a_simulation(hl_smi):
+    peaks = [gaudi.Cards(1, chip, DRIVER, "hl-smi").peak_flops for chip in ("Gaudi", "Gaudi2", "Gaudi3")]
+    assert peaks == [{}, {"bf16": 432e12}, {"bf16": 1835e12}]
+    assert gaudi.Cards(1, "Gaudi2", "rlhf-gaudi-sim 2 (a simulation on the CPU)", "hl-smi").peak_flops == {}
+
+
 @pytest.mark.parametrize(
     ("board", "model"),
     [

@@ -227,6 +227,17 @@ def test_a_name_that_is_nearly_one_of_the_interface_is_an_error(misbehaved, monk
     ("value", "said"),
     [
         (lambda: DeviceInfo("NPU", "2", "none"), "DeviceInfo: count is '2', expected an int"),
+        (
+            lambda: DeviceInfo("NPU", 2, "none", peak_flops=4e12),
+            "DeviceInfo: peak_flops is 4000000000000.0, expected a Mapping",
+        ),
+        *(
+            (
+                lambda peaks=peaks: DeviceInfo("NPU", 2, "none", peak_flops=peaks),
+                f"DeviceInfo: peak_flops has {peaks}, expected bf16 or fp16 or fp32 and a number above 0",
+            )
+            for peaks in ({"int8": 4e12}, {"bf16": "4e12"}, {"fp32": 0})
+        ),
         (lambda: Memory(1.5, 2, 3), "Memory: allocated is 1.5, expected an int"),
         (lambda: Precision(torch.float32, "fp12", ""), "Precision: name is 'fp12', expected bf16, fp16, fp32"),
         (lambda: Precision("float32", "fp32", ""), "Precision: dtype of fp32 is float32, expected torch.float32"),

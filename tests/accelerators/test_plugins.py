@@ -128,7 +128,14 @@ def test_a_plugin_that_hangs_as_it_is_imported_and_one_that_answers_rubbish_stop
     assert reasons["fast"].startswith("its factory failed (ImportError: libfast.so: no such file)")
     assert "adamw: fast is not used: its factory failed" in done.stderr
     used, unasked = operations_printed(facts, capsys)
-    assert used == {"adamw", "adamw_cpu_offload", "clip_grad_norm", "attention", "quantized_weights"}
+    assert used == {
+        "adamw",
+        "adamw_cpu_offload",
+        "clip_grad_norm",
+        "attention",
+        "quantized_weights",
+        "inference_weights",
+    }
     assert unasked == set()
 
 

@@ -17,6 +17,7 @@ from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.examples import Pair
 from rlhf.data.tokenization import StageData
 from rlhf.engine.statistics import Sums
+from rlhf.metrics import phases
 from rlhf.rl.samples import samples
 from rlhf.rollout.decoder import Completions, Decoder
 from rlhf.stages import loop, ppo, reward
@@ -30,10 +31,14 @@ EOS = 0
 
 def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     context = stage_context(accelerator, tmp_path, "sft", {"sft": {"log_every": 2}})
     logged = []
-    monkeypatch.setattr(context.recorder, "log", lambda step, numbers: logged.append((step, numbers)))
+
+    def log(step: int, numbers: dict[str, float]) -> None:
+        logged.append((step, numbers["seconds"], numbers["tokens"], numbers["tokens_per_second"]))
+
+    monkeypatch.setattr(context.recorder, "log", log)
 
     def step(index: int) -> dict[str, float]:
         now[0] += 4.0
@@ -41,7 +46,7 @@ def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_pat
 
     settings = context.config.sft
     loop.run_steps(context, total_steps=3, step=step, engines={}, settings=settings, unit="tokens", shown=())
-    assert logged == [(2, {"tokens": 20.0, "tokens_per_second": 5.0}), (3, {"tokens": 30.0, "tokens_per_second": 7.5})]
+    assert logged == [(2, 4.0, 20.0, 5.0), (3, 4.0, 30.0, 7.5)]
 
 
 class LastToken(nn.Module):

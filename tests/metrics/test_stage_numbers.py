@@ -32,6 +32,16 @@ EOS = 0
 SIZES: dict[str, Any] = {"eos_token_id": EOS, "num_hidden_layers": 1, "initializer_range": 0.3}
 
 
+PEAK = 5e12
+MATRICES, WIDTH = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48, 32
+"""Numbers in the matrices of the one layer of `tests.helpers.llama`, and the width of its attention."""
+
+
+def forward(lengths: list[int], *, head: int) -> float:
+    """Operations of a forward pass; `head`: of its output or scalar head, in all."""
+    return sum(2 * MATRICES * length + 4 * WIDTH * length**2 for length in lengths) + head
+
+
 def policy() -> Any:
     return llama(20, **SIZES)
 
@@ -64,6 +74,8 @@ def run_stage(accelerator, tmp_path_factory):
         data = {"max_prompt_length": 3, "max_completion_length": 5}
         with pytest.MonkeyPatch.context() as patch, Recorder(RunDirectory(folder).stage(stage)) as recorder:
             patch.setattr(accelerator, "compilations", lambda: 7)
+            info = replace(accelerator.info(), peak_flops={"fp32": PEAK})
+            patch.setattr(accelerator, "info", lambda: info)
             patch.setattr(TrainingEngine, "loss_scale", lambda engine: 1.0)
             # ZeRO 1: an optimizer that can overflow
             values = {"precision": "fp32", "engine": {"zero_stage": 1}, "data": data, stage: values}
@@ -126,6 +138,15 @@ def test_the_tokens_of_a_batch_are_those_of_prompts_and_replies(sft_ran):
     assert sft_ran.step["tokens"] == sum(lengths)
 
 
+def test_the_arithmetic_of_a_supervised_step_is_three_forward_passes_over_its_real_rows(sft_ran):
+    lengths = [len(example.prompt_ids + example.completion_ids) for example in DEMONSTRATIONS]
+    step = sft_ran.step
+    targets = sum(len(example.completion_ids) for example in DEMONSTRATIONS)
+    expected = 3 * forward(lengths, head=2 * 20 * 32 * targets)
+    assert step["tflops"] * 1e12 * step["seconds"] == pytest.approx(expected, rel=1e-6)
+    assert step["peak_share"] == pytest.approx(step["tflops"] * 1e12 / PEAK)
+
+
 def test_the_heldout_perplexity_is_exp_of_transformers_loss(sft_ran):
     from transformers import AutoModelForCausalLM
 
@@ -159,6 +180,14 @@ def reward_ran(run_stage):
     values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
     data = StageData(PAIRS, HELDOUT_PAIRS, [])
     return run_stage("reward", values, lambda context: reward.run(context, given(scorer()), language.tokenizer(), data))
+
+
+def test_the_arithmetic_of_a_reward_step_is_of_both_rows_of_each_real_pair(reward_ran):
+    lengths = [len(pair.prompt_ids + ids) for pair in PAIRS for ids in (pair.chosen_ids, pair.rejected_ids)]
+    step = reward_ran.step
+    assert step["tokens_per_second"] * step["seconds"] == pytest.approx(sum(lengths))
+    expected = 3 * forward(lengths, head=2 * 32 * sum(lengths))
+    assert step["tflops"] * 1e12 * step["seconds"] == pytest.approx(expected, rel=1e-6)
 
 
 def plain_scores(model: Any, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
@@ -347,6 +376,7 @@ def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ra
     ran = {"sft": sft_ran, "reward": reward_ran, "dpo": dpo_ran, "ppo": ppo_ran}[stage]
     only = {key for name, key, definition in table(*RECORDS) if name == stage and definition.startswith("Only ")}
     elsewhere = {key for key in only if key.endswith(("reward_model", "/<name>"))}  # tests/rewards
+    elsewhere |= {"peak_share"} if stage == "ppo" else set()  # its table of rewards is of no known shape
     assert ran.keys >= only - elsewhere - {"lora_learning_rate", "kl_loss", "ptx_loss"}
     assert ran.keys <= {key for name, key, _ in table(*RECORDS) if name == stage}
     assert ran.step["compilations"] == 7

@@ -29,6 +29,9 @@ SUMMARIES: list[dict[str, Any]] = [
         "after": {"reward": 1.75, "kl": 4.2},
         "seconds": 75.0,
         "peak_memory": 3 * 2**30,
+        "phases": {"generation": 21.0, "scoring": 9.0, "training": 29.8, "other": 0.2},
+        "tflops": 0.4123,
+        "peak_share": 0.412,
         "samples": [{"prompt": "Where does the [bee] live?", "before": "", "after": "In a [bold]hive[/]."}],
     },
 ]
@@ -56,6 +59,13 @@ def test_texts_of_a_model_are_shown_as_they_are() -> None:
     assert "Where does the [bee] live?" in text
     assert "In a [bold]hive[/]." in text
     assert "(empty)" in text
+
+
+def test_a_stage_says_where_its_time_went_and_how_fast_it_was() -> None:
+    said = (
+        "1:15 · 3.0 GiB peak · generation 35 %, scoring 15 %, training 50 % · 0.41 TFLOP/s (41 % of the device's peak)"
+    )
+    assert said in shown(200)
 
 
 def test_lines_fit_the_terminal() -> None:

@@ -15,12 +15,13 @@ from rlhf.config import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.attention import Choice, choose_attention, describe
 
+OWN = "cpu_composed"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def offer(name: str, **changes: Any) -> KernelImpl:
     """A plugin's attention that transformers knows as `name`, better than what is portable."""
-    options = {"supported": lambda accelerator: Support(True, "fast"), "priority": 9, "plugin": "rlhf-fast 1.0 (fast)"}
+    options = {"supported": lambda accelerator: Support(True, "fast"), "priority": 99, "plugin": "rlhf-fast 1.0 (fast)"}
     return KernelImpl(
         **{"operation": "attention", "name": name, "factory": lambda accelerator: name} | options | changes
     )
@@ -62,19 +63,27 @@ NONE = {
 }
 
 
+TAKES_NONE = "takes none that is registered with transformers"
+
+
 @pytest.mark.parametrize("name", [*NONE, "opt", "llama", "falcon"])
-def test_an_architecture_without_sdpa_gets_eager(cpu: Any, tmp_path: Path, name: str) -> None:
+def test_an_architecture_gets_the_best_that_it_has_and_eager_last(cpu: Any, tmp_path: Path, name: str) -> None:
     layers = {"attention_types": [[["global"], 1]]} if name == "gpt_neo" else {}
     found = chosen(cpu, saved(tmp_path, name, **layers))
-    expected = Choice("eager", {"sdpa": f"{NONE[name]} has none"}) if name in NONE else Choice("sdpa", {})
-    assert found == expected
+    if name in NONE:
+        own = "it has no s_aux" if name == "gpt_oss" else f"{NONE[name]} {TAKES_NONE}"
+        assert found == Choice("eager", {OWN: own, "sdpa": f"{NONE[name]} has none"})
+    elif name == "falcon":
+        assert found == Choice("sdpa", {OWN: f"FalconForCausalLM {TAKES_NONE}"})
+    else:
+        assert found == Choice(OWN, {})
 
 
 def test_a_soft_cap_is_never_dropped(cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.17 says that Gemma 2 has sdpa, which would not cap its scores."""
     monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
-    refusal = "torch's scaled_dot_product_attention has no softcap"
-    assert chosen(cpu, saved(tmp_path, "gemma2")) == Choice("eager", {"sdpa": refusal})
+    refusals = {OWN: "it has no softcap", "sdpa": "torch's scaled_dot_product_attention has no softcap"}
+    assert chosen(cpu, saved(tmp_path, "gemma2")) == Choice("eager", refusals)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,7 @@ def test_what_an_implementation_refuses_gets_the_next_one(
 ) -> None:
     cpu.contribute([offer(registered, refuses=refuses)])
     found = chosen(cpu, saved(tmp_path, "mistral", sliding_window=8))
-    assert found.name == "sdpa"
+    assert found.name == OWN
     assert found.refused[registered].startswith(why)
     if refuses is no_windows:
         assert chosen(cpu, saved(tmp_path, "llama")) == Choice(registered, {})
@@ -147,6 +156,8 @@ def test_a_run_says_and_records_what_each_model_got(rlhf: Any, tokenizer: Any, t
     tokenizer.save_pretrained(folder)
     settings = ("--set", f"model.path={folder}", "--set", "sft.max_steps=1", "--output", output)
     done = rlhf("sft", *settings)
-    assert "attention: eager for tiny-bloom (sdpa: BloomForCausalLM has none)" in done.stdout.splitlines()
+    refused = {OWN: f"BloomForCausalLM {TAKES_NONE}", "sdpa": "BloomForCausalLM has none"}
+    reasons = "; ".join(f"{better}: {why}" for better, why in refused.items())
+    assert f"attention: eager for tiny-bloom ({reasons})" in done.stdout.splitlines()
     recorded = json.loads((output / "run.json").read_text())["accelerator"]["attention"]
-    assert recorded == {str(folder): {"name": "eager", "refused": {"sdpa": "BloomForCausalLM has none"}}}
+    assert recorded == {str(folder): {"name": "eager", "refused": refused}}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerators import ShapePolicy, Support
-from accelerators.graphs import Graph
+from accelerators.graphs import Graph, checked
 from rlhf.config import SamplingConfig
 from rlhf.rollout import session
 from rlhf.rollout.session import windows
@@ -210,6 +210,16 @@ def test_windows_last_for_two_steps_or_more_and_hold_all(steps: int, most: int |
     assert found[-1] - 8 < 13 + steps <= found[-1] and all(width % 8 == 0 for width in found)
     assert min(lasting) >= min(steps, 2) and max(lasting) - min(lasting) < 16
     assert len(found) == (-(-steps // 32) if most is None else min(4, -(-steps // 32)))
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "GPT-2", "OPT", "BLOOM", "Falcon RW", "Qwen3"])
+def test_prompts_are_read_without_a_wait_for_the_device(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of models with sliding windows, transformers reads the mask."""
+    start = session.Session.start
+    monkeypatch.setattr(session.Session, "start", lambda self, prompts: checked(start, "start")(self, prompts))
+    decoder(accelerator).generate(family(name), *prompts(), GREEDY)
 
 
 def test_a_completion_of_one_token_takes_no_step(accelerator: Any, seen: Any) -> None:

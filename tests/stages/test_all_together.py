@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from rlhf.metrics.phases import of_the_machine
 from tests.helpers import assert_same_weights, start, wait_for
 
 KEYS = (
@@ -73,5 +74,4 @@ def test_a_killed_run_of_everything_goes_on(rlhf, finished_run, tmp_path):
 
 def records(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = ("per_second", "time")
-    return [{key: value for key, value in line.items() if not key.endswith(times)} for line in lines]
+    return [{key: value for key, value in line.items() if key != "time" and not of_the_machine(key)} for line in lines]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.metrics.phases import of_the_machine
 from rlhf.run import RunDirectory
 from rlhf.stages import sft
 from rlhf.stages.loop import Found, run_steps
@@ -154,7 +155,7 @@ def test_a_measure_that_draws_random_numbers_leaves_those_of_training_alone(acce
 def same_training(one: Path, other: Path, stage: str) -> None:
     def steps(folder: Path) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in record.items() if key != "time" and not key.endswith("_per_second")}
+            {key: value for key, value in record.items() if key != "time" and not of_the_machine(key)}
             for record in records(folder, stage)
             if "learning_rate" in record
         ]

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from accelerators import Memory
 from rlhf.data.tokenization import load_stage
+from rlhf.errors import ConfigError
+from rlhf.rl import reuse
 from rlhf.rl.trainer import PPO, Models
 from tests.helpers import llama
 from tests.in_process import given, stage_context
@@ -94,6 +97,28 @@ def test_nothing_is_said_where_it_passes_once(build, changes):
     assert not [line for line in said if "passes of their own" in line]
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"), [(2, "3 micro-batches of each model keep"), (None, "one micro-batch of each")]
+)
+def test_where_memory_is_short_it_passes_twice(build, accelerator, monkeypatch, rows, told):
+    """On any rank; there all micro-batches' activations would have to be kept at one time."""
+    monkeypatch.setattr(accelerator, "memory", lambda: Memory(allocated=2**28, peak=2**28, total=2**28))
+    ppo, said = build(micro_batch_size=rows)
+    assert [line for line in said if told in line and "would hardly fit in memory (ppo.micro_batch_size)" in line]
+    assert passes(ppo, 0)["actor"] == 2 * (3 if rows else 1)
+
+
+@pytest.mark.parametrize(("rows", "each"), [(2, 6), (None, 1)])
+def test_a_model_whose_shape_is_not_known_keeps_one_micro_batch_alone(build, monkeypatch, rows, each):
+    def unknown(*_: Any) -> Any:
+        raise ConfigError("actor: the plan does not know the shapes of model type 'ctrl'")
+
+    monkeypatch.setattr(reuse, "shape_from", unknown)
+    ppo, said = build(micro_batch_size=rows)
+    assert passes(ppo, 0)["actor"] == each
+    assert [line for line in said if "is not known: actor: the plan does not know" in line] == (said if rows else [])
+
+
 def state(ppo: PPO) -> dict[str, torch.Tensor]:
     found = {}
     for name, engine in ppo.engines.items():
@@ -117,8 +142,8 @@ def state(ppo: PPO) -> dict[str, torch.Tensor]:
 def test_steps_are_those_of_two_passes(build, changes):
     """To the bit: of dropout there is none, so that evaluation and training compute the same."""
     found = []
-    for reuse in (True, False):
-        ppo, _ = build(reuse_forward=reuse, **changes)
+    for once in (True, False):
+        ppo, _ = build(reuse_forward=once, **changes)
         numbers = [ppo.step(index) for index in range(2)]
         found.append((numbers, state(ppo)))
     (ours, weights), (theirs, expected) = found

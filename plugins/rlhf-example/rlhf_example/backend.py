@@ -22,6 +22,7 @@ class Example(Accelerator):
     deepspeed_name = "cpu"  # the device type of its tensors; a real device has its own
     absent: ClassVar[Mapping[str, str]] = {
         "graph_capture": "an Example One launches nothing, so there is nothing to record",
+        "inference_weights": "an Example One reads weights in any order equally fast",
     }
 
     def bind(self, local_rank: int) -> torch.device:

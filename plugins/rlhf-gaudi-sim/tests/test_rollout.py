@@ -67,5 +67,7 @@ def test_recorded_steps_draw_the_tokens_of_plain_ones_in_models_with_windows_too
     for title, expected in found["cpu"].items():
         assert found["hpu"][title]["tokens"] == expected["tokens"], title
         first, second, third = found["hpu"][title]["compilations"]
-        assert 0 < first < 16, "a step is recorded once for each of three windows, and not compiled 71 times"
-        assert second <= 1 and third == 0, "prompts are read once more, into buffers that are there; no step is new"
+        assert first < 16, "a step is recorded once for each of three windows, and not compiled 71 times"
+        # Buffers are there by then when the prompts are read, in two graphs where transformers reads their mask.
+        assert second <= 2 and third == 0
+    assert found["hpu"]["llama"]["compilations"][0] > 0

@@ -121,5 +121,7 @@ def test_quantized_weights_pass_their_check(python: Run) -> None:
 def test_the_conformance_kit_passes(python: Run) -> None:
     done = python("-m", "rlhf", "accelerators", "check", "hpu", "--json")
     results = json.loads(done.stdout)
-    assert [result for result in results if result["result"] != "passed"] == []
+    assert {result["check"]: result["result"] for result in results if result["result"] != "passed"} == {
+        "inference-weights": "skipped"
+    }
     assert done.returncode == 0

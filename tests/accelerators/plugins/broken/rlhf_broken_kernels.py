@@ -1,11 +1,12 @@
 """Backends of `rlhf_broken` whose kernels are wrong; each is the CPU's but for one fault."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from accelerators import KernelImpl, Support
+from accelerators import KernelImpl, Support, packed
 from accelerators.cpu import CPU
 from accelerators.quantized import QuantizedWeights
 
@@ -179,3 +180,58 @@ class WeightsDetached(BrokenWeights):
 
 class WeightsWithoutOffset(BrokenWeights):
     name, made = "weights-without-offset", WithoutOffset
+
+
+# weights for reading
+
+
+def left_behind(module, keep):
+    restore = packed.prepare(module, keep)
+    layer = next(layer for layer in module.modules() if "forward" in vars(layer))
+    forward = vars(layer)["forward"]
+
+    def restore_all_but_one():
+        restore()
+        layer.forward = forward
+
+    return restore_all_but_one
+
+
+def rounded(module, keep):
+    restore = packed.prepare(module, keep)
+
+    def restore_in_8_bits():
+        restore()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(torch.float8_e5m2).to(parameter.dtype)
+
+    return restore_in_8_bits
+
+
+class Stale:
+    """Packs a module once and for all."""
+
+    def __init__(self):
+        self.copies = {}
+
+    def __call__(self, module, keep):
+        copy = self.copies.setdefault(id(module), deepcopy(module))
+        module.forward = copy.forward
+        return partial(delattr, module, "forward")
+
+
+class BrokenReading(CPU):
+    def kernels(self):
+        return (*super().kernels(), kernel("inference_weights", self.made))
+
+
+class ReadingLeavesAForward(BrokenReading):
+    name, made = "reading-leaves-a-forward", staticmethod(left_behind)
+
+
+class ReadingRounds(BrokenReading):
+    name, made = "reading-rounds", staticmethod(rounded)
+
+
+class ReadingIsStale(BrokenReading):
+    name, made = "reading-is-stale", Stale()

@@ -1,0 +1,115 @@
+"""The check of weights prepared for reading: the same numbers meanwhile, and after it the module as it was."""
+
+from __future__ import annotations
+
+import unittest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerators.testing.reference import assert_close
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+    from accelerators.types import Precision
+
+WIDTH = 256
+"""Columns of the weights: as large as those of a small model, for small ones may be left as they are."""
+
+ROWS = (1, 16, 300)
+
+
+def check_inference_weights(accelerator: Accelerator) -> None:
+    """Logits while weights are prepared, kept and not; what is left after; gradients; weights changed in between."""
+    prepare = accelerator.kernel("inference_weights")
+    if prepare is None:
+        raise unittest.SkipTest(accelerator.capabilities()["inference_weights"].reason)
+    precision = accelerator.precision()
+    network, original = _model(accelerator, precision), _model(accelerator, precision)
+    for phase, keep in enumerate((True, True, False, False)):
+        what = f"prepare(module, keep={keep})"
+        if phase % 2:  # what was trained in between is seen
+            with torch.no_grad():
+                for parameter in (*network.parameters(), *original.parameters()):
+                    parameter.mul_(1.5)
+        before = _held(network)
+        restore = prepare(network, keep=keep)
+        for rows in ROWS:
+            found, expected = (
+                _logits(accelerator, precision, network, rows),
+                _logits(accelerator, precision, original, rows),
+            )
+            assert_close(f"{what}: logits of {rows} rows", found, expected, precision)
+        if keep:
+            _check_weights(f"{what}: while it is prepared", network, original)
+        restore()
+        after = _held(network)
+        changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+        assert not changed, f"{what}: its restore leaves {', '.join(sorted(changed))} changed, expected nothing"
+        _check_weights(f"{what}: restored", network, original)
+        _check_gradients(what, accelerator, precision, network, original)
+
+
+class _Block(nn.Module):
+    """Layers of one input, named as in most models, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH)
+        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def _model(accelerator: Accelerator, precision: Precision) -> nn.Module:
+    """Two blocks between an embedding and an output layer that share their weight."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Embedding(WIDTH, WIDTH), _Block(), nn.LayerNorm(WIDTH), _Block(), nn.Linear(WIDTH, WIDTH)
+        )
+        network[-1].weight = network[0].weight
+    return network.to(accelerator.device(), precision.dtype).eval()
+
+
+def _tokens(accelerator: Accelerator, rows: int) -> Any:
+    return accelerator.to_device((torch.arange(3 * rows) * 7 % WIDTH).view(rows, 3))
+
+
+@torch.no_grad()
+def _logits(accelerator: Accelerator, precision: Precision, network: nn.Module, rows: int) -> Tensor:
+    with precision.autocast():
+        logits: Tensor = network(_tokens(accelerator, rows))
+    accelerator.step_boundary("logits")
+    return logits
+
+
+def _held(network: nn.Module) -> dict[str, Any]:
+    """The names of all attributes in a module tree, and which parameters these are."""
+    found: dict[str, Any] = {}
+    for path, module in network.named_modules():
+        found |= {f"{path}.{name}": type(value) for name, value in vars(module).items()}
+        found |= {f"{path}.{name}": id(parameter) for name, parameter in module._parameters.items()}
+    return found
+
+
+def _check_weights(what: str, network: nn.Module, original: nn.Module) -> None:
+    for (name, found), expected in zip(network.named_parameters(), original.parameters()):
+        same = found.shape == expected.shape and torch.equal(found.detach().cpu(), expected.detach().cpu())
+        assert same, f"{what}, {name} is not what it was, expected the same bits"
+
+
+def _check_gradients(
+    what: str, accelerator: Accelerator, precision: Precision, network: nn.Module, original: nn.Module
+) -> None:
+    for each in (network, original):
+        each.zero_grad()
+        with precision.autocast():
+            each(_tokens(accelerator, 4)).float().logsumexp(-1).sum().backward()
+        accelerator.step_boundary("gradients")
+    for (name, found), expected in zip(network.named_parameters(), original.parameters()):
+        assert found.grad is not None, f"{what}: restored, {name} gets no gradient"
+        assert_close(f"{what}: restored, the gradient of {name}", found.grad, expected.grad, precision)
