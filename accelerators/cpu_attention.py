@@ -225,7 +225,7 @@ def _scaled_product(out: Tensor, left: Tensor, right: Tensor, scale: float) -> N
 
 def _faster_than_sdpa(accelerator: object) -> Support:
     limits = " and ".join(f"{limit} tokens in {str(dtype).removeprefix('torch.')}" for dtype, limit in SQUARES.items())
-    return Support(True, f"products of matrices; torch's attention where that is faster, beyond {limits}")
+    return Support(True, f"products of matrices, faster than torch's attention up to {limits}; torch's beyond")
 
 
 def _lacks(model: Any) -> str:

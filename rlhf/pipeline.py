@@ -43,7 +43,7 @@ from rlhf.roles import Holding
 from rlhf.sharing import decide
 from rlhf.stage_directory import step_of
 from rlhf.stages import dpo, ppo, reward, sft
-from rlhf.stages.context import StageContext
+from rlhf.stages.context import StageContext, Trial
 from rlhf.stages.evaluation import Judge
 from rlhf.stages.rows import stage_rows
 from rlhf.starts import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
@@ -61,20 +61,27 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     Raises:
         RLHFError, AcceleratorError: anything the user can mend.
     """
-    pending = [stage for stage in stages if not directory.stage(stage).done]
-    for stage in pending:
-        with surroundings(stage, config, accelerator, directory) as context:
-            planned = prepare(context)
-            with memory.explained(context):
-                summary = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo}[stage](context)
-            finish(context, summary | planned)
+    for stage in stages:
+        if not directory.stage(stage).done:
+            run_stage(stage, config, accelerator, directory)
     if distributed.world().is_main:
         print_summary([place.summary() for place in directory.stages if place.done], console)
 
 
+def run_stage(
+    stage: Stage, config: Config, accelerator: Accelerator, directory: RunDirectory, trial: Trial | None = None
+) -> None:
+    """Run one stage to its end, or a trial of it as far as that goes."""
+    with surroundings(stage, config, accelerator, directory, trial) as context:
+        planned = prepare(context)
+        with memory.explained(context):
+            summary = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo}[stage](context)
+        finish(context, summary | planned)
+
+
 @contextmanager
 def surroundings(
-    stage: Stage, config: Config, accelerator: Accelerator, directory: RunDirectory
+    stage: Stage, config: Config, accelerator: Accelerator, directory: RunDirectory, trial: Trial | None = None
 ) -> Iterator[StageContext]:
     """What a stage runs in, its records begun, or continued after the newest checkpoint."""
     quiet.libraries()
@@ -91,7 +98,7 @@ def surroundings(
         if step is None and place.begun and world.is_main:
             console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
         precision = accelerator.precision(config.precision)
-        yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+        yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder, trial=trial)
 
 
 def _title() -> str:

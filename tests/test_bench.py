@@ -22,7 +22,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     return argparse.Namespace(arithmetic=arithmetic, report=report, turns=turns)
 
 
-@pytest.mark.parametrize("name", ["machine", "ppo_step", "rollout", "supervised", "report", "all", "gaudi_sim_step"])
+@pytest.mark.parametrize("name", ["machine", "ppo_step", "rollout", "supervised", "report", "all", "gaudi_sim_step", "tokenizing"])
 def test_each_says_what_it_measures_and_how_it_is_asked_for(bench, name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -147,3 +147,30 @@ def test_an_interrupted_measurement_goes_on_and_a_changed_one_begins_anew(bench,
     again.finish([], note=1)
     assert turns(3).done == 0  # what is complete is measured anew
     assert json.loads((tmp_path / "found.json").read_text())["sides"]["ours"]["peak_gib"] == 1.5
+
+
+def test_sides_that_are_apart_are_never_there_together(bench, tmp_path: Path) -> None:
+    limits = {"chip": "C", "threads": 1, "torch": "2", "copy_bytes_per_second": 1}
+    limits |= {"read_bytes_per_second": {"sum": 1}, "flops_per_second": {"bf16": 1}}
+    (tmp_path / "limits.json").write_text(json.dumps(limits))
+    order: list[str] = []
+
+    class Named(Side):
+        def __init__(self, name: str) -> None:
+            self.name = name
+            order.append(f"+{name}")
+
+        def step(self, *, record: bool) -> dict[str, float]:
+            order.append(self.name)
+            return super().step(record=record)
+
+        def stop(self) -> None:
+            order.append(f"-{self.name}")
+
+    parser = argparse.ArgumentParser()
+    bench.turns.add_arguments(parser, rounds=3, warmup=1)
+    words = ["--apart", "--limits", str(tmp_path / "limits.json"), "--output", str(tmp_path / "found.json")]
+    turns = bench.turns.Turns("name", "what", {}, parser.parse_args(words))
+    turns.measure({name: lambda name=name: Named(name) for name in "ab"})
+    assert " ".join(order) == "+a a a a -a +b b b b -b +a a a -a +b b b -b"
+    assert {name: len(steps) for name, steps in turns.steps.items()} == {"a": 3, "b": 3}

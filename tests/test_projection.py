@@ -202,3 +202,20 @@ def test_an_output_layer_that_is_more_than_a_product_is_left_to_itself():
     assert not vocabulary.can_be_fused(other)
     model.lm_head.forward = lambda hidden: hidden  # packed weights, say
     assert not vocabulary.can_be_fused(model)
+
+
+@pytest.mark.parametrize("large", [0, 1 << 30])
+def test_an_entropy_that_no_loss_has_costs_no_gradient(large, monkeypatch):
+    """Scoring finds the entropy in the pass that the update differentiates, which asks for it with a bonus alone."""
+    monkeypatch.setattr(vocabulary, "LARGE", large)
+    given = []
+    for module in (tokens, projection):
+        of = module.gradient_
+        monkeypatch.setattr(module, "gradient_", lambda *tensors, of=of: given.append(tensors[2:]) or of(*tensors))
+    model, ids = llama(60).to(torch.bfloat16), torch.randint(2, 60, (2, 8))
+    found = completion_log_probs(model, ids, torch.ones_like(ids), 4, entropy=True)
+    found.log_probs.sum().backward(retain_graph=True)
+    assert given and not [tensors for tensors in given if tensors and tensors[0] is not None]
+    given.clear()
+    (found.log_probs + found.entropy).sum().backward()
+    assert given and not [tensors for tensors in given if not tensors or tensors[0] is None]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accelerators.blame import CHECK_OF_A_MODEL
 from accelerators.testing.reference import ADAMW, assert_close, batch, model
 from accelerators.types import AcceleratorError, PluginDefect, Precision
 
@@ -62,27 +61,6 @@ def check_clip_grad_norm(accelerator: Accelerator) -> None:
         assert scalar, f"clip_grad_norm gives {norm!r}, expected the norm as a scalar tensor"
         assert_close(f"clip_grad_norm to {max_norm:g}: the norm", norm.reshape(()), expected_norm)
         assert_close(f"clip_grad_norm to {max_norm:g}: the gradients", found, expected)
-
-
-def check_attention(accelerator: Accelerator) -> None:
-    """Logits and a gradient of a tiny Llama on rows padded left, in the precision that trainers use.
-
-    Every implementation that some model may get, unless it refuses this one.
-    """
-    from transformers import LlamaConfig
-
-    accelerator.kernel("attention", required=True)
-    precision = accelerator.precision()
-    eager_logits, eager_gradient = _llama(accelerator, precision, "eager")
-    for implementation, name in accelerator.offers("attention"):
-        refusal = accelerator.refusal(implementation, LlamaConfig())
-        assert not refusal.startswith(CHECK_OF_A_MODEL), f"attention {name!r}, asked for a Llama: {refusal}"
-        if refusal or name == "eager":
-            continue
-        logits, gradient = _llama(accelerator, precision, name)
-        what = f"attention {name!r} of transformers against 'eager', rows padded left"
-        assert_close(f"{what}: logits", logits, eager_logits, precision)
-        assert_close(f"{what}: gradient of the embedding", gradient, eager_gradient, precision)
 
 
 # precision
@@ -175,26 +153,3 @@ def _clipped(
         parameter.grad = torch.linspace(-3, 4, parameter.numel(), device=device)
     norm = clip(parameters, max_norm)
     return torch.cat([parameter.grad for parameter in parameters[:2]]), norm
-
-
-def _llama(accelerator: Accelerator, precision: Precision, attention: str) -> tuple[Tensor, Tensor]:
-    """-> (logits [real tokens, V], gradient of the embedding [V, H])."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    # Large weights: attention then looks at few tokens, and a padded one among them shows.
-    config = LlamaConfig(vocab_size=64, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    network = network.to(accelerator.device(), precision.dtype)
-    lengths = torch.tensor([12, 7, 3])
-    mask = (torch.arange(12) >= 12 - lengths.unsqueeze(1)).long()
-    ids = (torch.arange(36).view(3, 12) * 7 % 63 + 1) * mask
-    ids, mask = accelerator.to_device((ids, mask))
-    with precision.autocast():
-        logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    real = logits[mask.bool()]
-    real.logsumexp(-1).sum().backward()
-    return real.detach(), network.get_input_embeddings().weight.grad

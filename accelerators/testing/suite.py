@@ -199,10 +199,10 @@ class Suite:
         arithmetic.check_clip_grad_norm(accelerator)
 
     def test_attention(self, accelerator: Accelerator) -> None:
-        """attention gives the eager implementation's numbers, with padding"""
-        from accelerators.testing import arithmetic
+        """attention gives float64's numbers and gradients, with padding and in a static cache"""
+        from accelerators.testing import attention
 
-        arithmetic.check_attention(accelerator)
+        attention.check_attention(accelerator)
 
     def test_quantized_weights(self, accelerator: Accelerator) -> None:
         """weights of 8 and 4 bits come back within half a step, and multiply as what comes back does"""

@@ -1,12 +1,13 @@
 """One PPO step (rollout, scoring, training): ours against trl's PPOTrainer in bf16 weights and in bf16 autocast.
 
     python ci/bench/ppo_step.py                                      135M, batch 16, 16 + 32 tokens
-    python ci/bench/ppo_step.py --prompt 128 --completion 128
+    python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
 
 A process for each side, all with the same model (random weights), prompts, batch, lengths and threads, takes turns on
 the whole machine. bf16-autocast is TRL's own default, and the one with float32 masters as ours: memory is compared with
-it. Make TRL's environment first with `setup_trl.sh`.
+it. With longer rows the processes need much memory: `--apart` has no two of them at once. Make TRL's environment first
+with `setup_trl.sh`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SETTINGS = {
 # How many times as fast as each, by prompt and completion.
 TARGETS = {(16, 32): {WEIGHTS: 1.8, AUTOCAST: 4.0}, (128, 128): {WEIGHTS: 2.0, AUTOCAST: 4.0}}
 MEMORY = 0.8
+SIDES = {"weights": WEIGHTS, "autocast": AUTOCAST}
 
 
 def main() -> None:
@@ -45,23 +47,25 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/planning/known.yaml (default: {SHAPE})")
-    parser.add_argument("--sides", nargs="+", choices=(OURS, WEIGHTS, AUTOCAST), default=[OURS, WEIGHTS, AUTOCAST])
+    parser.add_argument("--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="TRL's (both, at once)")
     given = parser.parse_args()
     turns.need_trl()
 
     size = f"{given.prompt}+{given.completion}"
     shape = "" if given.shape == SHAPE else f"-{given.shape}"
     batch = "" if given.batch == 16 else f"-x{given.batch}"
+    against = "" if given.against == list(SIDES) else f"-{'-'.join(given.against)}"
+    names = [OURS, *(SIDES[each] for each in given.against)]
     what = f"one PPO step of {given.shape} (random weights), batch {given.batch}, {size} tokens"
-    settings = {"sides": given.sides, "batch": given.batch, **{key: SETTINGS[key] for key in ("all", *given.sides)}}
-    measured = turns.Turns(f"ppo_step-{size}{shape}{batch}", what, settings, given)
+    settings = {"batch": given.batch, **{key: SETTINGS[key] for key in ("all", *names)}}
+    measured = turns.Turns(f"ppo_step-{size}{shape}{batch}{against}", what, settings, given)
     with tempfile.TemporaryDirectory() as folder:
         model = make(Path(folder) / "model", given.shape)
         file = turns.write(workload(model, given), Path(folder))
         commands = {OURS: turns.ours(file)}
         commands |= {f"trl {each}": turns.trl(file, each) for each in ("bf16-weights", "bf16-autocast")}
         measured.measure(
-            {name: partial(turns.start, commands[name], name, Path(folder), given.accelerator) for name in given.sides}
+            {name: partial(turns.start, commands[name], name, Path(folder), given.accelerator) for name in names}
         )
         flops = ppo_flops(Shape.of(model), Work(given.batch, given.prompt, given.completion))
     sides, fastest = measured.sides(), speeds(measured.limits)["flops_per_second"]
@@ -92,8 +96,6 @@ def workload(model: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 def rows(sides: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds against each of TRL's sides, and memory against the one of equal numerics."""
-    if OURS not in sides:
-        return []
     what = f"PPO step, {given.shape}, {given.batch} x ({given.prompt} + {given.completion})"
     of_issue = given.shape == SHAPE and given.batch == 16 and given.accelerator == "cpu"
     targets = TARGETS.get((given.prompt, given.completion), {}) if of_issue else {}

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: i
     parser.add_argument("--warmup", type=int, default=warmup, help=f"steps before those (default: {warmup})")
     parser.add_argument("--seconds", type=float, help="stop after so long; the same call again goes on")
     parser.add_argument("--accelerator", default="cpu", help="backend to run on (default: cpu)")
+    parser.add_argument("--apart", action="store_true", help="one process at a time: in blocks, A A A B B B A A B B")
     parser.add_argument("--fresh", action="store_true", help="do not go on with what an earlier call has measured")
     parser.add_argument("--once", action="store_true", help="do nothing where this code's results are there already")
     parser.add_argument("--rows", type=Path, help="file that the rows are written to as well")
@@ -117,9 +118,18 @@ class Turns:
 
     def measure(self, sides: Mapping[str, Callable[[], Worker]]) -> None:
         """Have the sides take turns until there are as many rounds as are wanted; exit where time is up before."""
+        rounds = self.given.rounds
+        groups = [[name] for name in sides] if self.given.apart else [list(sides)]
+        for name in sides:
+            self.steps.setdefault(name, [])
+        for until in ((rounds + 1) // 2, rounds) if self.given.apart else (rounds,):
+            for group in groups:
+                if min(len(self.steps[name]) for name in group) < until:
+                    self._block({name: sides[name] for name in group}, until)
+
+    def _block(self, sides: Mapping[str, Callable[[], Worker]], until: int) -> None:
+        """Have these sides, all there at once, take turns until each has `until` steps."""
         given = self.given
-        if self.done >= given.rounds:
-            return
         if given.seconds is not None and self._spent() >= given.seconds:
             self._leave()
         workers: dict[str, Worker] = {}
@@ -128,8 +138,8 @@ class Turns:
             workers[name] = starting()
             self.facts[name] = {key: value for key, value in workers[name].ready.items() if key != "peak_gib"}
             print(f"{name}: ready after {time.perf_counter() - begun:.0f} s", flush=True)
-            self.steps.setdefault(name, [])
-        for number in range(-given.warmup, given.rounds - self.done):
+        done = min(len(self.steps[name]) for name in sides)
+        for number in range(-given.warmup, until - done):
             if number > 0 and given.seconds is not None and self._spent() >= given.seconds:
                 break
             took: dict[str, float] = {}
@@ -139,13 +149,13 @@ class Turns:
                 took[name] = time.perf_counter() - begun
                 if number >= 0:
                     self.steps[name].append({"seconds": took[name], **reply})
-            which = f"round {self.done} of {given.rounds}" if number >= 0 else "warm-up"
+            which = f"round {done + number + 1} of {given.rounds}" if number >= 0 else "warm-up"
             print(f"{which}: {', '.join(f'{name} {each:.2f} s' for name, each in took.items())}", flush=True)
             if number >= 0:
                 self._write()
         for worker in workers.values():
             worker.stop()
-        if self.done < given.rounds:
+        if min(len(self.steps[name]) for name in sides) < until:
             self._leave()
 
     def _spent(self) -> float:

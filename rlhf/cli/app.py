@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, schema, sweep
+from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, profile, schema, sweep
 from rlhf.cli.options import RUN, Options, shared, stages_of
 from rlhf.config import STAGES, Stage
 from rlhf.ending import Ending
@@ -43,6 +43,7 @@ _EXAMPLES = {
     "rlhf evaluate runs/a --pairs heldout": "is its reward model right, and as sure as that?",
     "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
     "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
+    "rlhf profile --config recipe.yaml": "where the time of a PPO step goes",
     "rlhf sweep grid.yaml": "a recipe at every point of a grid",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
     "rlhf config --from-deepspeed-chat run_1.3b.sh": "a script of DeepSpeed-Chat as a recipe",
@@ -135,6 +136,7 @@ app.command()(evaluate.evaluate)
 app.command()(schema.config)
 app.command()(data.data)
 app.command()(plan.plan)
+app.command()(profile.profile)
 app.command()(sweep.sweep)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
 

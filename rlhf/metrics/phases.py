@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.profiler import record_function
 
@@ -32,6 +32,27 @@ _OF_THE_MACHINE = re.compile(
 def of_the_machine(key: str) -> bool:
     """Whether a recorded number tells how fast a step was, and not what came of it: it is never the same twice."""
     return _OF_THE_MACHINE.fullmatch(key) is not None
+
+
+class Part(NamedTuple):
+    """A phase of a step: how long it took, the tokens that it worked on, and its operations on one device.
+
+    None of what nobody has said.
+    """
+
+    seconds: float
+    tokens: float | None = None
+    flops: float | None = None
+
+    def rates(self) -> dict[str, float]:
+        """Tokens, and 10^12 operations, a second."""
+        found = {} if self.tokens is None else {"tokens_per_second": self.tokens / self.seconds}
+        return found | ({} if self.flops is None else {"tflops": self.flops / self.seconds / 1e12})
+
+    def __add__(self, other: Part) -> Part:  # type: ignore[override]
+        """Both, one after the other."""
+        tokens, flops = (None if None in pair else sum(pair) for pair in zip(self[1:], other[1:]))
+        return Part(self.seconds + other.seconds, tokens, flops)
 
 
 class Phases:
@@ -89,15 +110,19 @@ class Phases:
         """As `peak_memory`, up to now."""
         return max(self.peak_memory, self._accelerator.memory().peak)
 
+    def parts(self) -> dict[str, Part]:
+        """The latest step's phases, and what is left of it beside them."""
+        seconds = self._whole(self._seconds, self.seconds)
+        flops = {name: value / self._ranks for name, value in self._flops.items()} if self._known else {}
+        return {name: Part(seconds[name], self._tokens.get(name), flops.get(name)) for name in seconds}
+
     def numbers(self) -> dict[str, float]:
         """What is recorded of the latest step; see rlhf/metrics/KEYS.md."""
         found = {"seconds": self.seconds, "peak_memory": float(self._accelerator.memory().peak)}
         if len(self._seconds) > 1:
-            for name, seconds in self._whole(self._seconds, self.seconds).items():
-                found |= {f"{name}_seconds": seconds, f"{name}_share": seconds / self.seconds}
-            for name, tokens in self._tokens.items():
-                found |= {f"{name}_tokens_per_second": tokens / self._seconds[name]}
-                found |= {f"{name}_tflops": self._rate(self._flops[name], self._seconds[name])} if self._known else {}
+            for name, part in self.parts().items():
+                found |= {f"{name}_seconds": part.seconds, f"{name}_share": part.seconds / self.seconds}
+                found |= {f"{name}_{rate}": value for rate, value in part.rates().items()}
         elif self._tokens:
             found["tokens_per_second"] = sum(self._tokens.values()) / self.seconds
         return found | self._speed(sum(self._flops.values()) / self._ranks, self.seconds)
@@ -120,7 +145,3 @@ class Phases:
             return {}
         peak = {"peak_share": flops / seconds / self._peak_flops} if self._peak_flops else {}
         return {"tflops": flops / seconds / 1e12, **peak}
-
-    def _rate(self, flops: float, seconds: float) -> float:
-        """10^12 operations a second of one device; `flops` of all."""
-        return flops / self._ranks / seconds / 1e12

@@ -57,10 +57,14 @@ def log_probs_of(
         rest (see `can_be_fused`), and float32 or large, no tensor of logits at all.
     """
 
+    entropies: Tensor | None = None  # not in the output: as a part of it they had a gradient, of 0, always
+
     def fused(hidden: Tensor) -> Tensor:
-        made = projected_log_probs(hidden, head.weight, head.bias, labels, temperature=temperature, entropy=entropy)
-        # Through the model's own output: DeepSpeed's hooks are there.
-        return torch.stack([value for value in made if value is not None], -1)
+        nonlocal entropies
+        made, entropies = projected_log_probs(
+            hidden, head.weight, head.bias, labels, temperature=temperature, entropy=entropy
+        )
+        return made.unsqueeze(-1)  # through the model's own output: DeepSpeed's hooks are there
 
     bare = getattr(model, "module", model)  # under DeepSpeed
     head = output_layer(bare)
@@ -70,8 +74,8 @@ def log_probs_of(
             stack.callback(head.register_forward_pre_hook(lambda _, args: _chosen(args[0], places)).remove)
         if can_be_fused(bare) and _is_large(head, labels):
             stack.enter_context(_in_place_of_forward(head, fused))
-            found = model(**inputs).logits.unbind(-1)
-            return LogProbs(found[0].view(labels.shape), found[1].view(labels.shape) if entropy else None)
+            found = model(**inputs).logits.view(labels.shape)
+            return LogProbs(found, None if entropies is None else entropies.view(labels.shape))
         logits = model(**inputs).logits
         logits = logits.view(*labels.shape, logits.shape[-1])
     if entropy:

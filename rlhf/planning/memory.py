@@ -92,6 +92,8 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], aroun
     return StagePlan(stage, tuple(fullest.values()), {name: models[name].counts(held[name]) for name in held})
 
 
+_TRAINED: tuple[Name, ...] = ("actor", "critic")  # by PPO, in its order
+
 Moments = list[tuple[str, list[Item]]]
 Models = Mapping[Name, Model]
 Held = Mapping[Name, Holding]
@@ -176,12 +178,11 @@ def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surro
     critic: list[Item] = []  # what its passes keep that are reused, while the actor is updated
     if parts and "critic" in held:
         critic = _graphs("critic", models, held, batch, 0, parts) + models["critic"].gathered(held["critic"], around)
-    beside: dict[Name, list[Item]] = {"actor": critic + _graphs("actor", models, held, batch, answer, parts - 1)}
-    if "critic" in held:
-        beside["critic"] = _graphs("critic", models, held, batch, 0, parts - 1)
-    for name, waiting in beside.items():
-        updates = _update(name, models, held, around, batch, answer if name == "actor" else 0)
-        moments += [(name, [*rollout, *waiting, *items]) for items in updates]
+    for name in [name for name in _TRAINED if name in held]:
+        columns, beside = (answer, critic) if name == "actor" else (0, [])
+        between, *later = _update(name, models, held, around, batch, columns)
+        others = _graphs(name, models, held, batch, columns, parts - 1)  # of its own, which go one by one
+        moments += [(name, [*rollout, *beside, *items]) for items in ([*between, *others], *later)]
     if settings.ptx_coef:
         length = settings.ptx_length or data.max_length
         texts = batch._replace(number=settings.pretraining(around.ranks)[1], length=length)
@@ -209,9 +210,8 @@ def _graphs(name: Name, models: Models, held: Held, batch: Rows, columns: int, n
     activations += batch.tokens * shape.hidden * 3 * batch.width  # embeddings, and the last norm with its input
     widest = batch.tokens * max(shape.hidden, shape.intermediate) * batch.width
     items = [Item(name, "activations", number * activations, small=number * activations if widest < BLOCK else 0)]
-    if columns:
-        one = batch.number * columns * shape.vocabulary * batch.width
-        items.append(in_blocks(name, "logits", *(number * [one])))
+    if columns:  # without the chunks that logits are worked on in, which wait for nothing
+        items.append(in_blocks(name, "logits", *(number * logits(shape, batch, columns, 1)[:-3])))
     return items
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import nn
 from rlhf.config import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
+from rlhf.engine.statistics import Numbers
 from rlhf.engine.training import TrainingEngine, freeze
 from rlhf.errors import ConfigError
 from rlhf.metrics.flops import Products
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
     from rlhf.run import RunDirectory
     from rlhf.stage_directory import StageDirectory
+
+
+Trial = Callable[["StageContext", Callable[[int], Numbers], int], None]
+"""(context, what takes step number N from 0 and gives its numbers, steps of the stage); raises to end the stage."""
 
 
 class Clock:
@@ -62,6 +67,8 @@ class StageContext:
     """What `engine` and `frozen` have made, by role."""
     bases: dict[str, Base] = field(default_factory=dict)
     """What other models may stand on: the frozen weights of those that `engine` has made with LoRA, by role."""
+    trial: Trial | None = None
+    """Takes a few steps in place of the stage's own, and ends the stage (`rlhf.profiling`)."""
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""

@@ -88,9 +88,10 @@ class Siblings(nn.Module):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 @torch.no_grad()
 def test_packed_products_are_those_of_float64(dtype, tolerance, keep):
+    """In bf16 rounded twice at most: the product, and with its bias."""
     module = Siblings(dtype)
     for rows in (1, 16, 300):
         inputs = torch.randn(rows, 3, 256, dtype=dtype)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf.config import EVERY_STAGE, Config, DataConfig, Stage, share_of
-from rlhf.data import cache, making
+from rlhf.data import cache, making, store
 from rlhf.data.cache import StageCache
-from rlhf.data.examples import Numbered, token_counts
+from rlhf.data.examples import Demonstration, Numbered, token_counts
 from rlhf.data.reading import read_sources
+from rlhf.data.rows import Message, Row
 from rlhf.data.tokenization import StageData, load_stage
 from rlhf.errors import DataError
 from rlhf.metrics.progress import console
@@ -242,6 +247,10 @@ def test_records_that_json_would_change_are_not_kept(tokenizer: Any, tmp_path: P
     kept = cache_of(tokenizer, path, "ppo", records=True, **options)
     assert kept.build() == "a row has a column that holds a date"
     assert cache_of(tokenizer, path, "ppo", **options).build() is None
+    mapped = pa.array([[("a", n)] for n in range(9)], pa.map_(pa.string(), pa.int64()))
+    write_table(pa.Table.from_pylist(table).set_column(1, "day", mapped), path)
+    kept = cache_of(tokenizer, path, "ppo", records=True, **options)
+    assert kept.build() == "a row has columns that JSON would change"
 
 
 def test_a_source_that_changes_while_it_is_read_is_not_kept(
@@ -337,3 +346,49 @@ def test_a_tokenizer_that_cannot_be_written_for_want_of_room_is_said(
     monkeypatch.setattr(tokenizer, "save_pretrained", full)
     with pytest.raises(DataError, match=r"temporary folder \(.*No space left on device\); let TMPDIR name one"):
         cache_of(tokenizer, rows).build()
+
+
+def test_examples_are_not_held_while_others_are_made_nor_when_they_are_opened(
+    tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (making, store):
+        monkeypatch.setattr(module, "_AT_ONCE", 10)
+    encode, alive = making.encode_prompts, []
+
+    def examples() -> int:
+        return sum(isinstance(found, Demonstration) for found in gc.get_objects())
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        alive.append(examples())
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(making, "encode_prompts", counted)
+    before = examples()
+    kept = cache_of(tokenizer, rows)
+    kept.build()
+    assert len(alive) == 7 and max(alive) - before <= 10
+    data = kept.load()
+    assert examples() - before == len(data.reports) == 1, "the one that is shown"
+
+
+def test_20_000_rows_take_no_lists_of_tokens(tmp_path: Path) -> None:
+    """As lists, their 200 tokens each are 34 MB of references alone."""
+    row = Row((Message("user", "a"),), "a", "b", None, None, "")
+
+    def made(place: int) -> Demonstration:
+        return Demonstration([place] * 100, [*range(place, place + 100)], row)
+
+    tracemalloc.start()
+    try:
+        writer = store.Writer(tmp_path / "examples.arrow", Demonstration)
+        for place in range(20_000):
+            writer.add(made(place))
+        writer.close()
+        stored = store.Stored(store.Table(tmp_path / "examples.arrow", Demonstration), np.arange(20_000)[::-1])
+        assert all(len(example.prompt_ids) == 100 for example in stored)
+        assert tracemalloc.get_traced_memory()[1] < 15e6, "a thousand at a time"
+        assert tracemalloc.get_traced_memory()[0] < 2e6
+    finally:
+        tracemalloc.stop()
+    assert stored[7] == made(19_992)
+    assert stored.token_counts() == {"prompt": array("i", [100] * 20_000), "completion": array("i", [100] * 20_000)}

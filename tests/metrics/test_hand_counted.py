@@ -170,7 +170,7 @@ def build_ppo(accelerator, tmp_path, monkeypatch):
         built = ppo.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
         built.batches._endless = False  # here a row fills the batch up, and must count nowhere
         monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))
-        built.score = lambda sequences, examples: SCORED
+        built.score = lambda sequences, examples, keep=None: SCORED
         return built
 
     return build
@@ -210,6 +210,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     assert built.step(0) == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "tokens": 6,
+        "padding_share": 12 / 24,  # 2 + 3, 3 + 2 and 1 + 1 tokens of real rows in 4 x (3 + 3) positions
         "returns": pytest.approx(13.5 / 6),
         "policy_loss": pytest.approx(-(11.85 + 31 / 3) / 6 / 2, rel=1e-5),
         "value_loss": pytest.approx(48.71 / 6 / 2, rel=1e-5),
@@ -235,7 +236,7 @@ def quiet(built: ppo.PPO) -> ppo.PPO:
 
 def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
-    built.score = lambda sequences, examples: (
+    built.score = lambda sequences, examples, keep=None: (
         SCORED | {"values": torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])}
     )
     # Returns [0, .5, .5], [3.5, 4], [5], their mean 2.25: squares 5.0625 + 2 * 3.0625 + 1.5625 + 3.0625 + 7.5625
@@ -255,7 +256,7 @@ def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_p
     first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
     first.step(0)
     second.load_state(first.save_state())
-    second.score = lambda sequences, examples: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
+    second.score = lambda sequences, examples, keep=None: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
     second.step(1)
     # 1, 4, 7 and three times 10: mean 7, squares 36 + 9 + 0 + 3 * 9 = 72, deviation sqrt(12)
     assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)

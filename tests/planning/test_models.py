@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf.config import build_config
-from rlhf.planning.fit import plan
+from rlhf.planning.fit import Room, plan
 from rlhf.planning.held import Surroundings
 from rlhf.planning.models import EMBEDDED, models_of
 from rlhf.sharing import record_base
@@ -64,3 +64,32 @@ def test_the_bucket_for_gradients_is_planned_as_deepspeed_is_told_its_size() -> 
 
     larger = most(zero_optimization={"reduce_bucket_size": 500_000_000})
     assert larger - most() == pytest.approx(2 * 500_000_000, rel=0.01)
+
+
+def test_passes_that_are_reused_are_kept_beside_each_other() -> None:
+    """Four micro-batches: the actor's update begins with three more of its own, and four of the critic's."""
+    values = {"model": {"path": "llama-2-7b"}, "lora": LORA, "ppo": {"batch_size": 8, "micro_batch_size": 2}}
+    sizes = {}
+    for reuse in (True, False):
+        config = build_config({**values, "ppo": {**values["ppo"], "reuse_forward": reuse}})
+        (found,) = plan(config, ["ppo"], Surroundings(1, "bf16"))
+        for phase in found.phases:
+            for role in ("actor", "critic"):
+                kept = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
+                sizes[reuse, phase.name, role] = sum(kept)
+    actor, critic = "update of the actor", "update of the critic"
+    once = sizes[False, actor, "actor"]
+    assert once > 0 and sizes[False, actor, "critic"] == 0
+    assert (sizes[True, actor, "actor"], sizes[True, actor, "critic"]) == (4 * once, 4 * once)
+    assert (sizes[True, critic, "actor"], sizes[True, critic, "critic"]) == (0, 4 * once)
+
+
+def test_a_plan_reuses_passes_where_there_is_room_for_them() -> None:
+    config = build_config({"model": {"path": "llama-2-7b"}, "ppo": {"batch_size": 64, "micro_batch_size": 2}})
+    around = Surroundings(1, "bf16")
+    (roomy,) = plan(config, ["ppo"], around)
+    apart = config.model_copy(update={"ppo": config.ppo.model_copy(update={"reuse_forward": False})})
+    (tight,) = plan(apart, ["ppo"], around)
+    assert tight.fullest.device < roomy.fullest.device
+    assert plan(config, ["ppo"], around, room=Room(roomy.fullest.device)) == [roomy]
+    assert plan(config, ["ppo"], around, room=Room(roomy.fullest.device - 1)) == [tight]

@@ -18,7 +18,7 @@ RLHF += ("files.py", "lock.py", "outcome.py", "pipeline.py", "preflight.py", "ra
 RLHF += ("stage_directory.py", "launch.py", "values.py", "hub.py", "place.py", "nodes.py", "companions.py")
 RLHF += ("connections.py", "config_engine.py", "config_dpo.py", "config_ppo.py", "config_rewards.py")
 RLHF += ("config_training.py", "roles.py", "sharing.py", "planning", "rl", "rewards", "api.py", "learner.py")
-RLHF += ("ending.py", "origins.py", "sweep")
+RLHF += ("ending.py", "origins.py", "profiling.py", "sweep")
 CODE = [f"rlhf/{name}" for name in RLHF]
 CODE += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "accelerators").glob("*.py"))]
 

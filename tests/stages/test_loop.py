@@ -13,7 +13,7 @@ from rlhf.engine import checkpoint
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
 from rlhf.stages import sft, supervised
-from rlhf.stages.loop import run_steps
+from rlhf.stages.loop import begin, run_steps
 from tests.helpers import assert_same_weights
 from tests.in_process import given, stage_context
 
@@ -84,3 +84,27 @@ def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkey
         train(tmp_path)
     assert (tmp_path / "sft" / "checkpoints" / "step-00000003").is_dir()
     assert not (tmp_path / "sft" / "model").exists()
+
+
+def test_a_stage_that_resumes_goes_on_with_the_sums_of_its_steps(accelerator, recipe, tmp_path):
+    def run(total, arrived):
+        context = stage_context(accelerator, tmp_path, "sft", recipe)
+
+        def step(index):
+            with context.phases("training"):
+                if index == arrived:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return {"rows": 1.0}
+
+        settings = context.config.sft
+        run_steps(context, total_steps=total, step=step, engines={}, settings=settings, unit="rows", shown=())
+        return context.phases.totals
+
+    with pytest.raises(KeyboardInterrupt):
+        run(4, arrived=1)
+    context = stage_context(accelerator, tmp_path, "sft", recipe)
+    begin(context, {}, lambda state: None)
+    before = dict(context.phases.totals)
+    assert before["step"] >= before["training"] > 0
+    after = run(4, arrived=None)
+    assert after["step"] > before["step"] and after["training"] > before["training"]

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import Memory
+from accelerators import Memory, Precision
 from rlhf.data.tokenization import load_stage
 from rlhf.errors import ConfigError
 from rlhf.rl import reuse
 from rlhf.rl.trainer import PPO, Models
+from tests.engine import halves
 from tests.helpers import llama
 from tests.in_process import given, stage_context
 from tests.stages.test_ppo import NO_BF16, gpt2, scalar
@@ -26,8 +27,9 @@ def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
     def ppo(model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any) -> tuple[PPO, list[str]]:
         engine = {**recipe["engine"], "zero_stage": zero_stage, "zero_persistence_threshold": 0}
         settings = {**recipe["ppo"], **ONE, **changes}
-        values = {**recipe, "precision": precision, "engine": engine, "lora": lora or {}, "ppo": settings}
-        context, said = stage_context(accelerator, tmp_path, "ppo", values), []
+        values = {**recipe, "engine": engine, "lora": lora or {}, "ppo": settings}
+        precision = precision if isinstance(precision, Precision) else accelerator.precision(precision)
+        context, said = stage_context(accelerator, tmp_path, "ppo", values, precision=precision), []
         monkeypatch.setattr(type(context), "say", lambda _, line: said.append(line))
         size = len(tokenizer)
         reference = None if lora else model(size, seed=5)
@@ -150,6 +152,20 @@ def test_steps_are_those_of_two_passes(build, changes):
     assert ours == theirs
     assert all(numbers["approx_kl"] == numbers["clip_fraction"] == 0 for numbers in ours)
     assert weights.keys() == expected.keys()
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("zero_stage", "rows"), [(0, 2), (1, 2), (3, None)])
+def test_with_loss_scaling_too(build, zero_stage, rows):
+    """Both models' gradients are there before either steps."""
+    found = []
+    with halves.accepted() as precision:
+        for once in (True, False):
+            ppo, _ = build(reuse_forward=once, zero_stage=zero_stage, micro_batch_size=rows, precision=precision)
+            assert passes(ppo, 0)["actor"] == (3 if rows else 1) * (1 if once else 2)
+            found.append((ppo.step(1), state(ppo)))
+    (ours, weights), (theirs, expected) = found
+    assert ours == theirs
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
 
 

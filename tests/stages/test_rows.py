@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 
 from rlhf import ranks
+from rlhf.config import EVERY_STAGE, build_config
+from rlhf.data import making, reading
+from rlhf.data.preview import described
+from rlhf.origins import Tokenizers
+from rlhf.preflight import examine, look_at_data
+from rlhf.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,3 +100,26 @@ def test_machines_with_other_rows_are_told_apart(tmp_path: Path) -> None:
     found = on_two_ranks(tmp_path, "ab", 100, 101)
     assert found == [["DataError", found[0][1]]] * 2
     assert found[0][1].startswith("sft: ranks find different rows, tokenizers or versions of rlhf; ")
+
+
+def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_read(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: Any
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    config = build_config(recipe | {"output": str(tmp_path / "run")})
+
+    def said() -> list[Any]:
+        return [described(plan.stage, plan.data, plan.tokenizer, config) for plan in look_at_data(config, EVERY_STAGE)]
+
+    def found(*, whole: bool) -> list[Any]:
+        findings = examine(config, EVERY_STAGE, RunDirectory(config.output), accelerator, whole=whole)
+        return [dict(findings.data), *(plan.steps(config) for plan in findings.plans)]
+
+    before = said(), found(whole=True)
+    assert not (tmp_path / "kept").exists(), "a look keeps nothing"
+    for plan in look_at_data(config, EVERY_STAGE):
+        assert Tokenizers(config).cache(plan.stage, plan.origins[0]).build() is None
+    for module, name in ((making, "encode_prompts"), (reading, "read")):
+        monkeypatch.setattr(module, name, lambda *words, **options: pytest.fail("read or tokenized again"))
+    assert (said(), found(whole=True)) == before
+    assert found(whole=False) == before[1], "a sample is not needed"

@@ -98,6 +98,10 @@ BACKENDS = {
         "reading-is-stale",
         "weights-without-offset",
         "attention-sees-padding",
+        "attention-sees-empty-columns",
+        "attention-of-nothing",
+        "attention-mixes-groups",
+        "attention-freezes-keys",
         "attention-cannot-be-asked",
     ),
 }

@@ -105,20 +105,66 @@ class ClipGivesFloat(CPU):
         return (*super().kernels(), kernel("clip_grad_norm", clip))
 
 
-class AttentionSeesPadding(CPU):
-    """Causal, but deaf to the padding mask."""
-
-    name = "attention-sees-padding"
+class BrokenAttention(CPU):
+    """torch's, registered with transformers, but for what `attend` does wrong."""
 
     def kernels(self):
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
         def attend(module, query, key, value, attention_mask, **options):
-            return sdpa_attention_forward(module, query, key, value, None, **options)
+            return self.attend(sdpa_attention_forward, module, query, key, value, attention_mask, **options)
 
-        AttentionInterface.register("sees-padding", attend)
-        return (*super().kernels(), kernel("attention", "sees-padding"))
+        AttentionInterface.register(self.name, attend)
+        AttentionMaskInterface.register(self.name, eager_mask)
+        return (*super().kernels(), kernel("attention", self.name))
+
+
+class AttentionSeesPadding(BrokenAttention):
+    """Causal, but deaf to the padding mask."""
+
+    name = "attention-sees-padding"
+
+    def attend(self, plain, module, query, key, value, mask, **options):
+        return plain(module, query, key, value, None, **options)
+
+
+class AttentionSeesEmptyColumns(BrokenAttention):
+    """Of one query it believes that it may see all keys, as in a cache that grows."""
+
+    name = "attention-sees-empty-columns"
+
+    def attend(self, plain, module, query, key, value, mask, **options):
+        return plain(module, query, key, value, None if query.shape[2] == 1 else mask, **options)
+
+
+class AttentionOfNothing(BrokenAttention):
+    """Masks with infinities: the softmax of a query of padding is 0 / 0."""
+
+    name = "attention-of-nothing"
+
+    def attend(self, plain, module, query, key, value, mask, **options):
+        key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+        scores = options["scaling"] * query @ key.transpose(2, 3)
+        return (scores.masked_fill(mask < 0, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+
+
+class AttentionMixesGroups(BrokenAttention):
+    """Query heads share keys with those that lie next but one."""
+
+    name = "attention-mixes-groups"
+
+    def attend(self, plain, module, query, key, value, mask, **options):
+        key, value = (x.repeat(1, module.num_key_value_groups, 1, 1) for x in (key, value))
+        return plain(torch.nn.Module(), query, key, value, mask, **options)
+
+
+class AttentionFreezesKeys(BrokenAttention):
+    name = "attention-freezes-keys"
+
+    def attend(self, plain, module, query, key, value, mask, **options):
+        return plain(module, query, key.detach() + 0 * key, value, mask, **options)
 
 
 class AttentionCannotBeAsked(CPU):

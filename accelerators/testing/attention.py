@@ -1,0 +1,167 @@
+"""The check of attention: each implementation, called as transformers' models call it, against float64 on the CPU.
+
+Rows are padded left, as in training and in rollouts; what a query of padding sees is no one's business, but must be
+finite, for 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelerators.blame import CHECK_OF_A_MODEL
+from accelerators.testing.reference import assert_close
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
+    from accelerators.types import Precision
+
+HEADS = {"as many heads of keys": (4, 4), "grouped heads": (4, 2), "one head of keys": (4, 1)}
+"""Heads of queries, and of keys and values."""
+
+LENGTHS, TOKENS, WIDTH = (12, 7, 3), 12, 16
+"""Real tokens of each row, columns that a row has, and numbers of a head."""
+
+CACHE, STEPS = 20, 3
+"""Columns of the static cache, and tokens that are decoded in it; the rest stays empty."""
+
+
+def check_attention(accelerator: Accelerator) -> None:
+    """Every implementation that some model may get, unless it refuses a Llama; in the precision that trainers use."""
+    from transformers import LlamaConfig
+
+    accelerator.kernel("attention", required=True)
+    precision = accelerator.precision()
+    eager_logits, eager_gradient = _llama(accelerator, precision, "eager")
+    for implementation, name in accelerator.offers("attention"):
+        refusal = accelerator.refusal(implementation, LlamaConfig())
+        assert not refusal.startswith(CHECK_OF_A_MODEL), f"attention {name!r}, asked for a Llama: {refusal}"
+        if refusal:
+            continue
+        for which, heads in HEADS.items():
+            case = _Case(f"attention {name!r}, {which}", accelerator, precision, name, heads)
+            case.check_whole_rows()
+            case.check_decoding()
+        logits, gradient = _llama(accelerator, precision, name)
+        what = f"attention {name!r} of transformers against 'eager', rows padded left"
+        assert_close(f"{what}: logits", logits, eager_logits, precision)
+        assert_close(f"{what}: gradient of the embedding", gradient, eager_gradient, precision)
+
+
+class _Case:
+    """One implementation with one number of heads, as a layer of a Llama calls it."""
+
+    def __init__(
+        self, what: str, accelerator: Accelerator, precision: Precision, name: str, heads: tuple[int, int]
+    ) -> None:
+        from transformers import LlamaConfig
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
+
+        self.what, self.accelerator, self.precision = what, accelerator, precision
+        self.heads, self.groups = heads
+        sizes = {"hidden_size": self.heads * WIDTH, "num_hidden_layers": 1}
+        self.config = LlamaConfig(**sizes, num_attention_heads=self.heads, num_key_value_heads=self.groups)
+        self.config._attn_implementation = name
+        self.layer = LlamaAttention(self.config, 0)
+        self.attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        self.real = torch.arange(TOKENS) >= TOKENS - torch.tensor(LENGTHS).unsqueeze(1)  # [B, T]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def check_whole_rows(self) -> None:
+        """What training does: outputs of real queries, and gradients of queries, keys and values."""
+        given = self._drawn(TOKENS)
+        query, key, value = (tensor.requires_grad_() for tensor in self.accelerator.to_device(given))
+        output = self._attended(query, key, value, self._mask(TOKENS, self.real))
+        expected, exact = self._exact(given, self.real.unsqueeze(1) & torch.ones(TOKENS, TOKENS).tril().bool())
+        what = f"{self.what}, whole rows"
+        assert torch.isfinite(output).all(), f"{what}: outputs of padding are not finite"
+        assert_close(f"{what}: outputs", output.cpu()[self.real], expected[self.real], self.precision)
+        wanted = torch.randn(output.shape, generator=self.generator) * self.real[..., None, None]
+        output.backward(self.accelerator.to_device(wanted.to(output.dtype)))
+        expected.backward(wanted.to(output.dtype).double())
+        for name, found, reference in zip(("queries", "keys", "values"), (query, key, value), exact):
+            assert found.grad is not None, f"{what}: {name} have no gradient"
+            assert torch.isfinite(found.grad).all(), f"{what}: gradients of {name} are not finite"
+            assert_close(f"{what}: gradient of {name}", found.grad, reference.grad, self.precision)
+
+    @torch.no_grad()
+    def check_decoding(self) -> None:
+        """What a rollout does: prompts into a static cache, then a token at a time; most columns are still empty."""
+        from transformers import StaticCache
+
+        cache = StaticCache(config=self.config, max_cache_len=CACHE)
+        real = torch.cat([self.real, torch.ones(len(LENGTHS), CACHE - TOKENS, dtype=torch.bool)], 1)
+        seen = [torch.empty(len(LENGTHS), self.groups, 0, WIDTH, dtype=self.precision.dtype) for _ in range(2)]
+        for tokens in (TOKENS, *[1] * STEPS):
+            query, *new = self._drawn(tokens)
+            seen = [torch.cat(pair, 2) for pair in zip(seen, new)]
+            columns = seen[0].shape[2]
+            mask = self._mask(tokens, real, cache)
+            held = cache.update(*self.accelerator.to_device(new), 0)
+            output = self._attended(self.accelerator.to_device(query), *held, mask).cpu()
+            visible = real[:, None, :columns] & torch.ones(tokens, columns).tril(columns - tokens).bool()
+            expected, _ = self._exact((query, *seen), visible)
+            what = f"{self.what}, " + ("prompts" if tokens > 1 else f"token {columns - TOKENS} after them")
+            what = f"{what}, static cache of {CACHE}"
+            assert torch.isfinite(output).all(), f"{what}: outputs are not finite"
+            shown = real[:, columns - tokens : columns]
+            assert_close(f"{what}: outputs", output[shown], expected[shown], self.precision)
+
+    def _drawn(self, tokens: int) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B, heads, tokens, WIDTH], as views of what projections give."""
+        shapes = [(len(LENGTHS), tokens, heads, WIDTH) for heads in (self.heads, self.groups, self.groups)]
+        drawn = [torch.randn(shape, generator=self.generator).to(self.precision.dtype) for shape in shapes]
+        return tuple(tensor.transpose(1, 2) for tensor in drawn)
+
+    def _mask(self, tokens: int, real: Tensor, cache: Any = None) -> Any:
+        """The mask, in the form that transformers makes for this implementation."""
+        from transformers.masking_utils import create_causal_mask
+
+        device = self.accelerator.device()
+        like = torch.empty(len(real), tokens, 0, dtype=self.precision.dtype, device=device)
+        return create_causal_mask(self.config, like, self.accelerator.to_device(real.long()), past_key_values=cache)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        """[B, T, H, WIDTH]"""
+        with self.precision.autocast():
+            output, _ = self.attend(
+                self.layer, query, key, value, mask, dropout=0.0, scaling=self.layer.scaling, sliding_window=None
+            )
+        expected = (len(query), query.shape[2], self.heads, WIDTH)
+        assert tuple(output.shape) == expected, f"{self.what}: gives {tuple(output.shape)}, expected {expected}"
+        return output
+
+    def _exact(self, given: tuple[Tensor, ...], visible: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The same in float64, 0 where a query sees nothing; and what it was computed of, for its gradients."""
+        exact = [tensor.detach().double().requires_grad_() for tensor in given]
+        query, key, value = exact
+        key, value = (tensor.repeat_interleave(self.heads // self.groups, 1) for tensor in (key, value))
+        scores = self.layer.scaling * query @ key.transpose(2, 3)
+        weights = scores.masked_fill(~visible.unsqueeze(1), -1e300).softmax(-1) * visible.unsqueeze(1)
+        return (weights @ value).transpose(1, 2), exact
+
+
+def _llama(accelerator: Accelerator, precision: Precision, attention: str) -> tuple[Tensor, Tensor]:
+    """-> (logits [real tokens, V], gradient of the embedding [V, H])."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    # Large weights: attention then looks at few tokens, and a padded one among them shows.
+    config = LlamaConfig(vocab_size=64, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    network = network.to(accelerator.device(), precision.dtype)
+    lengths = torch.tensor([12, 7, 3])
+    mask = (torch.arange(12) >= 12 - lengths.unsqueeze(1)).long()
+    ids = (torch.arange(36).view(3, 12) * 7 % 63 + 1) * mask
+    ids, mask = accelerator.to_device((ids, mask))
+    with precision.autocast():
+        logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    real = logits[mask.bool()]
+    real.logsumexp(-1).sum().backward()
+    return real.detach(), network.get_input_embeddings().weight.grad

@@ -1,0 +1,228 @@
+"""The CPU's attention computes what float64 and eager models do, whatever part of it works, and copies no cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import accelerators
+from accelerators import AcceleratorError, cpu_attention
+from rlhf.config import SamplingConfig
+from rlhf.models.forward import model_inputs
+from rlhf.rollout.decoder import Decoder
+from tests.families.table import BY_NAME
+
+OWN = cpu_attention.ATTENTION
+FAMILIES = ("Llama 3", "OPT", "GPT-2", "GPT-NeoX, Pythia", "Qwen2", "Mistral", "Gemma 3", "StableLM", "Phi, Phi-2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    assert accelerators.select("cpu", environ={}).create().kernel("attention") == OWN
+
+
+@pytest.fixture
+def delegated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The queries that torch's attention was left with."""
+    calls: list[Tensor] = []
+    from transformers.integrations import sdpa_attention
+
+    plain = sdpa_attention.sdpa_attention_forward
+    monkeypatch.setattr(
+        sdpa_attention,
+        "sdpa_attention_forward",
+        lambda *given, **options: calls.append(given[1]) or plain(*given, **options),
+    )
+    return calls
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[B, heads, T, D], as a view of what a projection gives."""
+    rows, heads, tokens, width = shape
+    return torch.randn(rows, tokens, heads, width).to(dtype).transpose(1, 2)
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """The definition, in float64."""
+    heads = query.shape[1] // key.shape[1]
+    key, value = (tensor.double().repeat_interleave(heads, 1) for tensor in (key, value))
+    scores = scale * query.double() @ key.transpose(2, 3)
+    scores = scores if added is None else scores + added.double()
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def masks(rows: int, heads: int, queries: int, keys: int) -> dict[str, Tensor | None]:
+    seen = torch.ones(rows, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+    seen[0, ..., : keys // 3] &= (
+        queries == 1 or torch.arange(queries)[:, None] < keys // 3
+    )  # nothing is seen of nothing
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return {
+        "none": None,
+        "boolean": seen,
+        "added": added,
+        "one for all": added[-1:],
+        "per head": torch.randn(rows, heads, queries, keys),
+    }
+
+
+SIZES = {"grouped": (3, 6, 2, 20, 20), "plain": (2, 4, 4, 7, 12), "one": (2, 4, 1, 9, 9), "token": (3, 6, 2, 1, 30)}
+"""Rows, heads, heads of keys, queries, keys."""
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("mask", ["none", "boolean", "added", "one for all", "per head"])
+@pytest.mark.parametrize(
+    ("part", "kept"), [(2**21, 2), (2**21, 0), (3000, 0), (500, 2)], ids=["kept", "again", "rows", "heads"]
+)
+def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegated, sizes, mask, part, kept):
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu_attention, "PART", part)
+    monkeypatch.setattr(cpu_attention, "KEPT", kept)
+    rows, heads, groups, queries, keys = SIZES[sizes]
+    query, key = drawn(rows, heads, queries, 16).requires_grad_(), drawn(rows, groups, keys, 16).requires_grad_()
+    value = drawn(rows, groups, keys, 12).requires_grad_()
+    given = masks(rows, heads, queries, keys)[mask]
+    added = given
+    if given is not None and given.dtype == torch.bool:
+        added = torch.zeros(given.shape).masked_fill(~given, torch.finfo(torch.float32).min)
+    module = SimpleNamespace(is_causal=False, num_key_value_groups=heads // groups)
+    found, weights = cpu_attention.attend(module, query, key, value, given, scaling=0.3)
+    expected = exact(query, key, value, added, 0.3)
+    assert weights is None and not delegated
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    wanted = torch.randn(found.shape)
+    for own, truth in zip(
+        torch.autograd.grad(found, (query, key, value), wanted),
+        torch.autograd.grad(expected, (query, key, value), wanted.double()),
+    ):
+        torch.testing.assert_close(own, truth, atol=2e-5, rtol=1e-5)
+    with torch.no_grad():
+        again = cpu_attention.attend(module, query, key, value, given, scaling=0.3)[0]
+    torch.testing.assert_close(again, found, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [None, True, False])
+def test_without_a_mask_a_query_sees_what_it_may(causal):
+    """As torch's attention of transformers: queries are the first of the keys."""
+    torch.manual_seed(0)
+    query, key, value = drawn(2, 4, 5, 8), drawn(2, 2, 7, 8), drawn(2, 2, 7, 8)
+    module = SimpleNamespace(is_causal=True)
+    found = cpu_attention.attend(module, query, key, value, None, is_causal=causal)[0]
+    lowest = torch.full((5, 7), torch.finfo(torch.float32).min).triu(1) * (causal is not False)
+    torch.testing.assert_close(found.double(), exact(query, key, value, lowest, 8**-0.5), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_a_query_that_sees_nothing_harms_nobody(dtype, queries):
+    torch.manual_seed(0)
+    given = [drawn(2, 4, queries, 8, dtype=dtype), drawn(2, 2, 6, 8, dtype=dtype), drawn(2, 2, 6, 8, dtype=dtype)]
+    given = [tensor.contiguous().requires_grad_() for tensor in given]
+    seen = torch.zeros(2, 1, queries, 6, dtype=torch.bool)
+    seen[1] = True
+    found = cpu_attention.attend(SimpleNamespace(), *given, seen)[0]
+    found.sum().backward()
+    for tensor in (found, *(tensor.grad for tensor in given)):
+        assert torch.isfinite(tensor).all()
+    torch.testing.assert_close(
+        found[0].float(), given[2][0].float().mean(1).repeat_interleave(2, 0).expand(queries, 4, 8), atol=2e-2, rtol=0
+    )
+
+
+def test_torchs_attention_takes_what_is_longer_and_what_is_dropped(monkeypatch, delegated):
+    monkeypatch.setitem(cpu_attention.SQUARES, torch.float32, 8)
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+    long, short = ([drawn(2, heads, tokens, 8) for heads in (4, 2, 2)] for tokens in (9, 8))
+    found = cpu_attention.attend(module, *long, None, scaling=0.3)[0]
+    assert len(delegated) == 1
+    lowest = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
+    torch.testing.assert_close(found.double(), exact(*long, lowest, 0.3), atol=1e-5, rtol=1e-5)
+    cpu_attention.attend(module, *short, None)
+    assert len(delegated) == 1
+    cpu_attention.attend(module, *short, None, dropout=0.5)
+    assert len(delegated) == 2
+
+
+@pytest.mark.parametrize("feature", ["s_aux", "sinks", "softcap", "indices", "block_indices"])
+def test_what_it_lacks_is_refused_not_left_out(feature):
+    given = [drawn(1, 2, 3, 8) for _ in range(3)]
+    with pytest.raises(AcceleratorError, match=f"attention {OWN}: it has no {feature}; use a model without it"):
+        cpu_attention.attend(SimpleNamespace(), *given, None, **{feature: torch.ones(2)})
+    cpu_attention.attend(SimpleNamespace(), *given, None, **{feature: None}, sliding_window=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("held", ["whole", "fewer rows", "narrowed"])
+def test_a_decoding_step_copies_no_cache(dtype, held):
+    cache = torch.randn(2, 8, 2, 64, 32).to(dtype)
+    key, value = {"whole": cache, "fewer rows": cache[:, :5], "narrowed": cache[:, :, :, :48]}[held]
+    query = torch.randn(len(key), 4, 1, 32).to(dtype)
+    module, mask = SimpleNamespace(num_key_value_groups=2), torch.zeros(len(key), 1, 1, key.shape[2], dtype=dtype)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        found = cpu_attention.attend(module, query, key, value, mask)[0]
+    copied = [event for event in record.events() if event.name in ("aten::copy_", "aten::clone", "aten::contiguous")]
+    assert key.numel() > 4 * query.numel()
+    sizes = [torch.Size(event.input_shapes[0]).numel() for event in copied]
+    assert max(sizes, default=0) < key.numel() / 2, sizes
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), exact(query, key, value, mask, 32**-0.5), atol=tolerance, rtol=0)
+
+
+# models
+
+
+def built(name: str, attention: str) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = BY_NAME[name].configuration()
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Two rows of 20 tokens, the first with 7 of padding on the left."""
+    ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    ids[0, :7] = 0
+    return ids, (ids != 0).long()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_computes_what_it_computes_eagerly(name, monkeypatch):
+    calls: list[int] = []
+    apply = cpu_attention._Composed.apply
+    monkeypatch.setattr(cpu_attention._Composed, "apply", lambda *given: calls.append(1) or apply(*given))
+    found = []
+    for attention in (OWN, "eager"):
+        model = built(name, attention)
+        ids, mask = rows()
+        logits = model(**model_inputs(model, ids, mask)).logits[mask.bool()]
+        logits.logsumexp(-1).sum().backward()
+        found.append((logits.detach(), {key: value.grad for key, value in model.named_parameters()}))
+    assert len(calls) == 2, "a layer each"
+    torch.testing.assert_close(*found, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_draws_what_generate_draws_eagerly(accelerator: Any, name):
+    own, eager = built(name, OWN), built(name, "eager")
+    ids, mask = rows()
+    drawn = Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=6).generate(
+        own, ids[:, :14], mask[:, :14], SamplingConfig(temperature=0)
+    )
+    for row, start in ((0, 7), (1, 0)):
+        alone = ids[row : row + 1, start:14]
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = eager.generate(alone, attention_mask=torch.ones_like(alone), **options)
+        assert drawn.ids[row].tolist() == expected[0, alone.shape[1] :].tolist(), f"row {row}"

@@ -1,0 +1,157 @@
+"""`rlhf profile`: what it measures adds up, its trace has our phases, nothing else stays, errors are one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.autograd import DeviceType
+
+from rlhf.metrics.operators import found_in
+
+PHASES = ("generation", "scoring", "training")
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def profiled(forks, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
+    """The embedded world, whose folder holds no run: what was printed, the trace, and what was said meanwhile."""
+    folder = tmp_path_factory.mktemp("profile")
+    settings = [f"{key}=8" for key in ("ppo.batch_size", "ppo.minibatch_size", "sft.batch_size", "reward.batch_size")]
+    settings += ["data.max_completion_length=8"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    trace = ["--trace", str(folder / "trace.json.gz"), "--output", str(folder / "run")]
+    environment = {"TMPDIR": str(folder)}
+    done = forks.run("profile", "--steps", "2", "--json", *options, *trace, timeout=120, environment=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), folder, done.stderr
+
+
+def test_nothing_is_left_but_the_trace(profiled):
+    _, folder, said = profiled
+    assert files(folder) == [Path("trace.json.gz")] and [*folder.iterdir()] == [folder / "trace.json.gz"]
+    assert "run holds no finished sft and reward: one step of each is taken first" in said
+    assert "profiling: 4/4 steps" in said
+
+
+def test_phases_add_up_to_the_steps_and_operators_to_the_recorded_one(profiled):
+    found, *_ = profiled
+    assert [phase["phase"] for phase in found["phases"]] == [*PHASES, "other"]
+    seconds = sum(phase["seconds"] for phase in found["phases"])
+    assert seconds == pytest.approx(sum(found["step_seconds"]) / 2) and len(found["step_seconds"]) == 2
+    assert sum(phase["share"] for phase in found["phases"]) == pytest.approx(1)
+    flops = sum(phase["tflops"] * phase["seconds"] for phase in found["phases"] if "tflops" in phase)
+    assert found["tflops"] == pytest.approx(flops / seconds, rel=1e-6)
+    operators = found["operators"]
+    assert sum(one["seconds"] for one in operators) + found["outside_operators"] == pytest.approx(
+        found["traced_seconds"], rel=1e-3
+    )
+    assert operators == sorted(operators, key=lambda one: -one["seconds"])
+    assert {one["phase"] for one in operators if one["name"] == "aten::mm"} == set(PHASES)
+    backward = {one["phase"] for one in operators if "backward" in one["name"].lower()}
+    assert backward == {"training"}
+    assert found["first_step_seconds"] > 0 and found["set_up_seconds"] > 0 and found["peak_memory"] > 2**26
+
+
+def test_the_trace_has_the_phases_as_ranges(profiled):
+    found, folder, _ = profiled
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    ranges = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
+    step = ranges["rlhf/step"]
+    for phase in PHASES:
+        assert step["ts"] <= ranges[f"rlhf/{phase}"]["ts"] < step["ts"] + step["dur"]
+    assert sum(event["name"] == "rlhf/step" for event in events) == 1, "one step is recorded"
+    assert found["traced_seconds"] == pytest.approx(step["dur"] / 1e6, rel=1e-3)
+
+
+def test_a_run_gives_its_settings_and_models_and_is_only_read(rlhf, finished_run, tmp_path):
+    before = {path: (finished_run / path).read_bytes() for path in files(finished_run)}
+    trace = tmp_path / "trace.json"
+    done = rlhf("profile", "--output", finished_run, "--steps", "1", "--trace", trace, recipe=None)
+    assert {path: (finished_run / path).read_bytes() for path in files(finished_run)} == before
+    assert f"ppo.actor: {finished_run / 'sft/model'}" in done.stderr and "one step of each" not in done.stderr
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines if len(line) == 5][:5] == ["phase", *PHASES, "other"]
+    assert ["operator", "phase", "time", "share", "calls"] in lines
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_other_stages_are_profiled_too(rlhf, tmp_path, stage):
+    trace = tmp_path / "trace.json.gz"
+    options = ["--stage", stage, "--steps", "1", "--trace", trace, "--output", tmp_path / "run", "--json"]
+    found = json.loads(rlhf("profile", *options).stdout)
+    assert [phase["phase"] for phase in found["phases"]] == ["training", "other"]
+    assert found["tflops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stage", "pppo"], "--stage pppo: no such stage; use one of sft, reward, dpo, ppo"),
+        (["--set", "ppo.stepz=3"], "ppo.stepz"),
+        (["--trace", "nowhere/trace.json.gz"], "--trace nowhere/trace.json.gz: its folder is not there"),
+        (["--trace", "."], "--trace .: is a folder; name a file in it, such as trace.json.gz"),
+    ],
+)
+def test_what_is_wrong_is_one_line(forks, arguments, said):
+    done = forks.run("profile", *arguments, timeout=60)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_more_steps_than_the_stage_has_are_one_line(rlhf, tmp_path):
+    options = ["--stage", "sft", "--steps", "2", "--trace", tmp_path / "trace.json.gz", "--output", tmp_path / "run"]
+    done = rlhf("profile", *options, check=False)
+    assert done.returncode == 2
+    assert "--steps 2: sft has 3 steps by its settings, and two more are taken" in done.stderr.splitlines()[-1]
+    assert files(tmp_path) == []
+
+
+def test_a_launcher_is_refused(forks):
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    done = forks.run("profile", timeout=60, environment=environment)
+    assert done.returncode == 2 and "rlhf profile measures one process; start it without" in done.stderr
+
+
+def event(
+    name: str, start: float, end: float, *, device: bool = False, own: float = 0, annotation: bool = False
+) -> Any:
+    return SimpleNamespace(
+        name=name,
+        device_type=DeviceType.CUDA if device else DeviceType.CPU,
+        time_range=SimpleNamespace(start=start, end=end),
+        is_user_annotation=annotation or name.startswith("rlhf/"),
+        self_cpu_time_total=own,
+        self_device_time_total=own if device else 0,
+    )
+
+
+def test_an_operator_belongs_to_the_phase_that_it_begins_in():
+    ranges = [event("rlhf/step", 10, 110), event("rlhf/generation", 20, 50), event("rlhf/training", 60, 100)]
+    work = [
+        event("mm", 25, 45, own=15e6),
+        event("mm", 65, 80, own=10e6),
+        event("mm", 70, 75, own=5e6),
+        event("add", 105, 106, own=1e6),
+        event("before", 5, 9, own=9e6),
+        event("Optimizer.step", 61, 99, own=30e6, annotation=True),
+    ]
+    found = found_in([*ranges, *work])
+    rows = [(one.name, one.phase, one.seconds, one.calls) for one in found.operators]
+    assert sorted(rows) == [("add", "other", 1, 1), ("mm", "generation", 15, 1), ("mm", "training", 15, 2)]
+    assert not found.on_device
+    kernels = [event("gemm", 30, 40, device=True, own=10e6), event("rlhf/training", 62, 99, device=True, own=37e6)]
+    found = found_in([*ranges, *work, *kernels])
+    assert [(one.name, one.phase, one.seconds) for one in found.operators] == [("gemm", "generation", 10)]
+    assert found.on_device
