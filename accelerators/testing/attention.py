@@ -100,8 +100,8 @@ class _Case:
             seen = [torch.cat(pair, 2) for pair in zip(seen, new)]
             columns = seen[0].shape[2]
             mask = self._mask(tokens, real, cache)
-            held = cache.update(*self.accelerator.to_device(new), 0)
-            output = self._attended(self.accelerator.to_device(query), *held, mask).cpu()
+            keys, values = cache.update(*self.accelerator.to_device(new), 0)
+            output = self._attended(self.accelerator.to_device(query), keys, values, mask).cpu()
             visible = real[:, None, :columns] & torch.ones(tokens, columns).tril(columns - tokens).bool()
             expected, _ = self._exact((query, *seen), visible)
             what = f"{self.what}, " + ("prompts" if tokens > 1 else f"token {columns - TOKENS} after them")

@@ -92,7 +92,7 @@ def test_a_named_implementation_is_taken_and_no_other():
     step = cpu.kernel("adamw", required=True)([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     assert step.defaults["foreach"] is not False and not step.defaults["fused"]
     assert cpu.capabilities()["adamw"].implementation == "torch-foreach"
-    assert [impl.name for impl, _ in cpu.offers("attention")] == ["sdpa", "eager"]
+    assert [impl.name for impl, _ in cpu.offers("attention")] == ["composed", "sdpa", "eager"]
 
 
 def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():

@@ -122,7 +122,7 @@ def test_a_plugin_that_hangs_as_it_is_imported_and_one_that_answers_rubbish_stop
     done = rlhf("accelerators", "explain", "cpu", "--json", plugins=plugins, env=limit)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert facts["operations"]["attention"]["implementation"] == "sdpa"
+    assert facts["operations"]["attention"]["implementation"] == "composed"
     reasons = {found["name"]: found["reason"] for found in facts["operations"]["adamw"]["candidates"]}
     assert reasons["yes"] == "its check failed (TypeError: a bool instead of Support)"
     assert reasons["fast"].startswith("its factory failed (ImportError: libfast.so: no such file)")
@@ -164,9 +164,10 @@ def test_a_good_plugin_wins_by_priority_and_its_backend_can_be_created(rlhf, run
 
 def test_a_kernel_for_another_backend_says_why_it_is_not_used(rlhf):
     facts = json.loads(rlhf("accelerators", "explain", "cpu", "--json", plugins=["good"]).stdout)
-    used, portable, other = facts["operations"]["attention"]["candidates"]
-    assert portable["reason"] == "sdpa has the higher priority; this one is for models that it does not serve"
-    assert (used["name"], used["used"]) == ("sdpa", True)
+    used, *portable, other = facts["operations"]["attention"]["candidates"]
+    reason = "composed has the higher priority; this one is for models that it does not serve"
+    assert {offer["name"]: offer["reason"] for offer in portable} == {"sdpa": reason, "eager": reason}
+    assert (used["name"], used["used"]) == ("composed", True)
     assert (other["name"], other["used"], other["reason"]) == ("good-attention", False, "only on a Good One")
 
 
