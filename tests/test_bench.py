@@ -22,7 +22,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     return argparse.Namespace(arithmetic=arithmetic, report=report, turns=turns)
 
 
-@pytest.mark.parametrize("name", ["machine", "ppo_step", "rollout", "supervised", "report", "all", "gaudi_sim_step", "tokenizing"])
+@pytest.mark.parametrize(
+    "name", ["machine", "ppo_step", "rollout", "supervised", "report", "all", "gaudi_sim_step", "tokenizing"]
+)
 def test_each_says_what_it_measures_and_how_it_is_asked_for(bench, name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -175,8 +175,8 @@ class TrainingEngine:
             with self.precision.autocast():
                 value, statistics = loss(self.engine, batch)
             boundary(f"{self.name}/loss")
-            # deepspeed 0.19.8 ends a micro-batch where the next forward pass begins (DeepSpeedEngine.forward), and
-            # that of this one may have been made before: it would overwrite gradients, not add to them.
+            # deepspeed 0.19.8 ends a micro-batch, and what it counts of one, where the next forward pass begins
+            # (DeepSpeedEngine.forward); that of this one may have been made before.
             if isinstance(self.optimizer, ZeROOptimizer):
                 self.optimizer.clear_backward_seen_flag()
             # DeepSpeed averages over ranks; the loss is a part of a sum.

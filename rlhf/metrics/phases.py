@@ -51,7 +51,8 @@ class Part(NamedTuple):
 
     def __add__(self, other: Part) -> Part:  # type: ignore[override]
         """Both, one after the other."""
-        tokens, flops = (None if None in pair else sum(pair) for pair in zip(self[1:], other[1:]))
+        tokens = None if self.tokens is None or other.tokens is None else self.tokens + other.tokens
+        flops = None if self.flops is None or other.flops is None else self.flops + other.flops
         return Part(self.seconds + other.seconds, tokens, flops)
 
 

@@ -54,7 +54,7 @@ def test_phases_add_up_to_the_steps_and_operators_to_the_recorded_one(profiled):
         found["traced_seconds"], rel=1e-3
     )
     assert operators == sorted(operators, key=lambda one: -one["seconds"])
-    assert {one["phase"] for one in operators if one["name"] == "aten::mm"} == set(PHASES)
+    assert {one["phase"] for one in operators if one["name"] == "aten::mm"} >= set(PHASES)
     backward = {one["phase"] for one in operators if "backward" in one["name"].lower()}
     assert backward == {"training"}
     assert found["first_step_seconds"] > 0 and found["set_up_seconds"] > 0 and found["peak_memory"] > 2**26
