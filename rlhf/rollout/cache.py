@@ -1,7 +1,8 @@
 """A static key-value cache of which a model sees a part: the rows and columns in use at the moment.
 
-The buffers are made once, at full size; a forward pass is shown a narrowed view of them, as if the cache were no
-larger. More columns, or fewer rows, are another view: nothing is copied but rows that move into the place of others.
+A forward pass is shown the first rows and columns of the buffers, as if the cache were no larger. Fewer rows are
+another view, and so are more columns where steps are recorded, over buffers that are made once at full size. Elsewhere
+buffers grow with the columns: libraries copy what is no whole matrix before they multiply it, once in every step.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class View:
     """What all layers of a cache have in common: the part in use, and where the tokens at hand are written.
 
     `rows`, `columns`: sizes of the part. `place` [T]: the columns of the tokens at hand. `seen`: how many tokens there
-    are before them, a number or a tensor [].
+    are before them, a number or a tensor []. `grows`: buffers have as many columns as are in use.
     """
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, grows: bool) -> None:
         self.rows: int | None = None
         self.columns = columns
+        self.grows = grows
         self.place = torch.empty(0, dtype=torch.long)
         self.seen: int | Tensor = 0
 
@@ -50,6 +52,8 @@ class ViewedLayer(StaticLayer):
         self._buffers: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if self._view.grows:
+            self.max_cache_len = self._view.columns
         super().lazy_initialization(key_states, value_states)
         self._buffers = self.keys, self.values
         self.show()
@@ -58,6 +62,8 @@ class ViewedLayer(StaticLayer):
         """Take the view's sizes."""
         if self._buffers:
             rows, columns = self._view.rows, self._view.columns
+            if self._view.grows and columns != self._buffers[0].shape[2]:
+                self._buffers = tuple(_resized(buffer, columns) for buffer in self._buffers)
             self.keys, self.values = (buffer[:rows, :, :columns] for buffer in self._buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -92,9 +98,9 @@ class ViewedCache(StaticCache):
     ways (recurrent states, convolutions) are transformers' own, and whole.
     """
 
-    def __init__(self, config: Any, length: int) -> None:
+    def __init__(self, config: Any, length: int, *, grows: bool = False) -> None:
         super().__init__(config=config, max_cache_len=length)
-        self.view = View(length)
+        self.view = View(length, grows)
         self.layers: list[Any] = [
             ViewedLayer(length, self.view) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
             for layer in self.layers
@@ -133,3 +139,12 @@ class ViewedCache(StaticCache):
 
     def _viewed(self) -> list[ViewedLayer]:
         return [layer for layer in self.layers if isinstance(layer, ViewedLayer)]
+
+
+def _resized(buffer: Tensor, columns: int) -> Tensor:
+    """[B, H, S, D] -> [B, H, columns, D]: the columns that both have, and 0, which hidden columns may hold, beyond."""
+    kept = min(columns, buffer.shape[2])
+    resized = buffer.new_empty(*buffer.shape[:2], columns, buffer.shape[3])
+    resized[:, :, :kept] = buffer[:, :, :kept]
+    resized[:, :, kept:] = 0
+    return resized

@@ -76,7 +76,7 @@ class Session:
         self.drawing = drawing
         self.model: Any = model
         self.shape = prompt_ids.shape
-        self.cache = ViewedCache(model.config, columns)
+        self.cache = ViewedCache(model.config, columns, grows=drawing.eager)
         self.local_attention = LocalAttention(model, columns)
         self.with_positions = accepts_positions(model)
         self.compacts = drawing.eager and self.cache.drops_rows
