@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch.autograd import DeviceType
-
+from accelerators import on_host_and_device
 from rlhf.metrics.phases import OTHER
 
 PREFIX, STEP = "rlhf/", "rlhf/step"
@@ -40,9 +39,7 @@ def found_in(events: Iterable[Any]) -> Found:
     Args:
         events: of `torch.profiler.profile.events()`, times in microseconds, with the ranges of `Phases`.
     """
-    known = list(events)
-    host = [event for event in known if event.device_type == DeviceType.CPU]
-    device = [event for event in known if event.device_type != DeviceType.CPU]
+    host, device = on_host_and_device(events)
     ranges = [event for event in host if event.name.startswith(PREFIX)]
     (step,) = (event.time_range for event in ranges if event.name == STEP)
     phases = [(event.name.removeprefix(PREFIX), event.time_range) for event in ranges if event.name != STEP]
