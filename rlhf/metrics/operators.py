@@ -6,7 +6,7 @@ kernels are the rows, as the processor's time is then only that of handing them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from accelerators import on_host_and_device
@@ -56,8 +56,3 @@ def found_in(events: Iterable[Any]) -> Found:
     operators = [Operator(*key, seconds[key], calls[key]) for key in sorted(seconds, key=seconds.__getitem__)[::-1]]
     whole = (step.end - step.start) / 1e6
     return Found(whole, operators, max(whole - sum(seconds.values()), 0.0), bool(device))
-
-
-def longest(operators: Sequence[Operator], count: int) -> list[Operator]:
-    """Those that took the most time, at most `count`."""
-    return sorted(operators, key=lambda operator: operator.seconds, reverse=True)[:count]

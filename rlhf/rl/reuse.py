@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-from torch import nn
 
 from rlhf.engine import distributed
 from rlhf.engine.training import TrainingEngine
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import drops
-from rlhf.models.forward import ScalarHead
 from rlhf.place import here
 from rlhf.planning import surroundings
 from rlhf.planning.fit import settled
 from rlhf.planning.models import source
-from rlhf.planning.shapes import shape_from
 from rlhf.stages.context import StageContext
 
 
@@ -57,16 +52,7 @@ def _fits(context: StageContext) -> bool:
     config, held = context.config, context.holdings
     local = here().local_size or context.world.size
     around, room = surroundings.found(context.accelerator, config, context.world.size, local=local)
-    configs = {name: _config(context.models[name]) for name in held}
-    fused = all(getattr(each, "_attn_implementation", None) != "eager" for each in configs.values())
+    fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in held)
     around = replace(around, base=min(around.base, surroundings.PROCESS), fused=fused)
-    shapes = {
-        source(config, held[name].role.start)[0]: shape_from(each.to_dict(), name) for name, each in configs.items()
-    }
+    shapes = {source(config, holding.role.start)[0]: context.shape(name) for name, holding in held.items()}
     return settled(config, ["ppo"], around, room=room, shapes=shapes).ppo.reuse_forward
-
-
-def _config(model: TrainingEngine | nn.Module) -> Any:
-    """transformers' configuration of a role's model."""
-    module: Any = getattr(model, "module", model)  # under DeepSpeed
-    return (module.model if isinstance(module, ScalarHead) else module).config

@@ -26,7 +26,7 @@ from rlhf.models.loading import Loader
 from rlhf.models.lora import add_adapters, merges
 from rlhf.models.quantized import count, quantize
 from rlhf.models.shared_base import Base
-from rlhf.planning.shapes import shape_from
+from rlhf.planning.shapes import Shape, shape_from
 from rlhf.roles import Holding, Name, holdings
 
 if TYPE_CHECKING:
@@ -90,15 +90,27 @@ class StageContext:
         """What the stage's steps take."""
         return Phases(self.accelerator, self.precision, self.world.size)
 
+    def configuration(self, name: Name) -> Any:
+        """transformers' configuration of a role's model, once it is loaded; None: it is none of transformers'."""
+        model: Any = getattr(self.models[name], "module", self.models[name])  # under DeepSpeed
+        return getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
+
+    def shape(self, name: Name) -> Shape:
+        """The shape of a role's model, once it is loaded.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        config = self.configuration(name)
+        return shape_from(config.to_dict() if config else {}, name)
+
     @cached_property
     def products(self) -> dict[Name, Products] | None:
         """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
         found = {}
         for name, holding in self.holdings.items():
-            model: Any = getattr(self.models[name], "module", self.models[name])
-            config = getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
             try:
-                shape = shape_from(config.to_dict() if config else {}, name)
+                shape = self.shape(name)
             except ConfigError:
                 return None
             found[name] = Products.of(shape, scalar_head=holding.role.scalar_head, rank=holding.lora.rank)

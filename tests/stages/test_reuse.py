@@ -10,8 +10,8 @@ import torch
 from accelerators import Memory, Precision
 from rlhf.data.tokenization import load_stage
 from rlhf.errors import ConfigError
-from rlhf.rl import reuse
 from rlhf.rl.trainer import PPO, Models
+from rlhf.stages import context as stage
 from tests.engine import halves
 from tests.helpers import llama
 from tests.in_process import given, stage_context
@@ -115,7 +115,7 @@ def test_a_model_whose_shape_is_not_known_keeps_one_micro_batch_alone(build, mon
     def unknown(*_: Any) -> Any:
         raise ConfigError("actor: the plan does not know the shapes of model type 'ctrl'")
 
-    monkeypatch.setattr(reuse, "shape_from", unknown)
+    monkeypatch.setattr(stage, "shape_from", unknown)
     ppo, said = build(micro_batch_size=rows)
     assert passes(ppo, 0)["actor"] == each
     assert [line for line in said if "is not known: actor: the plan does not know" in line] == (said if rows else [])
