@@ -117,7 +117,7 @@ def _to_add(mask: Tensor, query: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)
     elif mask.dtype != query.dtype:
-        mask = mask.clamp_min(lowest).to(query.dtype)
+        mask = mask.clamp_min(max(lowest, torch.finfo(mask.dtype).min)).to(query.dtype)
     return mask.expand(*query.shape[:3], -1)
 
 

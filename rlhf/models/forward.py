@@ -65,7 +65,7 @@ def completion_log_probs(
     end = input_ids.shape[1] - 1
     positions = torch.arange(end - completion_length, end, device=input_ids.device)
     inputs = model_inputs(model, input_ids, attention_mask) | {"logits_to_keep": positions}
-    labels = input_ids[:, -completion_length:]
+    labels = input_ids[:, end + 1 - completion_length :]
     return log_probs_of(model, inputs, labels, temperature=temperature, entropy=entropy)
 
 

@@ -40,19 +40,20 @@ def _invert_in_chunks(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
     One sum that runs through the vocabulary takes twice as long as the softmax, and rounds at every token.
     """
+    last = probabilities.shape[-1] - 1
     if missing := -probabilities.shape[-1] % _CHUNK:
         probabilities = pad(probabilities, (0, missing))
     chunks = probabilities.unflatten(-1, (-1, _CHUNK))
     chunk, rest = _invert(chunks.sum(-1), uniform)
     inside = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, 1, _CHUNK)).squeeze(1)
     token, _ = _invert(inside, rest)
-    return chunk * _CHUNK + token
+    return (chunk * _CHUNK + token).clamp_max(last)
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The first index at which the running sum of `weights` exceeds `target`, and how far the target goes into it.
 
-    It is never one of weight 0, whatever rounding does to the sums.
+    It is never one of weight 0, whatever rounding does to the sums; of weights that are no numbers it is some index.
 
     Args:
         weights: [B, N], not negative.
@@ -61,6 +62,6 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(-1)
     total = sums[:, -1:]
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(sums, target, right=True)
+    index = torch.searchsorted(sums, target, right=True).clamp_max(weights.shape[-1] - 1)
     before = sums.gather(-1, index) - weights.gather(-1, index)
     return index, (target - before).clamp_min(0)

@@ -135,6 +135,17 @@ def test_a_query_that_sees_nothing_harms_nobody(dtype, queries):
     )
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_mask_of_another_type_hides_the_same_keys(kind):
+    torch.manual_seed(0)
+    query, key, value = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8), drawn(2, 2, 6, 8)
+    seen = torch.rand(2, 1, 6, 6) < 0.5
+    seen[..., 0] = True
+    added = torch.zeros(seen.shape, dtype=kind).masked_fill_(~seen, torch.finfo(kind).min)
+    found, expected = (cpu_attention.attend(SimpleNamespace(), query, key, value, mask)[0] for mask in (added, seen))
+    torch.testing.assert_close(found, expected)
+
+
 def test_torchs_attention_takes_what_is_longer_and_what_is_dropped(monkeypatch, delegated):
     monkeypatch.setitem(cpu_attention.SQUARES, torch.float32, 8)
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)

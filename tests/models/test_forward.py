@@ -42,6 +42,13 @@ def test_only_completion_positions_are_projected_to_the_vocabulary():
     assert seen == [(2, 4)]
 
 
+def test_rows_of_one_token_foretell_nothing():
+    """As the rows of a last batch of an evaluation may be."""
+    model, ids = llama(30), torch.tensor([[5], [6]])
+    found = completion_log_probs(model, ids, torch.ones_like(ids), 0, entropy=True)
+    assert found.log_probs.shape == found.entropy.shape == (2, 0)
+
+
 def test_a_batch_without_padding_runs_the_same_operators():
     """transformers would look at the mask's values and choose other operators where nothing is masked."""
     from torch.utils._python_dispatch import TorchDispatchMode

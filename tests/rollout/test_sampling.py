@@ -74,3 +74,13 @@ def test_logits_stay_as_they_are():
     logits = LOGITS.expand(4, -1).clone()
     sample(logits, torch.rand(4), SamplingConfig(temperature=0.5))
     assert torch.equal(logits, LOGITS.expand(4, -1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(settings, wrong):
+    """So that the loss, which is none either, ends the run and says why."""
+    logits = torch.zeros(2, 300)
+    logits[1, 7] = wrong
+    drawn = sample(logits, torch.tensor([0.5, 0.5]), SamplingConfig(**settings))
+    assert drawn.min() >= 0 and drawn.max() < 300
