@@ -155,9 +155,9 @@ class Decoder:
         return True
 
     def _eager(self) -> bool:
-        """Whether the device runs operators as they come, and neither records nor compiles what it repeats."""
+        """Whether shapes are free: no policy fixes them, and nothing is recorded or compiled that could be repeated."""
         recorded = self._capture is not None and self.accelerator.capabilities()["graph_capture"].ok
-        return not (recorded or self.accelerator.is_lazy())
+        return not (recorded or self.accelerator.is_lazy() or self.shapes.kind == "static")
 
     def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> Session:
         for session in self._sessions:

@@ -65,7 +65,7 @@ HOOKS = {
 }
 CAPTURES = {
     "capture gives None": "capture() gave None instead of a function",
-    "a recording raises": "capture(): its recording of 'decode 4 x 24 + 16' failed (OSError: no card)",
+    "a recording raises": "capture(): its recording of 'decode 4 x 24 up to 40' failed (OSError: no card)",
     "graph_capture gives None": "graph_capture kernel 'fast' of rlhf-faulty 1.2.3 gave None instead of a function",
 }
 

@@ -153,7 +153,7 @@ def test_a_plugin_that_imports_torch_at_discovery_works_with_a_warning(rlhf):
 def test_a_good_plugin_wins_by_priority_and_its_backend_can_be_created(rlhf, run_python):
     assert choice(run_python, "auto", ["good"]) == "good"
     facts = json.loads(rlhf("accelerators", "explain", "good", "--json", plugins=["good"]).stdout)
-    assert facts["device"] == {"model": "Good One", "count": 2, "software": "none"}
+    assert facts["device"] == {"model": "Good One", "count": 2, "software": "none", "peak_flops": {}}
     assert facts["operations"]["attention"]["implementation"] == "good-attention"
     assert [found["name"] for found in facts["operations"]["attention"]["candidates"]] == [
         "good-attention",

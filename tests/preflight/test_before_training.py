@@ -111,4 +111,4 @@ def test_a_later_stage_and_a_resumed_one_take_the_settings_of_the_run(
     again = rlhf("--output", "run", "--resume", recipe=None).stdout
     assert "ppo: training: 3 steps" in again and "sft: training" not in again
     done = rlhf("--output", "run", "--resume", recipe=None).stdout
-    assert "run: sft, reward, ppo are complete" in done and "training" not in done
+    assert "run: sft, reward, ppo are complete" in done and ": training" not in done

@@ -33,7 +33,12 @@ def taste(prompt, completion, row): return completion.count("a") - 0.7 * complet
 IDS = torch.tensor([[1, 2, 3, 1, 0], [0, 1, 2, 0, 0], [1, 2, 1, 1, 1], [1, 1, 1, 1, 1]])
 # Completions "c a <end>", "b <end>", "a a a"; the last row fills the batch up. Prompts are of two columns.
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]).float()
-SEQUENCES: Batch = {"input_ids": IDS, "action_mask": MASK, "ended": torch.tensor([1.0, 1, 0, 0])}
+SEQUENCES: Batch = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "action_mask": MASK,
+    "ended": torch.tensor([1.0, 1, 0, 0]),
+}
 MODEL = torch.tensor([1.0, -2.0, 3.0, 99.0])
 EXAMPLES = [prompt(3), prompt(1), prompt(2, 1)]
 

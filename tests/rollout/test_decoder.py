@@ -169,8 +169,8 @@ def test_a_cache_that_counts_tokens_in_python_is_not_captured_and_says_so(accele
     captured.clear()
     make = module.ViewedCache
 
-    def counting(*arguments):
-        cache = make(*arguments)
+    def counting(*arguments, **options):
+        cache = make(*arguments, **options)
         cache.layers[1].is_sliding = True
         return cache
 

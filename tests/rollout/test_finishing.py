@@ -17,7 +17,8 @@ from rlhf.rollout.session import windows
 from tests.accelerators.replaying import record
 from tests.families.table import BY_NAME
 from tests.families.table import build as tiny
-from tests.rollout.test_decoder import GREEDY, build, decoder
+from tests.rollout.test_decoder import GREEDY, build
+from tests.rollout.test_decoder import decoder as any_decoder
 
 FAMILIES = ("Llama 3", "GPT-2", "GPT-Neo", "OPT", "BLOOM", "Falcon RW", "Mistral", "Gemma 3", "Qwen3")
 WHOLE_ROWS = ("Qwen3-Next", "LFM2")
@@ -25,6 +26,11 @@ WHOLE_ROWS = ("Qwen3-Next", "LFM2")
 WHOLE = ("Falcon-H1",)
 """Layers with such a state beside keys and values, which are seen whole."""
 LENGTH = 20
+
+
+def decoder(accelerator, **options):
+    """One whose rows may leave: no policy fixes its shapes."""
+    return any_decoder(accelerator, **{"shapes": "dynamic"} | options)
 
 
 def prompts(rows: int = 6, columns: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +185,7 @@ def test_each_window_is_recorded_once_and_all_of_them_in_the_first_rollout(
 ) -> None:
     """Even where every row of that ends at once: later on, nothing is recorded or compiled anew."""
     model, (ids, mask) = family("Llama 3"), prompts()
-    decode = decoder(accelerator, eos=range(64), length=LENGTH)
+    decode = any_decoder(accelerator, eos=range(64), length=LENGTH)
     assert decode.generate(model, ids, mask, GREEDY).mask.sum() == 6
     assert [graph.key for graph in recording] == [f"decode 6 x 9 up to {width}" for width in (13, 18, 23, 28)]
     assert all(graph._replay is not None for graph in recording)

@@ -45,7 +45,11 @@ def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: 
 def end_with(ppo: PPO, part: float) -> None:
     """Let this part of the vocabulary end a completion; the tensor keeps its shape."""
     size = len(ppo.tokenizer)
-    ppo.decoder.eos_ids = torch.where(torch.arange(size) < part * size, torch.arange(size), -1)
+    ends = torch.where(torch.arange(size) < part * size, torch.arange(size), -1)
+    if len(ppo.decoder.eos_ids) == size:
+        ppo.decoder.eos_ids.copy_(ends)  # sessions have it
+    else:
+        ppo.decoder.eos_ids = ends
 
 
 def lengths(ppo: PPO) -> list[int]:

@@ -62,7 +62,7 @@ def recorded(self, fn, key):
     return replay
 
 
-def defective(session):
+def defective(session, width):
     raise KeyError("defect in the decoder")
 
 
@@ -83,6 +83,7 @@ def is_full(self, error):
 
 def limited(self, seed):
     """From now on this process may have 32 MiB more."""
+    self.empty_cache()  # what is kept would be room too
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (32 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -103,9 +104,9 @@ class DeviceOutOfMemory(RuntimeError):
 
 
 if FAULT == "none, but rlhf has a defect":
-    from rlhf.rollout import decoder
+    from rlhf.rollout.session import Session
 
-    decoder._Session._step = defective
+    Session._step = defective
 
 FAULTS = {
     "none, but rlhf has a defect": {"capture": recorded},
