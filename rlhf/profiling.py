@@ -136,7 +136,7 @@ class Trial:
         if total < self._steps + 2:
             raise ConfigError(
                 f"--steps {self._steps}: {stage} has {total} steps by its settings, and two more are taken, the first "
-                f"and one for the trace; lower --steps, or let {stage} take more"
+                f"and one for the trace; {'lower --steps, or ' if total > 2 else ''}let {stage} take more"
             )
         with progress(self._steps + 2, f"{stage}: profiling", unit="steps") as bar:
             first = take(0)["seconds"]

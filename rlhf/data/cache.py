@@ -112,6 +112,8 @@ class StageCache:
                     with atomic_directory(self.folder) as folder:
                         self._write(folder, show)
         except OSError as error:
+            if self._is_whole():  # in a cache that others fill, which this process may only read
+                return None
             return f"{self.folder.parent} cannot be written ({error.strerror or error}); HF_DATASETS_CACHE moves it"
         except Unstorable as error:
             return str(error)

@@ -233,6 +233,17 @@ def test_what_cannot_be_kept_is_said(
     assert not kept.folder.exists() and not list((tmp_path / "room" / "rlhf").glob("*.partial"))
 
 
+def test_what_others_keep_is_read_where_nothing_can_be_written(
+    tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = cache_of(tokenizer, rows)
+    assert kept.build() is None
+    read_only = OSError(30, "Read-only file system")
+    monkeypatch.setattr(cache, "_alone", lambda *arguments: (_ for _ in ()).throw(read_only))
+    assert cache_of(tokenizer, rows).build() is None
+    assert "(Read-only file system)" in str(cache_of(tokenizer, rows, seed=4).build())
+
+
 def test_records_that_json_would_change_are_not_kept(tokenizer: Any, tmp_path: Path) -> None:
     import datetime
 
