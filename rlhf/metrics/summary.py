@@ -50,7 +50,10 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         if best := summary.get("kept", {}).get("metric"):
             kept = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
             table.add_row(Text(kept, style="dim"), "", "")
-        table.add_row(Text("  " + _cost(summary), style="dim"), "", "", end_section=position < len(summaries) - 1)
+        costs = [line for line in (_phases(summary), _cost(summary)) if line]
+        for line in costs:
+            last = line is costs[-1] and position < len(summaries) - 1
+            table.add_row(Text("  " + line, style="dim"), "", "", end_section=last)
     return table
 
 
@@ -62,14 +65,17 @@ def _cost(summary: dict[str, Any]) -> str:
         parts.append(format_seconds(summary["seconds"]))
     if summary.get("peak_memory"):
         parts.append(f"{format_bytes(summary['peak_memory'])} peak")
-    if phases := summary.get("phases"):
-        whole = sum(phases.values())
-        shares = {name: round(100 * seconds / whole) for name, seconds in phases.items()}
-        parts.append(", ".join(f"{name} {share} %" for name, share in shares.items() if share))
     if speed := summary.get("tflops"):
-        share = f" ({100 * summary['peak_share']:.0f} % of the device's peak)" if "peak_share" in summary else ""
+        share = f" ({100 * summary['peak_share']:.0f} % of its peak)" if "peak_share" in summary else ""
         parts.append(f"{float(f'{speed:.2g}'):,g} TFLOP/s{share}")
     return " · ".join(parts)
+
+
+def _phases(summary: dict[str, Any]) -> str:
+    """The share of each of several phases; of one alone, nothing."""
+    phases = summary.get("phases", {})
+    shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
+    return ", ".join(f"{name} {share} %" for name, share in shares.items() if share) if len(phases) > 1 else ""
 
 
 def format_bytes(count: float) -> str:
