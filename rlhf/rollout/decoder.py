@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from accelerators import CaptureError
+from accelerators import Accelerator, CaptureError
 from rlhf.config import SamplingConfig
 from rlhf.rollout.session import Capture, Drawing, Session
 from rlhf.rollout.teams import Alone, Prompts
 
 if TYPE_CHECKING:
-    from accelerators import Accelerator, ShapePolicy
+    from accelerators import ShapePolicy
 
 _STEPS_BETWEEN_STOP_CHECKS = 4
 _ROOM = 20  # buffers above this part of the device's memory are not kept while the model trains
@@ -156,7 +156,8 @@ class Decoder:
 
     def _eager(self) -> bool:
         """Whether shapes are free: no policy fixes them, and nothing is recorded or compiled that could be repeated."""
-        recorded = self._capture is not None and self.accelerator.capabilities()["graph_capture"].ok
+        own = getattr(self.accelerator.capture, "__func__", None) is not Accelerator.capture  # who knows what it does
+        recorded = self._capture is not None and (own or self.accelerator.capabilities()["graph_capture"].ok)
         return not (recorded or self.accelerator.is_lazy() or self.shapes.kind == "static")
 
     def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> Session:
