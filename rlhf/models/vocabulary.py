@@ -128,13 +128,14 @@ def _in_place_of_forward(module: nn.Module, forward: Callable[..., Tensor]) -> I
 def _gives_what_the_layer_gives(model: nn.Module, head: nn.Linear) -> bool:
     """Have the model's own forward pass run between stand-ins, and see what becomes of the output layer's result.
 
-    No weight takes part, no random number is drawn, and no hook runs.
+    No weight takes part, no random number is drawn, no hook runs, and the device sees nothing of it: it would be a part
+    of the first batch's graph.
     """
     names = [name for name, child in model.named_children() if child is head]
     backbone = getattr(model, "base_model_prefix", "")
     if len(names) != 1 or backbone not in model._modules or backbone == names[0]:
         return False
-    device = head.weight.device
+    device = torch.device("meta")
     hidden, given = (torch.zeros(1, 1, size, device=device) for size in (head.in_features, head.out_features))
     kept = model._modules.copy()
     try:
