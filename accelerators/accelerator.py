@@ -185,17 +185,16 @@ class Accelerator(ABC):
     def kernel(self, operation: str, required: bool = False) -> Any:
         """The best implementation of an operation, or None where there is none.
 
-        One that cannot be made gives way to the next best, with a warning that names its plugin.
-
-        What comes back depends on the operation:
+        One that cannot be made gives way to the next best, with a warning that names its plugin. What comes back:
             adamw, adamw_cpu_offload: (params, lr=, betas=, eps=, weight_decay=) -> torch.optim.Optimizer
             clip_grad_norm: (parameters, max_norm) -> total norm, a scalar tensor
             attention: a name for transformers' `attn_implementation`
             graph_capture: (fn, key) -> fn, what `capture` gives out
             quantized_weights: `pack`, `unpack` and `multiply`, as `accelerators.quantized.QuantizedWeights` has them
-            inference_weights: (module, keep) -> a function that puts the module back as it was, bit for bit; until it
-                is called the module's weights do not change, and only reading it is quick. `keep`: they can be read,
-                and take part in training, as before; else whatever form the device likes best is in their place
+            inference_weights: (module, keep) -> a function that puts the module back bit for bit; until it is called
+                weights do not change, and only reading is quick. `keep`: they can be read and trained as before; else
+                whatever form the device likes best is in their place
+            fused_layers: (module), whose layers compute what they did, fused, forward and backward
 
         Raises:
             AcceleratorError: `required`, and there is none; the message carries the reason.

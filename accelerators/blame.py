@@ -103,6 +103,7 @@ _MAKES: Mapping[str, Expected] = {
         lambda found: all(callable(getattr(found, name, None)) for name in _OF_QUANTIZED),
     ),
     "inference_weights": _FUNCTION,
+    "fused_layers": _FUNCTION,
 }
 """What the factory of an operation's kernel makes."""
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from accelerators import cpu_attention, heap, host, kernels, packed, quantized
+from accelerators import cpu_attention, decode, heap, host, kernels, layers, packed, quantized
 from accelerators.accelerator import Accelerator
 from accelerators.types import AcceleratorError, DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -65,7 +65,14 @@ class CPU(Accelerator):
         return view
 
     def kernels(self) -> Iterable[KernelImpl]:
-        own = cpu_attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS, packed.PACKED
+        own = (
+            cpu_attention.COMPOSED,
+            FUSED_ADAMW,
+            quantized.CPU_KERNELS,
+            packed.PACKED,
+            decode.DECODE,
+            layers.FUSED_LAYERS,
+        )
         return (*kernels.PORTABLE, *own)
 
     def memory(self) -> Memory:

@@ -39,14 +39,7 @@ _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
 
 def composed(accelerator: object) -> str:
     """The implementation, registered with transformers."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-    AttentionInterface.register(ATTENTION, attend)
-    # Masks to add, made once a forward pass: no value is read to see whether one is needed, and a row without a single
-    # real token gets a finite mean instead of NaN.
-    AttentionMaskInterface.register(ATTENTION, eager_mask)
-    return ATTENTION
+    return kernels.register_attention(ATTENTION, attend)
 
 
 def attend(
@@ -87,13 +80,12 @@ def attend(
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is None and is_causal and queries > 1:
         attention_mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril()
-    mask = None if attention_mask is None else _to_add(attention_mask, query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     if queries == 1 and not trained:
-        return _of_one_token(query, key, value, mask, scale), None
+        return _of_one_token(query, key, value, attention_mask, scale), None
     keep = trained and keys <= KEPT * query.shape[3]
-    return _Composed.apply(query, key, value, mask, scale, keep), None
+    return _Composed.apply(query, key, value, attention_mask, scale, keep), None
 
 
 def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -111,28 +103,27 @@ def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     return queries * keys <= SQUARES.get(query.dtype, 0) ** 2
 
 
-def _to_add(mask: Tensor, query: Tensor) -> Tensor:
-    """[B, H, T, S], of the queries' dtype; a view where `mask` is to be added already."""
-    lowest = torch.finfo(query.dtype).min
+def _to_add(mask: Tensor | None, query: Tensor, groups: int) -> Tensor | None:
+    """[B, G, H / G, T, S], of the queries' dtype; a view where `mask` is to be added already."""
+    if mask is None:
+        return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)
-    elif mask.dtype != query.dtype:
-        mask = mask.clamp_min(max(lowest, torch.finfo(mask.dtype).min)).to(query.dtype)
-    return mask.expand(*query.shape[:3], -1)
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    return mask.to(query.dtype).expand(*query.shape[:3], -1).unflatten(1, (groups, -1))
 
 
 def _of_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """What `_Composed` gives for a decoding step, whose operators are so short that going by parts would show."""
     grouped = _grouped(query, key).flatten(0, 1)
     found = query.new_empty(len(grouped), grouped.shape[1], key.shape[2])
-    _probabilities(found, grouped, key.flatten(0, 1), mask, scale)
+    _probabilities(found, grouped, key.flatten(0, 1), _to_add(mask, query, key.shape[1]), scale)
     return torch.bmm(found, value.flatten(0, 1)).view(len(query), 1, query.shape[1], -1)
 
 
 class _Composed(torch.autograd.Function):
-    """softmax(scale * query key' + mask) value, in parts; the mask is as `_to_add` gives it.
+    """softmax(scale * query key' + mask) value, in parts; the mask is one that `attend` takes.
 
-    Probabilities that are not to be kept are computed anew for the backward pass.
+    Probabilities that are not to be kept are computed anew for the backward pass, from the mask as all layers share it.
     """
 
     @staticmethod
@@ -141,7 +132,7 @@ class _Composed(torch.autograd.Function):
     ) -> Tensor:
         groups = key.shape[1]
         grouped = _grouped(query, key)
-        mask = None if mask is None else mask.unflatten(1, (groups, -1))
+        added = _to_add(mask, query, groups)
         output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         of_groups = output.transpose(1, 2).unflatten(1, (groups, -1))
         parts = _parts(grouped, key)
@@ -150,10 +141,10 @@ class _Composed(torch.autograd.Function):
         for part in parts:
             queries, keys, values = _at(part, grouped, key, value)
             found = room[: len(queries)] if kept is None else kept[part].flatten(0, 1)
-            _probabilities(found, queries, keys, None if mask is None else mask[part], scale)
+            _probabilities(found, queries, keys, None if added is None else added[part], scale)
             here = of_groups[part]
             here.copy_(torch.bmm(found, values).view(here.shape))
-        ctx.save_for_backward(grouped, key, value, mask, kept)
+        ctx.save_for_backward(grouped, key, value, None if keep else mask, kept)
         ctx.scale = scale
         return output
 
@@ -161,6 +152,7 @@ class _Composed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grouped, key, value, mask, kept = ctx.saved_tensors
+        added = _to_add(mask, gradient.transpose(1, 2), key.shape[1])
         of_output = _grouped(gradient.transpose(1, 2), key)
         of_query, of_key, of_value = (torch.empty(t.shape, dtype=t.dtype) for t in (grouped, key, value))
         parts = _parts(grouped, key)
@@ -171,7 +163,7 @@ class _Composed(torch.autograd.Function):
             of_scores = of_found[: len(queries)]
             if kept is None:
                 found = again[: len(queries)]
-                _probabilities(found, queries, keys, None if mask is None else mask[part], ctx.scale)
+                _probabilities(found, queries, keys, None if added is None else added[part], ctx.scale)
             else:
                 found = kept[part].flatten(0, 1)
             torch.bmm(found.transpose(1, 2), outputs, out=of_values)
@@ -214,7 +206,9 @@ def _at(part: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
 def _probabilities(found: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
     """Fill `found` [N, R, S] with the mask, the scores added to it, and their softmax, which torch takes in float32."""
     if mask is not None:
-        found.view(mask.shape).copy_(mask)
+        # -inf becomes a number, for rows of nothing else; as quick as a copy, while clamp_min takes thrice as long.
+        lowest = torch.finfo(found.dtype).min
+        torch.threshold(mask, lowest, lowest, out=found.view(mask.shape))
     torch.baddbmm(found, queries, keys.transpose(1, 2), beta=float(mask is not None), alpha=scale, out=found)
     torch.softmax(found, -1, out=found)
 

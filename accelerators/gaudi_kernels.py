@@ -121,9 +121,6 @@ FUSED_CLIP_NORM = KernelImpl(
 
 def fused_sdpa(accelerator: Accelerator) -> str:
     """Gaudi's FusedSDPA, registered with transformers."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
     fused = runtime("hpex.kernels").FusedSDPA
 
     def attend(
@@ -151,11 +148,7 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling)
         return output.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register(ATTENTION, attend)
-    # Masks to add, made once a forward pass: no value is read on the host to see whether one is needed, and a row
-    # without a single real token gets a finite mean instead of NaN.
-    AttentionMaskInterface.register(ATTENTION, eager_mask)
-    return ATTENTION
+    return kernels.register_attention(ATTENTION, attend)
 
 
 def _beyond_fused_sdpa(model: Any) -> str:

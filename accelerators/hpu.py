@@ -38,6 +38,7 @@ class HPU(Accelerator):
     deepspeed_name = "hpu"
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "the graph compiler chooses the order of weights itself",
+        "fused_layers": "the graph compiler fuses operators itself",
     }
 
     # placement

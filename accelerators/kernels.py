@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerators.types import KernelImpl, Support
@@ -52,6 +52,20 @@ def softcap(model: Any) -> float | None:
 def beyond_sdpa(model: Any) -> str:
     """What the model of a configuration hands to its attention that torch's has not: transformers would drop it."""
     return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
+
+
+def register_attention(name: str, attend: Callable[..., Any]) -> str:
+    """Make an implementation known to transformers by its name, with masks to add.
+
+    They are made once a forward pass: no value is read to see whether one is needed, and a row without a single real
+    token gets a finite mean instead of NaN.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, eager_mask)
+    return name
 
 
 def handed_over(model: Any, features: Iterable[str]) -> list[str]:

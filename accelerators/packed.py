@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -36,7 +37,7 @@ Restore = Callable[[], None]
 logger = logging.getLogger(__name__)
 
 
-def prepare(module: nn.Module, keep: bool) -> Restore:
+def prepare(module: nn.Module, keep: bool, apart: Iterable[nn.Module] = ()) -> Restore:
     """Have the linear layers of a module multiply with packed weights; see `Accelerator.kernel`.
 
     Where gradients are wanted, under autocast, and for inputs of another type, a layer computes what it did before.
@@ -44,33 +45,26 @@ def prepare(module: nn.Module, keep: bool) -> Restore:
     Args:
         keep: weights stay where they are too, and siblings are fused: that pays for few rows. Else the packed weight, a
             tensor of oneDNN's without a storage, takes the place of a layer's own, unless another layer has that too.
+        apart: parts of the module that are left alone.
     """
-    undo: list[Restore] = []
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
     plain: Counter[str] = Counter()
+    met = {id(part) for each in apart for part in each.modules()}
     layers = products = 0
-    try:
-        with torch.no_grad():
-            for product in _products(module, keep, plain):
-                _pack(product, keep, undo)
-                layers, products = layers + len(product), products + 1
-    except BaseException:
-        restore()
-        raise
+    with ExitStack() as undo, torch.no_grad():
+        for product in _products(module, keep, plain, met):
+            _pack(product, keep, undo)
+            layers, products = layers + len(product), products + 1
+        restore = undo.pop_all().close
     left = ", ".join(f"{count} {why}" for why, count in plain.items()) or "none"
     name = type(module).__name__
     logger.debug("%s: %d linear layers packed as %d products; left as they are: %s", name, layers, products, left)
     return restore
 
 
-def _products(module: nn.Module, keep: bool, plain: Counter[str]) -> Iterator[list[nn.Linear]]:
-    """The linear layers that are packed, in lists of those that are one product; others are counted as `plain`."""
+def _products(module: nn.Module, keep: bool, plain: Counter[str], met: set[int]) -> Iterator[list[nn.Linear]]:
+    """The linear layers that are packed, in lists of those that are one product; others are counted as `plain`, and
+    those whose ids are `met` already are passed over."""
     uses = Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
-    met: set[int] = set()
     for path, parent in module.named_modules():
         children = {name: getattr(child, "base_layer", child) for name, child in parent.named_children()}  # peft's
         found = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
@@ -80,7 +74,7 @@ def _products(module: nn.Module, keep: bool, plain: Counter[str]) -> Iterator[li
                 continue
             met.add(id(layer))
             shared = not keep and uses[id(layer._parameters.get("weight"))] > 1
-            if why := "with weights of others" if shared else _obstacle(layer):
+            if why := "with weights of others" if shared else obstacle(layer):
                 plain[why] += 1
             else:
                 layers[name] = layer
@@ -92,7 +86,7 @@ def _products(module: nn.Module, keep: bool, plain: Counter[str]) -> Iterator[li
                 plain["small"] += len(product)
 
 
-def _obstacle(layer: nn.Linear) -> str:
+def obstacle(layer: nn.Linear) -> str:
     """Why a layer is not packed; empty where it can be."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return "with a product of their own"
@@ -110,7 +104,7 @@ def _are_alike(layers: Mapping[str, nn.Linear], names: Sequence[str]) -> bool:
     return len(kinds) == 1 and all(name in layers for name in names)
 
 
-def _pack(layers: Sequence[nn.Linear], keep: bool, undo: list[Restore]) -> None:
+def _pack(layers: Sequence[nn.Linear], keep: bool, undo: ExitStack) -> None:
     """Have `layers` multiply with packed weights as one product; what takes that back is added to `undo`."""
     if len(layers) > 1:
         siblings = _Siblings(layers)
@@ -129,13 +123,13 @@ def _pack(layers: Sequence[nn.Linear], keep: bool, undo: list[Restore]) -> None:
             parameter.data = packed.to_dense()
             layer._parameters["weight"] = parameter
 
-        undo.append(give_back)
+        undo.callback(give_back)
         layer._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
         parameter.data = parameter.new_empty(0)
     _put(layer, lambda input: _multiplied(input, packed, bias), plain, undo)
 
 
-def _put(layer: nn.Linear, product: Product, plain: Product, undo: list[Restore]) -> None:
+def _put(layer: nn.Linear, product: Product, plain: Product, undo: ExitStack) -> None:
     """Have a layer compute `product` where it is only read, and `plain` elsewhere."""
     dtype = layer.weight.dtype
 
@@ -144,8 +138,13 @@ def _put(layer: nn.Linear, product: Product, plain: Product, undo: list[Restore]
             return plain(input)
         return product(input)
 
-    vars(layer)["forward"] = forward
-    undo.append(lambda: vars(layer).__delitem__("forward"))
+    put(layer, forward, undo)
+
+
+def put(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    """Give a module a forward pass of its own, until it is taken back."""
+    vars(module)["forward"] = forward
+    undo.callback(vars(module).__delitem__, "forward")
 
 
 class _Siblings:

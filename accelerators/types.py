@@ -28,6 +28,7 @@ OPERATIONS = (
     "graph_capture",
     "quantized_weights",
     "inference_weights",
+    "fused_layers",
 )
 """What `Accelerator.kernel` can be asked for; every backend reports each in its capabilities."""
 
@@ -37,7 +38,7 @@ RESERVED: tuple[str, ...] = ()
 AUTO, NONE = "auto", "none"
 """What may be chosen in place of an implementation: the best, or, of what is in OPTIONAL, none."""
 
-OPTIONAL = ("graph_capture", "inference_weights")
+OPTIONAL = ("graph_capture", "inference_weights", "fused_layers")
 """Those of OPERATIONS that trainers do without where there is no implementation."""
 
 ALLOWLIST_ENV = "RLHF_PLUGINS"

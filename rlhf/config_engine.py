@@ -100,8 +100,8 @@ class EngineConfig(Section):
     kernels: dict[str, str] = Field(
         {},
         description="implementations to take in place of the best (auto), by operation, e.g. {adamw: torch-foreach}; "
-        "{graph_capture: none} records no rollouts, {inference_weights: none} packs no weights. "
-        "`rlhf accelerators explain` lists them",
+        "{graph_capture: none} records no rollouts, {inference_weights: none} packs no weights, "
+        "{fused_layers: none} fuses no layers. `rlhf accelerators explain` lists them",
     )
     deepspeed: dict[str, Any] = Field(
         {},

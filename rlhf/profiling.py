@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Found = dict[str, Any]
 
+_MORE = 2
+"""Steps beside those that are measured: the first, and the one that is recorded."""
+
 
 def profile(config: Config, stage: Stage, *, steps: int, trace: Path) -> Found:
     """Take a first step of a stage, `steps` that are measured, and one that is recorded in the file `trace`.
@@ -53,7 +56,8 @@ def profile(config: Config, stage: Stage, *, steps: int, trace: Path) -> Found:
         short = f"{run} holds no finished {' and '.join(before)}: one step of each is taken first, and not kept"
         console.print(f"profile: {short}", markup=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.heard(_interrupt):
-        config = shortened(config, before).model_copy(update={"output": Path(folder, "run")})
+        config = lengthened(shortened(config, before), stage, steps + _MORE)
+        config = config.model_copy(update={"output": Path(folder, "run")})
         trial = Trial(steps, Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json"))
         with launch.opened(config, (*before, stage)) as (decided, accelerator):
             from rlhf import pipeline  # imports DeepSpeed, which has been told about the device
@@ -107,6 +111,21 @@ def shortened(config: Config, before: Sequence[Stage]) -> Config:
     return changed(config, {"ppo.samples_every": 0})
 
 
+def lengthened(config: Config, stage: Stage, steps: int) -> Config:
+    """The settings with at least so many steps of `stage`, however few rows there are."""
+    if stage == "ppo":
+        enough = config.ppo.epochs is None and config.ppo.steps >= steps
+        return config if enough else changed(config, {"ppo.epochs": None, "ppo.steps": steps})
+    section = config.supervised(stage)
+    return changed(
+        config,
+        {
+            f"{stage}.epochs": max(section.epochs, steps),
+            f"{stage}.max_steps": section.max_steps and max(section.max_steps, steps),
+        },
+    )
+
+
 class Over(Exception):
     """The trial has taken its steps; what the stage would do after them is not done."""
 
@@ -124,7 +143,7 @@ class Trial:
         self.begun = time.perf_counter()
         self.found: Found = {}
 
-    def __call__(self, context: StageContext, take: Callable[[int], dict[str, float]], total: int) -> None:
+    def __call__(self, context: StageContext, take: Callable[[int], dict[str, float]]) -> None:
         """Take the steps, and end the stage.
 
         Raises:
@@ -133,12 +152,7 @@ class Trial:
         from rlhf.metrics.operators import found_in
 
         stage, set_up = context.directory.name, time.perf_counter() - self.begun
-        if total < self._steps + 2:
-            raise ConfigError(
-                f"--steps {self._steps}: {stage} has {total} steps by its settings, and two more are taken, the first "
-                f"and one for the trace; {'lower --steps, or ' if total > 2 else ''}let {stage} take more"
-            )
-        with progress(self._steps + 2, f"{stage}: profiling", unit="steps") as bar:
+        with progress(self._steps + _MORE, f"{stage}: profiling", unit="steps") as bar:
             first = take(0)["seconds"]
             bar.advance()
             parts, numbers = [], []

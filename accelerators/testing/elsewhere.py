@@ -114,7 +114,7 @@ def check_run(accelerator: Accelerator) -> str:
         output = Path(folder) / "run"
         settings = [part for key, value in RUN.items() for part in ("--set", f"{key}={value}")]
         command = ["-m", "rlhf", "--accelerator", accelerator.name, "--output", str(output), *settings]
-        outcome = processes.command(command)
+        outcome = processes.command(command, HF_DATASETS_CACHE=str(Path(folder, "rows")))
         # Without the place of a traceback in this folder, which goes.
         error = (outcome.error or "").partition("; its traceback is in")[0]
         assert not error, f"rlhf --accelerator {accelerator.name}: {error}"

@@ -19,6 +19,9 @@ WIDTH = 256
 
 ROWS = (1, 16, 300)
 
+LENGTHS, PROMPT, STEPS = (9, 4, 1), 9, 4
+"""Of a Llama that decodes: real tokens of each row, columns of the prompts, and tokens that are decoded after them."""
+
 
 def check_inference_weights(accelerator: Accelerator) -> None:
     """Logits while weights are prepared, kept and not; what is left after; gradients; weights changed in between."""
@@ -44,11 +47,10 @@ def check_inference_weights(accelerator: Accelerator) -> None:
         if keep:
             _check_weights(f"{what}: while it is prepared", network, original)
         restore()
-        after = _held(network)
-        changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-        assert not changed, f"{what}: its restore leaves {', '.join(sorted(changed))} changed, expected nothing"
+        _check_held(what, before, network)
         _check_weights(f"{what}: restored", network, original)
         _check_gradients(what, accelerator, precision, network, original)
+    _check_decoding(accelerator, precision, prepare)
 
 
 class _Block(nn.Module):
@@ -96,6 +98,12 @@ def _held(network: nn.Module) -> dict[str, Any]:
     return found
 
 
+def _check_held(what: str, before: dict[str, Any], network: nn.Module) -> None:
+    after = _held(network)
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    assert not changed, f"{what}: its restore leaves {', '.join(sorted(changed))} changed, expected nothing"
+
+
 def _check_weights(what: str, network: nn.Module, original: nn.Module) -> None:
     for (name, found), expected in zip(network.named_parameters(), original.parameters()):
         same = found.shape == expected.shape and torch.equal(found.detach().cpu(), expected.detach().cpu())
@@ -113,3 +121,54 @@ def _check_gradients(
     for (name, found), expected in zip(network.named_parameters(), original.parameters()):
         assert found.grad is not None, f"{what}: restored, {name} gets no gradient"
         assert_close(f"{what}: restored, the gradient of {name}", found.grad, expected.grad, precision)
+
+
+def _check_decoding(accelerator: Accelerator, precision: Precision, prepare: Any) -> None:
+    """What a rollout does: an implementation may know the layers of a family, and what a step of decoding is."""
+    network = _llama(accelerator, precision)
+    expected, before = _decoded(accelerator, precision, network), _held(network)
+    restore = prepare(network, keep=True)
+    found = _decoded(accelerator, precision, network)
+    restore()
+    what = "prepare(module, keep=True) of a Llama, rows padded left"
+    for column, (logits, wanted) in enumerate(zip(found, expected)):
+        place = f"token {column} after the prompts" if column else "the prompts' last token"
+        assert_close(f"{what}: logits of {place}", logits, wanted, precision)
+    _check_held(what, before, network)
+
+
+def _llama(accelerator: Accelerator, precision: Precision) -> Any:
+    """In evaluation mode, with the attention that trainers would take; sizes are multiples of 64."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=WIDTH, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
+    names = [name for each, name in accelerator.offers("attention") if not accelerator.refusal(each, config)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(config, attn_implementation=names[0])
+    return network.to(accelerator.device(), precision.dtype).eval()
+
+
+@torch.no_grad()
+def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> list[Tensor]:
+    """Logits [rows, V] of the prompts' last tokens, and of each token after them, in a static cache."""
+    from transformers import StaticCache
+
+    columns, rows = PROMPT + STEPS, len(LENGTHS)
+    ids = torch.arange(rows * columns).view(rows, columns) * 7 % (WIDTH - 1) + 1
+    mask = (torch.arange(columns) >= PROMPT - torch.tensor(LENGTHS).unsqueeze(1)).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache, found = StaticCache(config=network.config, max_cache_len=columns + 3), []
+    for first, last in [(0, PROMPT), *((column, column + 1) for column in range(PROMPT, columns))]:
+        given = {
+            "input_ids": ids[:, first:last],
+            "attention_mask": mask[:, :last],
+            "position_ids": positions[:, first:last],
+        }
+        with precision.autocast():
+            output = network(**accelerator.to_device(given), past_key_values=cache, use_cache=True)
+        accelerator.step_boundary("logits")
+        found.append(output.logits[:, -1])
+    return found

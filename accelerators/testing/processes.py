@@ -49,10 +49,10 @@ def environment(**more: str) -> dict[str, str]:
     return clean | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | more
 
 
-def command(arguments: Sequence[str], seconds: float = SECONDS) -> Outcome:
-    """Run Python with these arguments."""
+def command(arguments: Sequence[str], seconds: float = SECONDS, **more: str) -> Outcome:
+    """Run Python with these arguments, and `more` variables of the environment."""
     with tempfile.TemporaryDirectory() as folder:
-        return _run([list(arguments)], [environment()], [Path(folder)], seconds)[0]
+        return _run([list(arguments)], [environment(**more)], [Path(folder)], seconds)[0]
 
 
 def worker(task: str, *arguments: str, seconds: float = SECONDS) -> Outcome:

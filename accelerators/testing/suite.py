@@ -215,3 +215,9 @@ class Suite:
         from accelerators.testing import prepared
 
         prepared.check_inference_weights(accelerator)
+
+    def test_fused_layers(self, accelerator: Accelerator) -> None:
+        """fused layers give float32's logits and gradients, in copies too"""
+        from accelerators.testing import fused
+
+        fused.check_fused_layers(accelerator)

@@ -29,10 +29,10 @@ def profile(
     """Run a few steps of a stage in one process, and tell where the time went: by phase and by operator.
 
     A first step is taken, which compiles and allocates, then those that are measured, then one that is recorded: open
-    the trace in https://ui.perfetto.dev or chrome://tracing. Nothing else is left behind but tokenized rows, which runs
-    share; the run in [bold]--output[/] is only read: its SFT and reward model are what PPO starts from. Where it has
-    none, each of these stages takes one step first, in a temporary folder: then lengths of completions are those of an
-    untrained model.
+    the trace in https://ui.perfetto.dev or chrome://tracing. A stage that would end before takes more steps. Nothing
+    else is left behind but tokenized rows, which runs share; the run in [bold]--output[/] is only read: its SFT and
+    reward model are what PPO starts from. Where it has none, each of these stages takes one step first, in a temporary
+    folder: then lengths of completions are those of an untrained model.
 
     [bold]rlhf profile --config recipe.yaml[/]                    [dim]# a PPO step[/]
 

@@ -79,6 +79,7 @@ class TrainingEngine:
         self.overflows_always = False
         """Gradients have overflowed at the lowest loss scale there is: what fp16 can hold is too little for them."""
         self.parameter_counts = _parameter_counts(model)
+        fuse_layers(model, accelerator)
         place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
         # Where the optimizer's state waits on the host, its step is taken there too.
@@ -289,6 +290,7 @@ def freeze(
     """
     model.requires_grad_(False).eval()
     forget(model)
+    fuse_layers(model, accelerator)
     if holding.zero_stage < 3 and holding.offloads_parameters:
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if holding.zero_stage < 3:
@@ -303,6 +305,12 @@ def freeze(
     )
     frozen.eval()
     return frozen
+
+
+def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
+    """Layers that the device has a fused form of are computed in it (operation `fused_layers`)."""
+    if fuse := accelerator.kernel("fused_layers"):
+        fuse(model)
 
 
 def _parameter_counts(model: nn.Module) -> dict[str, int]:

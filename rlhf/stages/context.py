@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from rlhf.stage_directory import StageDirectory
 
 
-Trial = Callable[["StageContext", Callable[[int], Numbers], int], None]
-"""(context, what takes step number N from 0 and gives its numbers, steps of the stage); raises to end the stage."""
+Trial = Callable[["StageContext", Callable[[int], Numbers]], None]
+"""(context, what takes step number N from 0 and gives its numbers); raises to end the stage."""
 
 
 class Clock:

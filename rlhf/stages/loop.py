@@ -61,7 +61,7 @@ def run_steps(
     context.directory.check_steps(total_steps)
     if context.trial:
         begin(context, engines, load_state)
-        context.trial(context, lambda index: measured(context, index, step, engines, unit), total_steps)
+        context.trial(context, lambda index: measured(context, index, step, engines, unit))
     evaluations = Evaluations(context, settings, total_steps, measure=measure, leave=leave, epoch=epoch, shown=shown)
     evaluations.take(0)
     first = begin(context, engines, load_state)

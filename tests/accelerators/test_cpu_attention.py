@@ -135,6 +135,30 @@ def test_a_query_that_sees_nothing_harms_nobody(dtype, queries):
     )
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kept", [2, 0], ids=["kept", "again"])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_minus_infinity_hides_a_key_and_of_all_keys_leaves_their_mean(monkeypatch, kind, dtype, kept, queries):
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu_attention, "KEPT", kept)
+    given = [drawn(2, heads, tokens, 8, dtype=dtype) for heads, tokens in ((4, queries), (2, 6), (2, 6))]
+    given = [tensor.contiguous().requires_grad_() for tensor in given]
+    mask = torch.zeros(2, 1, queries, 6, dtype=kind)
+    mask[0], mask[1, ..., 3:] = -torch.inf, -torch.inf
+    found = cpu_attention.attend(SimpleNamespace(), *given, mask)[0]
+    expected = exact(*given, mask.double().clamp_min(-1e300), 8**-0.5)
+    tolerance = {"atol": 1e-5 if dtype == torch.float32 else 2e-2, "rtol": 0.0}
+    torch.testing.assert_close(found.double(), expected, **tolerance)
+    torch.testing.assert_close(expected[0], given[2][0].double().mean(1).repeat_interleave(2, 0).expand(queries, 4, 8))
+    with torch.no_grad():
+        torch.testing.assert_close(cpu_attention.attend(SimpleNamespace(), *given, mask)[0], found, **tolerance)
+    wanted = torch.randn(found.shape).to(dtype)
+    gradients = (torch.autograd.grad(output, given, wanted.to(output.dtype)) for output in (found, expected))
+    for own, truth in zip(*gradients):
+        torch.testing.assert_close(own.double(), truth.double(), **tolerance | {"rtol": 1e-2})
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_mask_of_another_type_hides_the_same_keys(kind):
     torch.manual_seed(0)

@@ -152,7 +152,7 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
         "graph_capture": "cuda-graphs",
         "quantized_weights": "torch",
     }
-    assert set(used) == set(OPERATIONS) - {"inference_weights"}
+    assert set(used) == set(OPERATIONS) - {"inference_weights", "fused_layers"}
     assert all(support.reason for operation in OPERATIONS for _, support in cuda.candidates(operation))
     assert "in the order that they are trained in" in cuda.capabilities()["inference_weights"].reason
 

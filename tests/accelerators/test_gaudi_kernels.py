@@ -32,6 +32,7 @@ def test_fused_kernels_are_used_where_they_can_be_imported_and_torchs_elsewhere(
         "graph_capture": "hpu-graphs" if MODES[mode] else "torch-compile",
         "quantized_weights": "torch",
         "inference_weights": "",
+        "fused_layers": "",
     }
     assert set(used) == set(OPERATIONS)
     for operation in ("adamw", "clip_grad_norm", "attention"):

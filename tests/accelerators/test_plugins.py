@@ -135,6 +135,7 @@ def test_a_plugin_that_hangs_as_it_is_imported_and_one_that_answers_rubbish_stop
         "attention",
         "quantized_weights",
         "inference_weights",
+        "fused_layers",
     }
     assert unasked == set()
 

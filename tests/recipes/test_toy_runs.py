@@ -17,6 +17,9 @@ from tests.recipes import toys
 IN_DEFAULT_SUITE = ("opt/350m", "opt/1.3b")
 """Of the recipes' DPO: of all weights, and with LoRA."""
 
+LIKE_OTHERS = ("opt/30b-lora", "opt/66b")
+"""Toys of these are those of opt/13b, on two ranks too, but for batches, rates and how many may share a layer."""
+
 
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,8 +29,9 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parameters(stage: str) -> Iterator[object]:
     for recipe in toys.recipes():
         if stage in yaml.safe_load(recipe.read_text(encoding="utf-8")):
-            slow = stage == "dpo" and toys.name_of(recipe) not in IN_DEFAULT_SUITE
-            yield pytest.param(recipe, id=toys.name_of(recipe), marks=[pytest.mark.slow] if slow else [])
+            name = toys.name_of(recipe)
+            slow = name in LIKE_OTHERS or (stage == "dpo" and name not in IN_DEFAULT_SUITE)
+            yield pytest.param(recipe, id=name, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize("recipe", parameters("sft"))

@@ -34,16 +34,16 @@ def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
 
 def test_gradient_checkpointing_computes_each_layer_of_a_training_pass_twice(accelerator, tmp_path, monkeypatch):
     """That it is on where the comparison above says so."""
-    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.models.llama.modeling_llama import LlamaAttention
 
-    counts, forward = {True: 0, False: 0}, LlamaMLP.forward
+    counts, forward = {True: 0, False: 0}, LlamaAttention.forward
     for on in counts:
 
-        def counted(*arguments, on=on):
+        def counted(*arguments, on=on, **named):
             counts[on] += 1
-            return forward(*arguments)
+            return forward(*arguments, **named)
 
-        monkeypatch.setattr(LlamaMLP, "forward", counted)
+        monkeypatch.setattr(LlamaAttention, "forward", counted)
         config = cases.configuration("sft", lora=cases.LORA, model={"gradient_checkpointing": on}, max_steps=1)
         real.supervised("sft", accelerator, config, cases.language_model(1), ROWS, tmp_path / str(on))
     layers, micro_batches = 2, 2

@@ -23,6 +23,7 @@ class Example(Accelerator):
     absent: ClassVar[Mapping[str, str]] = {
         "graph_capture": "an Example One launches nothing, so there is nothing to record",
         "inference_weights": "an Example One reads weights in any order equally fast",
+        "fused_layers": "an Example One launches nothing, so there is nothing to save",
     }
 
     def bind(self, local_rank: int) -> torch.device:

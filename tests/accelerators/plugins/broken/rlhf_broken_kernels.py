@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from accelerators import KernelImpl, Support, packed
+from accelerators import KernelImpl, Support, layers, packed
 from accelerators.cpu import CPU
 from accelerators.quantized import QuantizedWeights
 
@@ -266,6 +266,23 @@ class Stale:
         return partial(delattr, module, "forward")
 
 
+def unmasked(module, keep):
+    """A layer's step of decoding sees every column of the cache."""
+    layers = [layer for layer in module.modules() if type(layer).__name__ == "LlamaDecoderLayer"]
+    for layer in layers:
+
+        def forward(hidden, attention_mask=None, plain=layer.forward, **named):
+            return plain(hidden, attention_mask=None if hidden.shape[1] == 1 else attention_mask, **named)
+
+        layer.forward = forward
+
+    def restore():
+        for layer in layers:
+            del layer.forward
+
+    return restore
+
+
 class BrokenReading(CPU):
     def kernels(self):
         return (*super().kernels(), kernel("inference_weights", self.made))
@@ -281,3 +298,39 @@ class ReadingRounds(BrokenReading):
 
 class ReadingIsStale(BrokenReading):
     name, made = "reading-is-stale", Stale()
+
+
+class ReadingSeesPadding(BrokenReading):
+    name, made = "reading-sees-padding", staticmethod(unmasked)
+
+
+# fused layers
+
+
+def without_gradient(module):
+    for each in module.modules():
+        if layers.part(each) == "RMSNorm":
+            each.forward = partial(without_gradient_of, each)
+
+
+def without_gradient_of(norm, hidden):
+    return layers._RMSNorm.apply(hidden, norm.weight.detach(), norm.variance_epsilon) + 0 * norm.weight
+
+
+def tied(module):
+    for each in module.modules():
+        if layers.part(each) == "RMSNorm":
+            each.forward = lambda hidden, norm=each: type(norm).forward(norm, hidden)
+
+
+class BrokenFusing(CPU):
+    def kernels(self):
+        return (*super().kernels(), kernel("fused_layers", self.made))
+
+
+class FusingFreezesNorms(BrokenFusing):
+    name, made = "fusing-freezes-norms", staticmethod(without_gradient)
+
+
+class FusingTiesCopies(BrokenFusing):
+    name, made = "fusing-ties-copies", staticmethod(tied)

@@ -1,0 +1,236 @@
+"""C compiled on first use: kept, shared, whole or not at all; and where it cannot be, one line and the next best."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accelerators import decode, host, layers, native, packed
+
+needs_processor = pytest.mark.skipif(native.NEEDED not in host.cpu_flags(), reason=f"no {native.NEEDED} here")
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
+
+LOGGED = """#!/bin/sh
+echo "$@" >> {log}
+exec {compiler} "$@"
+"""
+ANOTHER = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+from accelerators import native
+native.__file__ = sys.argv[1]
+print(native.compiled("number.c").number())
+"""
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch) -> Iterator[Path]:
+    """Where compiled files go; nothing is known yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _forget()
+    yield tmp_path / "cache" / "rlhf" / "compiled"
+    monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
+    for function in (native.compiled, decode._functions, decode.supported):
+        function.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Path:
+    """A file to compile, quickly."""
+    path = tmp_path / "number.c"
+    path.write_text("int number(void) { return 42; }\n")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    return path
+
+
+@pytest.fixture
+def compiling(tmp_path, monkeypatch) -> Callable[[], int]:
+    """How many files were compiled since it was last asked."""
+    log, script = tmp_path / "log", tmp_path / "compiler"
+    script.write_text(LOGGED.format(log=log, compiler=native.compiler()[0]))
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+
+    def count() -> int:
+        lines = log.read_text().splitlines()
+        log.write_text("")
+        return sum("-shared" in line for line in lines)
+
+    return count
+
+
+def a_compiler(folder: Path, script: str) -> str:
+    path = folder / "cc-that-fails"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# what is kept
+
+
+@needs_compiler
+def test_a_file_is_compiled_once(source, compiling, kept):
+    for compiled in (1, 0, 0):
+        native.compiled.cache_clear()
+        assert native.compiled("number.c").number() == 42
+        assert compiling() == compiled
+    assert len(list(kept.iterdir())) == 1
+
+
+@needs_compiler
+def test_another_source_header_compiler_or_processor_is_compiled_anew(source, compiling, kept, monkeypatch, tmp_path):
+    def number() -> int:
+        native.compiled.cache_clear()
+        return native.compiled("number.c").number()
+
+    header = source.with_suffix(".h")
+    header.write_text("#ifndef NUMBER\n#define NUMBER 43\n#endif\n")
+    assert number() == 42
+    source.write_text('#include "number.h"\nint number(void) { return NUMBER; }\n')
+    assert number() == 43
+    header.write_text(header.read_text().replace("43", "45"))
+    assert number() == 45
+    chosen = native.compiler()
+    monkeypatch.setenv("CC", f"{chosen[0]} -DNUMBER=44")
+    assert number() == 44
+    script = Path(chosen[0])
+    script.write_text(script.read_text().replace("exec", 'case "$*" in *--version) echo newer;; esac\nexec'))
+    assert number() == 44
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"of", "another", "machine"}))
+    assert number() == 44
+    assert compiling() == len(list(kept.iterdir())) == 6
+
+
+@needs_compiler
+def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, kept, monkeypatch):
+    """Each is in the middle of it when the other begins."""
+    real = native.compiler()[0]
+    there = f"touch {tmp_path}/there.$$\nwhile [ $(ls {tmp_path}/there.* | wc -l) -lt 2 ]; do sleep 0.02; done\n"
+    script = f'#!/bin/sh\nif [ "$1" != --version ]; then\n{there}fi\nexec {real} "$@"\n'
+    path = tmp_path / "together"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setenv("CC", str(path))
+    command = [sys.executable, "-c", ANOTHER, native.__file__]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0] for process in started] == ["42\n"] * 2
+    assert [path.suffix for path in kept.iterdir()] == [".so"]
+
+
+def test_the_first_compiler_on_the_path_is_taken_unless_another_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for name in ("clang", "cc", "gcc"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+        assert native.compiler() == [str(tmp_path / name)]
+    monkeypatch.setenv("CC", "ccache clang-18")
+    assert native.compiler() == ["ccache", "clang-18"]
+
+
+@needs_processor
+@needs_compiler
+def test_the_code_of_this_package_compiles_and_is_right_where_it_can(kept):
+    """Else all tests of it would be left out."""
+    found = decode.supported(None)
+    assert found, found.reason
+    assert [path.name.partition("-")[0] for path in kept.iterdir()] == ["decode"]
+
+
+# what cannot be
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"CC": "", "PATH": "/nowhere"}, "there is no C compiler on the PATH (gcc, cc or clang)"),
+        ({"CC": "/no/such/compiler"}, "/no/such/compiler does not run ([Errno 2] No such file or directory"),
+        ({"CC": "fails"}, "cc-that-fails fails: number.c:3: error: no such instruction"),
+        ({"CC": "says nothing"}, "cc-that-fails fails: no word of why"),
+        ({"CC": "stops halfway"}, "cc-that-fails fails: no word of why"),
+        ({"CC": "makes nothing"}, ".so cannot be written or loaded ([Errno 2] No such file or directory"),
+        ({"CC": "makes rubbish"}, ".so cannot be written or loaded ("),
+        ({"XDG_CACHE_HOME": "/dev/null"}, ".so cannot be written or loaded ([Errno 20] Not a directory: "),
+        ({"XDG_CACHE_HOME": "", "HOME": "none"}, "there is no home folder for compiled files"),
+    ],
+)
+@needs_processor
+def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(environment, reason, kept, tmp_path, monkeypatch):
+    scripts = {
+        "fails": "[ $1 = --version ] || { echo 'In file number.c:'; echo 'number.c:3: error: no such instruction'; "
+        "echo 'note: more'; exit 1; } >&2",
+        "says nothing": "[ $1 = --version ]",
+        "stops halfway": 'for last; do :; done; [ $1 = --version ] || { echo half > "$last"; exit 1; }',
+        "makes nothing": "true",
+        "makes rubbish": 'for last; do :; done; [ $1 = --version ] || echo rubbish > "$last"',
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, a_compiler(tmp_path, scripts[value]) if value in scripts else value)
+    if environment.get("HOME") == "none":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])  # a user that the machine does not know
+    found = decode.supported(None)
+    assert not found
+    assert reason in found.reason
+    assert found.reason.endswith("; without its code, generation takes about twice as long")
+    assert "\n" not in found.reason and "Traceback" not in found.reason
+    if "rubbish" not in environment.get("CC", ""):
+        assert not kept.exists() or not list(kept.iterdir())
+
+
+def test_a_processor_without_the_instructions_compiles_nothing(kept, monkeypatch):
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"avx2"}))
+    found = decode.supported(None)
+    assert (found.ok, found.reason) == (False, "this processor has no avx512_bf16")
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("module", [decode, layers])
+def test_being_asked_draws_no_random_numbers(module):
+    before = torch.get_rng_state()
+    module.supported.__wrapped__(None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@needs_processor
+def test_threads_of_another_openmp_are_not_mixed_with_those_of_torch(monkeypatch):
+    functions = SimpleNamespace(omp_get_max_threads=lambda: torch.get_num_threads() - 1)
+    monkeypatch.setattr(decode, "_functions", lambda: functions)
+    threads = torch.get_num_threads()
+    found = decode.supported(None)
+    assert not found
+    assert found.reason.startswith("the compiler's OpenMP is not that of torch")
+    assert torch.get_num_threads() == threads
+
+
+@needs_processor
+@needs_compiler
+def test_wrong_products_are_not_taken(monkeypatch):
+    packing = decode._packed
+    monkeypatch.setattr(decode, "_packed", lambda layer: packing(layer).roll(1, 0))
+    monkeypatch.delenv("XDG_CACHE_HOME")  # the one that is there
+    found = decode.supported(None)
+    assert (found.ok, found.reason) == (False, "the compiled products are wrong here")
+
+
+@needs_processor
+def test_the_backend_takes_the_next_best_and_says_so(accelerator, monkeypatch):
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    chosen = accelerator.capabilities()["inference_weights"]
+    assert (chosen.ok, chosen.implementation) == (True, "onednn")
+    assert accelerator.kernel("inference_weights") is packed.prepare
+    found = [(implementation.name, support) for implementation, support in accelerator.candidates("inference_weights")]
+    assert [(name, support.ok) for name, support in found] == [("onednn", True), ("native", False)]
+    assert found[1][1].reason.startswith("/no/such/compiler does not run (")
