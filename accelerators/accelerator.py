@@ -192,8 +192,8 @@ class Accelerator(ABC):
             graph_capture: (fn, key) -> fn, what `capture` gives out
             quantized_weights: `pack`, `unpack` and `multiply`, as `accelerators.quantized.QuantizedWeights` has them
             inference_weights: (module, keep) -> a function that puts the module back bit for bit; until it is called
-                weights do not change, and only reading is quick. `keep`: they can be read and trained as before; else
-                whatever form the device likes best is in their place
+                weights do not change, and only reading is quick. `keep`: they can be read and trained as before, and
+                tokens decoded, into a cache with `room`; else whatever the device likes best is in their place
             fused_layers: (module), whose layers compute what they did, fused, forward and backward
 
         Raises:

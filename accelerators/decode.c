@@ -1,18 +1,14 @@
 // One token more for each row: the decoder layers of models like Llama, in bf16, on processors with AVX512-BF16.
 //
 // A step reads every weight once and does little with it. Weights are therefore kept in the order in which they are
-// read (`pack`), and a layer is two calls: up to its new keys and values, and from the cache on. All arrays are bf16
-// and lie row after row; sums are float32. `decode.py` is the caller, and says what is asked of the sizes.
+// read (`pack`), and all layers are one call: whatever runs in between would find the caches full of weights. Arrays
+// are bf16 and lie row after row; sums are float32. `decode.py` is the caller, and says what is asked of the sizes.
 
 #include <omp.h>
 
-#include "bf16.h"
+#include "panels.h"
 
-enum {
-    ROWS = 16,   // rows of a product that are computed at a time, in as many registers
-    PANELS = 3,  // panels that a block of rows meets before the next block comes
-    AHEAD = 8192 // bytes: weights are asked for so early, for the processor's own guess comes late (1.4 times as slow)
-};
+enum { TOGETHER = 4 }; // heads at a time that share their keys
 
 typedef struct {
     long hidden, heads, groups, size, inner; // sizes: `groups` key-value heads, `size` numbers in each head
@@ -21,10 +17,8 @@ typedef struct {
 } Layer; // biases and the norms of queries and keys may be NULL
 
 // products
-//
-// A weight [outputs, inputs] is packed as panels of LANES outputs: pair by pair of inputs, two numbers of each output,
-// which is what one instruction multiplies. What it is multiplied with is spread likewise: blocks of ROWS rows, pair by
-// pair of inputs, two numbers of each row.
+
+static inline long smaller(long a, long b) { return a < b ? a : b; }
 
 // Sixteen by sixteen pairs of numbers, columns for rows: blocks off the diagonal change places, small ones first.
 static inline void transpose(__m512i *rows)
@@ -64,14 +58,8 @@ void pack(const bf16 *weight, long outputs, long inputs, bf16 *packed)
         }
 }
 
-static inline void spread(bf16 *block, long row, long input, __m512 numbers) // of one row, LANES from `input` on
-{
-    const __m256i pairs = _mm256_set_epi32(7 * ROWS, 6 * ROWS, 5 * ROWS, 4 * ROWS, 3 * ROWS, 2 * ROWS, ROWS, 0);
-    _mm256_i32scatter_epi32((int *)block + input / 2 * ROWS + row, pairs, narrowed(numbers), 4);
-}
-
-// Inside a parallel region: rows of `inputs` numbers, `stride` apart. Threads share the inputs, for rows lie side by side
-// in what is spread.
+// Inside a parallel region: rows of `inputs` numbers, `stride` apart. Threads share the inputs, for rows lie side by
+// side in what is spread.
 static void spread_all(const bf16 *from, long rows, long stride, long inputs, bf16 *spreaded)
 {
 #pragma omp for schedule(static)
@@ -80,53 +68,26 @@ static void spread_all(const bf16 *from, long rows, long stride, long inputs, bf
             spread(spreaded + row / ROWS * ROWS * inputs, row % ROWS, input, widened(from + row * stride + input));
 }
 
-#define MULTIPLY(COUNT)                                                                                                \
-    static void multiply_##COUNT(const bf16 *block, const bf16 *panel, long pairs, __m512 *sums)                       \
-    {                                                                                                                  \
-        __m512 sum[COUNT];                                                                                             \
-        for (int row = 0; row < COUNT; row++) sum[row] = _mm512_setzero_ps();                                          \
-        for (long pair = 0; pair < pairs; pair++) {                                                                    \
-            const bf16 *weights = panel + pair * 2 * LANES;                                                            \
-            const int *numbers = (const int *)block + pair * ROWS;                                                     \
-            const __m512bh read = (__m512bh)_mm512_loadu_si512(weights);                                               \
-            _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                                  \
-            for (int row = 0; row < COUNT; row++)                                                                      \
-                sum[row] = _mm512_dpbf16_ps(sum[row], read, (__m512bh)_mm512_set1_epi32(numbers[row]));                \
-        }                                                                                                              \
-        for (int row = 0; row < COUNT; row++) sums[row] = sum[row];                                                    \
-    }
-MULTIPLY(4)
-MULTIPLY(8)
-MULTIPLY(12)
-MULTIPLY(16)
-
-// `rows` of a block times a panel: LANES outputs of each row.
-static void multiply(long rows, const bf16 *block, const bf16 *panel, long inputs, __m512 *sums)
-{
-    (rows <= 4 ? multiply_4 : rows <= 8 ? multiply_8 : rows <= 12 ? multiply_12 : multiply_16)(
-        block, panel, inputs / 2, sums);
-}
-
-static inline long block_rows(long rows, long first) { return rows - first < ROWS ? rows - first : ROWS; }
-
-// Inside a parallel region: to [rows, outputs] = spread rows times a weight, + bias and + `residual` where there are any.
+// Inside a parallel region: to [rows, outputs] = spread rows times a weight, + bias and + `residual` where there are.
 static void product(const bf16 *spreaded, long rows, long inputs, const bf16 *packed, long outputs, const bf16 *bias,
                     const bf16 *residual, bf16 *to)
 {
 #pragma omp for schedule(static)
     for (long next = 0; next < outputs; next += PANELS * LANES)
-        for (long first = 0; first < rows; first += ROWS)
-            for (long output = next; output < next + PANELS * LANES && output < outputs; output += LANES) {
-                const long here = block_rows(rows, first);
-                __m512 sums[ROWS];
-                multiply(here, spreaded + first * inputs, packed + output * inputs, inputs, sums);
-                for (long row = 0; row < here; row++) {
-                    const long place = (first + row) * outputs + output;
-                    __m512 sum = sums[row];
-                    if (bias) sum = _mm512_add_ps(sum, widened(bias + output));
-                    if (residual) sum = _mm512_add_ps(sum, widened(residual + place));
-                    store(to + place, sum);
-                }
+        for (long first = 0; first < rows; first += 2 * ROWS)
+            for (long output = next, end = smaller(next + PANELS * LANES, outputs); output < end; output += 2 * LANES) {
+                const long here = smaller(rows - first, 2 * ROWS), both = output + LANES < end;
+                const bf16 *panel = packed + output * inputs, *other = both ? panel + LANES * inputs : 0;
+                __m512 sums[2][2 * ROWS];
+                multiply(here, spreaded + first * inputs, panel, other, inputs, sums);
+                for (long row = 0; row < here; row++) // a whole line of the cache at a time
+                    for (long side = 0; side <= both; side++) {
+                        const long column = output + side * LANES, place = (first + row) * outputs + column;
+                        __m512 sum = sums[side][row];
+                        if (bias) sum = _mm512_add_ps(sum, widened(bias + column));
+                        if (residual) sum = _mm512_add_ps(sum, widened(residual + place));
+                        store(to + place, sum);
+                    }
             }
 }
 
@@ -135,8 +96,10 @@ void linear(const bf16 *from, long rows, long inputs, const bf16 *packed, long o
 {
 #pragma omp parallel
     {
+        begin_products();
         spread_all(from, rows, inputs, inputs, spreaded);
         product(spreaded, rows, inputs, packed, outputs, bias, 0, to);
+        end_products();
     }
 }
 
@@ -144,9 +107,10 @@ void linear(const bf16 *from, long rows, long inputs, const bf16 *packed, long o
 static void norm(const bf16 *from, long rows, long size, float epsilon, const bf16 *weight, bf16 *spreaded)
 {
     for (long first = 0; first < rows; first += ROWS) {
-        const long here = block_rows(rows, first);
+        const long here = smaller(rows - first, ROWS);
         float scales[ROWS];
-        for (long row = 0; row < here; row++) scales[row] = inverse_root_mean_square(from + (first + row) * size, size, epsilon);
+        for (long row = 0; row < here; row++)
+            scales[row] = inverse_root_mean_square(from + (first + row) * size, size, epsilon);
 #pragma omp for schedule(static) nowait
         for (long column = 0; column < size; column += LANES)
             for (long row = 0; row < here; row++)
@@ -158,7 +122,7 @@ static void norm(const bf16 *from, long rows, long size, float epsilon, const bf
 
 // attention
 
-// One head, in place: its norm if it has one, and rotary positions (Su et al. 2021; halves apart, as transformers does).
+// One head, in place: its norm if it has one, and rotary positions (Su et al. 2021; halves apart, as in transformers).
 static void rotate(bf16 *head, long size, const bf16 *cosine, const bf16 *sine, const bf16 *weight, float epsilon)
 {
     const long half = size / 2;
@@ -173,115 +137,173 @@ static void rotate(bf16 *head, long size, const bf16 *cosine, const bf16 *sine, 
     }
 }
 
-// One head of one row: in place of `query`, the mean of `values` by the softmax of scale * query keys + mask.
-// `room`: [columns].
-static void attend(bf16 *query, const bf16 *keys, const bf16 *values, const bf16 *mask, long columns, long size,
-                   float scale, float *room)
+// The sum of each of sixteen registers, in the order of these. Two at a time become one, which keeps of each lane and
+// the one `width` away what belongs to it: the first where that bit of the lane is 0, the second where it is 1.
+static inline __m512 sums_of(__m512 *rows)
 {
-    float most = -__builtin_inff();
-    for (long column = 0; column < columns; column++) {
-        __m512 sums = _mm512_setzero_ps();
-        for (long number = 0; number < size; number += 2 * LANES) {
-            const bf16 *key = keys + column * size + number;
-            _mm_prefetch((const char *)key + AHEAD / 2, _MM_HINT_T0);
-            _mm_prefetch((const char *)(values + column * size + number), _MM_HINT_T0);
-            sums = _mm512_dpbf16_ps(sums, (__m512bh)_mm512_loadu_si512(query + number),
-                                    (__m512bh)_mm512_loadu_si512(key));
-        }
-        const uint32_t added = mask ? (uint32_t)mask[column] << 16 : 0;
-        float score;
-        __builtin_memcpy(&score, &added, sizeof score);
-        score += scale * _mm512_reduce_add_ps(sums);
-        most = score > most ? score : most;
-        room[column] = score;
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2) {
+        const __mmask16 second = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(width));
+        const __m512i away = _mm512_xor_epi32(lane, _mm512_set1_epi32(width));
+        const __m512i other = _mm512_mask_add_epi32(away, second, away, _mm512_set1_epi32(LANES));
+#pragma GCC unroll 8
+        for (int row = 0; row < width; row++)
+            rows[row] = _mm512_add_ps(_mm512_mask_mov_ps(rows[row], second, rows[row + width]),
+                                      _mm512_permutex2var_ps(rows[row], other, rows[row + width]));
     }
-    __m512 all = _mm512_setzero_ps();
-    for (long column = 0; column < columns; column += LANES) {
-        const long left = columns - column;
-        const __mmask16 there = left < LANES ? (1u << left) - 1 : 0xffff;
-        const __m512 scores = _mm512_maskz_loadu_ps(there, room + column);
-        const __m512 found = _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(scores, _mm512_set1_ps(most))));
-        _mm512_mask_storeu_ps(room + column, there, found);
-        all = _mm512_add_ps(all, found);
-    }
-    const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(all));
-    for (long number = 0; number < size; number += 2 * LANES) {
-        __m512 even[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, odd[2] = {even[0], even[0]};
-        const bf16 *value = values + number;
-        long column = 0;
-        for (; column + 1 < columns; column += 2, value += 2 * size)
-            for (int half = 0; half < 2; half++) {
-                const __m512 p = _mm512_set1_ps(room[column]), q = _mm512_set1_ps(room[column + 1]);
-                even[half] = _mm512_fmadd_ps(p, widened(value + half * LANES), even[half]);
-                odd[half] = _mm512_fmadd_ps(q, widened(value + size + half * LANES), odd[half]);
+    return rows[0];
+}
+
+// `count` heads of one row that share keys and values: in place of each query, the mean of `values` by the softmax of
+// scale * query keys + mask. `room`: [count, columns rounded up to LANES].
+static inline __attribute__((always_inline)) void attend(const int count, bf16 *queries, const bf16 *keys,
+                                                         const bf16 *values, const bf16 *mask, long columns, long size,
+                                                         float scale, float *room)
+{
+    const long width = (columns + LANES - 1) / LANES * LANES;
+    __m512 shares[TOGETHER];
+    for (int head = 0; head < count; head++) {
+        const bf16 *query = queries + head * size;
+        float *scores = room + head * width;
+        __m512 most = _mm512_set1_ps(-__builtin_inff()), all = _mm512_setzero_ps();
+        for (long column = 0; column < columns; column += LANES) {
+            const long left = smaller(columns - column, LANES);
+            const __mmask16 there = (1u << left) - 1;
+            __m512 sums[LANES];
+            for (long each = 0; each < LANES; each++) {
+                sums[each] = _mm512_setzero_ps();
+                for (long number = 0; number < size && each < left; number += 2 * LANES) {
+                    const bf16 *key = keys + (column + each) * size + number;
+                    if (!head) _mm_prefetch((const char *)(key + 32 * size), _MM_HINT_T0);
+                    if (!head) _mm_prefetch((const char *)(values + (column + each) * size + number), _MM_HINT_T0);
+                    sums[each] = _mm512_dpbf16_ps(sums[each], (__m512bh)_mm512_loadu_si512(query + number),
+                                                  (__m512bh)_mm512_loadu_si512(key));
+                }
             }
-        for (int half = 0; half < 2; half++) {
-            if (column < columns)
-                even[half] = _mm512_fmadd_ps(_mm512_set1_ps(room[column]), widened(value + half * LANES), even[half]);
-            store(query + number + half * LANES, _mm512_mul_ps(_mm512_add_ps(even[half], odd[half]), share));
+            const __m512i added = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask ? there : 0, mask + column));
+            const __m512 found = _mm512_fmadd_ps(_mm512_set1_ps(scale), sums_of(sums),
+                                                 _mm512_castsi512_ps(_mm512_slli_epi32(added, 16)));
+            most = _mm512_mask_max_ps(most, there, most, found);
+            _mm512_storeu_ps(scores + column, _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), there, found));
         }
+        most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        for (long column = 0; column < columns; column += LANES) {
+            const __m512 found = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + column), most));
+            _mm512_storeu_ps(scores + column, found);
+            all = _mm512_add_ps(all, found);
+        }
+        shares[head] = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(all));
+    }
+    for (long number = 0; number < size; number += 2 * LANES) {
+        __m512 sums[TOGETHER][2][2]; // of even and of odd columns: each addition waits for the one before
+        for (int head = 0; head < count; head++)
+            for (int part = 0; part < 4; part++) sums[head][part / 2][part % 2] = _mm512_setzero_ps();
+        for (long column = 0; column < columns; column += 2)
+            for (int odd = 0; odd < (column + 1 < columns ? 2 : 1); odd++)
+                for (int half = 0; half < 2; half++) {
+                    const __m512 value = widened(values + (column + odd) * size + number + half * LANES);
+                    for (int head = 0; head < count; head++)
+                        sums[head][odd][half] = _mm512_fmadd_ps(_mm512_set1_ps(room[head * width + column + odd]),
+                                                                value, sums[head][odd][half]);
+                }
+        for (int head = 0; head < count; head++)
+            for (int half = 0; half < 2; half++)
+                store(queries + head * size + number + half * LANES,
+                      _mm512_mul_ps(_mm512_add_ps(sums[head][0][half], sums[head][1][half]), shares[head]));
     }
 }
 
-// the two calls of a layer
+// layers
 
-// hidden [rows, hidden], cosine and sine [rows, size] -> qkv [rows, heads + 2 groups, size], rotated. `spreaded`: rows,
-// rounded up to ROWS, of hidden numbers.
-void before_cache(const Layer *layer, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine, bf16 *qkv,
-                  bf16 *spreaded)
+// Inside a parallel region: hidden [rows, hidden], cosine and sine [rows, size] -> qkv [rows, heads + 2 groups, size],
+// rotated; keys and values also go to where they are kept, [rows, groups, size] with strides of rows and groups.
+static void before_attention(const Layer *layer, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine,
+                             bf16 *qkv, bf16 *keys, bf16 *values, long row_stride, long group_stride, bf16 *spreaded)
 {
     const long size = layer->size, rotated = layer->heads + layer->groups, all = rotated + layer->groups;
-#pragma omp parallel
-    {
-        norm(hidden, rows, layer->hidden, layer->epsilon, layer->norm, spreaded);
-        product(spreaded, rows, layer->hidden, layer->qkv, all * size, layer->qkv_bias, 0, qkv);
+    norm(hidden, rows, layer->hidden, layer->epsilon, layer->norm, spreaded);
+    product(spreaded, rows, layer->hidden, layer->qkv, all * size, layer->qkv_bias, 0, qkv);
 #pragma omp for schedule(static)
-        for (long row = 0; row < rows; row++)
-            for (long head = 0; head < rotated; head++)
-                rotate(qkv + (row * all + head) * size, size, cosine + row * size, sine + row * size,
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < all; head++) {
+            bf16 *numbers = qkv + (row * all + head) * size;
+            if (head < rotated)
+                rotate(numbers, size, cosine + row * size, sine + row * size,
                        head < layer->heads ? layer->query_norm : layer->key_norm, layer->epsilon);
-    }
+            if (head < layer->heads) continue;
+            const long group = head - (head < rotated ? layer->heads : rotated);
+            bf16 *kept = (head < rotated ? keys : values) + row * row_stride + group * group_stride;
+            __builtin_memcpy(kept, numbers, size * sizeof *numbers);
+        }
 }
 
-// hidden [rows, hidden], queries [rows, heads + 2 groups, size] of which the heads are used up, keys and values
-// [rows, groups, columns, size] with strides of rows and groups, mask [rows, columns], added to scores, or NULL -> to
-// [rows, hidden]. `rooms`: [threads, columns]; `spreaded`: rows, rounded up to ROWS, of heads * size or hidden + inner
-// numbers, whichever are more.
-void after_cache(const Layer *layer, const bf16 *hidden, long rows, bf16 *queries, const bf16 *keys,
-                 long key_row, long key_group, const bf16 *values, long value_row, long value_group, long columns,
-                 const bf16 *mask, bf16 *to, bf16 *spreaded, float *rooms)
+// Inside a parallel region: hidden, qkv as above, of which the queries are used up, keys and values
+// [rows, groups, columns, size], mask [rows, columns], added to scores, or NULL -> to [rows, hidden].
+static void after_attention(const Layer *layer, const bf16 *hidden, long rows, bf16 *qkv, const bf16 *keys,
+                            const bf16 *values, long row_stride, long group_stride, long columns, const bf16 *mask,
+                            bf16 *to, bf16 *spreaded, float *room)
 {
     const long size = layer->size, heads = layer->heads, width = heads * size, all = heads + 2 * layer->groups;
     const long shared = heads / layer->groups;
+#pragma omp for schedule(static)
+    for (long each = 0; each < rows * layer->groups; each++) {
+        const long row = each / layer->groups, group = each % layer->groups;
+        const long kept = row * row_stride + group * group_stride;
+        for (long head = 0; head < shared; head += TOGETHER) {
+            bf16 *queries = qkv + (row * all + group * shared + head) * size;
+            const bf16 *added = mask ? mask + row * columns : 0;
+            switch (smaller(shared - head, TOGETHER)) {
+            case 1: attend(1, queries, keys + kept, values + kept, added, columns, size, layer->scale, room); break;
+            case 2: attend(2, queries, keys + kept, values + kept, added, columns, size, layer->scale, room); break;
+            case 3: attend(3, queries, keys + kept, values + kept, added, columns, size, layer->scale, room); break;
+            default: attend(TOGETHER, queries, keys + kept, values + kept, added, columns, size, layer->scale, room);
+            }
+        }
+    }
+    spread_all(qkv, rows, all * size, width, spreaded);
+    product(spreaded, rows, width, layer->out, layer->hidden, layer->out_bias, hidden, to);
+    norm(to, rows, layer->hidden, layer->epsilon, layer->mlp_norm, spreaded);
+    // The gate and what it lets through are computed at a time: neither is written down.
+    bf16 *gated = spreaded + (rows + ROWS - 1) / ROWS * ROWS * layer->hidden;
+#pragma omp for schedule(static)
+    for (long output = 0; output < layer->inner; output += LANES)
+        for (long first = 0; first < rows; first += 2 * ROWS) {
+            const long here = smaller(rows - first, 2 * ROWS), weight = output * layer->hidden;
+            __m512 sums[2][2 * ROWS];
+            multiply(here, spreaded + first * layer->hidden, layer->gate + weight, layer->up + weight, layer->hidden,
+                     sums);
+            for (long row = 0; row < here; row++) {
+                const __m512 gate = sums[0][row], silu = _mm512_mul_ps(gate, sigmoid(gate));
+                spread(gated + (first + row / ROWS * ROWS) * layer->inner, row % ROWS, output,
+                       _mm512_mul_ps(silu, sums[1][row]));
+            }
+        }
+    product(gated, rows, layer->inner, layer->down, layer->hidden, 0, to, to);
+}
+
+// `count` layers one after the other: hidden [rows, hidden], cosine and sine [rows, size], mask [rows, columns] or NULL
+// -> to [rows, hidden]. `kept`: keys and values of each layer in turn, [rows, groups, columns, size] with strides of
+// rows and groups, of which column `place` is written first.
+// Room for numbers on the way: qkv [rows, heads + 2 groups, size]; `spreaded`: rows, rounded up to ROWS, of
+// heads * size or hidden + inner numbers, whichever are more; `rooms` [threads, TOGETHER, columns + LANES].
+void decode(const Layer *layers, long count, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine,
+            const bf16 *mask, bf16 *const *kept, long row_stride, long group_stride, long place, long columns, bf16 *to,
+            bf16 *qkv, bf16 *spreaded, float *rooms)
+{
 #pragma omp parallel
     {
-        float *room = rooms + omp_get_thread_num() * columns;
-#pragma omp for schedule(static)
-        for (long each = 0; each < rows * layer->groups; each++) {
-            const long row = each / layer->groups, group = each % layer->groups;
-            for (long head = group * shared; head < (group + 1) * shared; head++)
-                attend(queries + (row * all + head) * size, keys + row * key_row + group * key_group,
-                       values + row * value_row + group * value_group, mask ? mask + row * columns : 0, columns,
-                       size, layer->scale, room);
+        begin_products();
+        for (long each = 0; each < count; each++) {
+            const Layer *layer = layers + each;
+            const bf16 *from = each ? to : hidden;
+            bf16 *keys = kept[2 * each], *values = kept[2 * each + 1];
+            const long at = place * layer->size;
+            before_attention(layer, from, rows, cosine, sine, qkv, keys + at, values + at, row_stride, group_stride,
+                             spreaded);
+            after_attention(layer, from, rows, qkv, keys, values, row_stride, group_stride, columns, mask, to, spreaded,
+                            rooms + omp_get_thread_num() * TOGETHER * (columns + LANES));
         }
-        spread_all(queries, rows, all * size, width, spreaded);
-        product(spreaded, rows, width, layer->out, layer->hidden, layer->out_bias, hidden, to);
-        norm(to, rows, layer->hidden, layer->epsilon, layer->mlp_norm, spreaded);
-        // The gate and what it lets through are two panels at a time: neither is written down.
-        bf16 *gated = spreaded + (rows + ROWS - 1) / ROWS * ROWS * layer->hidden;
-#pragma omp for schedule(static)
-        for (long output = 0; output < layer->inner; output += LANES)
-            for (long first = 0; first < rows; first += ROWS) {
-                const long here = block_rows(rows, first);
-                __m512 gates[ROWS], ups[ROWS];
-                const bf16 *block = spreaded + first * layer->hidden;
-                multiply(here, block, layer->gate + output * layer->hidden, layer->hidden, gates);
-                multiply(here, block, layer->up + output * layer->hidden, layer->hidden, ups);
-                for (long row = 0; row < here; row++) {
-                    const __m512 silu = _mm512_mul_ps(gates[row], sigmoid(gates[row]));
-                    spread(gated + first * layer->inner, row, output, _mm512_mul_ps(silu, ups[row]));
-                }
-            }
-        product(gated, rows, layer->inner, layer->down, layer->hidden, 0, to, to);
+        end_products();
     }
 }

@@ -1,18 +1,22 @@
-"""A step of generation on a CPU: decoder layers of models like Llama, each as two calls of our own C code.
+"""A step of generation on a CPU: the decoder layers of models like Llama, as one call of our own C code.
 
 Generation reads all weights for a token of each row. oneDNN's products leave half of the memory's speed unused then,
 and the 25 small operators of a layer take as long as its products. `decode.c` has both; everything else is packed for
 oneDNN (`accelerators.packed`), and computed as before: prompts, other models, other numbers, gradients.
+
+Keys and values are written by `decode.c` too, into caches that say where. Such a cache has a method
+    room() -> (kept, place) or None
+with `kept` the keys and values of each layer in turn, [rows, groups, columns, head size] and alike in strides, the same
+list as long as these are the same tensors; and `place`, the column of the token at hand, which is not written again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,13 +29,14 @@ from accelerators.types import KernelImpl, Support
 NUMBERS = 32
 """Sizes are multiples of this: as many bf16 numbers are in a register."""
 
-ROWS = 16
-"""Rows that are multiplied at a time; as in decode.c."""
+ROWS, LANES, TOGETHER = 16, 16, 4
+"""Rows that are multiplied at a time, numbers of a register, and heads that are computed at a time; as in decode.c."""
 
 MOST = 512
 """Rows up to which a product of `decode.c` is the faster one. Two cores of an AMD EPYC, a weight [3072, 576] that is in
 no cache, us of it, of oneDNN's with packed weights, and without: 81, 143 and 199 for 16 rows, 266, 316 and 382 for 64,
-1,050, 1,030 and 1,112 for 256, 8,600, 7,670 and 8,210 for 2,048."""
+1,050, 1,030 and 1,112 for 256, 8,600, 7,670 and 8,210 for 2,048. Of an Intel Xeon with AMX: 136, 175 and 281 for 16,
+229, 241 and 395 for 64, 511, 382 and 594 for 256, 884, 669 and 891 for 512."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,44 +58,56 @@ class _Layer(ctypes.Structure):
 @cache
 def _functions() -> ctypes.CDLL:
     functions = native.compiled("decode.c")
+    if functions.amx() < 0:
+        raise native.NotCompiled("the system keeps this process from the processor's AMX")
     functions.pack.argtypes = [_pointer, _long, _long, _pointer]
     functions.linear.argtypes = [_pointer, _long, _long, _pointer, _long, *[_pointer] * 3]
-    functions.before_cache.argtypes = [_pointer, _pointer, _long, *[_pointer] * 4]
-    functions.after_cache.argtypes = [
-        *(_pointer, _pointer, _long, _pointer, _pointer, _long, _long, _pointer, _long, _long, _long),
-        *[_pointer] * 4,
-    ]
+    functions.decode.argtypes = [_pointer, _long, _pointer, _long, *[_pointer] * 4, *[_long] * 4, *[_pointer] * 4]
     return functions
 
 
 def prepare(module: nn.Module, keep: bool) -> Restore:
     """As `packed.prepare`; where weights are kept, decoder layers and the output layer go through `decode.c`."""
+    layers = [each for each in module.modules() if part(each) == "DecoderLayer"] if keep else []
+    why = _obstacle(layers)
     own: list[nn.Module] = []
-    reasons: Counter[str] = Counter()
     with ExitStack() as undo, torch.no_grad():
-        for layer in module.modules() if keep else ():
-            if part(layer) == "DecoderLayer" and not (why := _obstacle(layer)):
-                whole = _DecoderLayer(layer)
-                packed.put(layer, whole, undo)
-                for linear, weight in whole.weights:
-                    packed.put(linear, _Linear(linear, weight), undo)
-                own.append(layer)
-            elif part(layer) == "DecoderLayer":
-                reasons[why] += 1
-        output = getattr(module, "lm_head", None)
-        if own and output is not None and not _linear_obstacle(output):
-            packed.put(output, _Linear(output, _packed(output)), undo)
-            own.append(output)
+        if layers and not why:
+            stack = _Stack(layers)
+            for number, layer in enumerate(layers):
+                packed.put(layer, partial(stack.forward, number), undo)
+            for linear, weight in stack.weights:
+                packed.put(linear, _Linear(linear, weight), undo)
+            own += layers
+            output = getattr(module, "lm_head", None)
+            if output is not None and not _linear_obstacle(output):
+                packed.put(output, _Linear(output, _packed(output)), undo)
+                own.append(output)
         undo.callback(packed.prepare(module, keep, apart=own))
         restore = undo.pop_all().close
-    if keep:
-        left = "; ".join(f"{count} are not: {why}" for why, count in reasons.items()) or "all that it knows"
-        logger.debug("%s: %d layers computed by decode.c, %s", type(module).__name__, len(own), left)
+    if layers:
+        found = f"not computed by decode.c: {why}" if why else "computed by decode.c"
+        logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), found)
     return restore
 
 
-def _obstacle(layer: Any) -> str:
-    """Why a decoder layer is computed as it was; empty where `decode.c` does it."""
+def _obstacle(layers: Sequence[Any]) -> str:
+    """Why decoder layers are computed as they were; empty where `decode.c` does it."""
+    if why := next(filter(None, map(_layer_obstacle, layers)), ""):
+        return why
+    if [each.self_attn.layer_idx for each in layers] != list(range(len(layers))):
+        return "they are not those of one model, from the first on"
+    sizes = [
+        (attention.head_dim, attention.q_proj.out_features, attention.k_proj.out_features)
+        for attention in (each.self_attn for each in layers)
+    ]
+    if len(set(sizes)) > 1:
+        return "they differ in their heads"
+    windows = {getattr(each.self_attn, "sliding_window", None) for each in layers}
+    return "they look at different columns" if len(windows) > 1 else ""
+
+
+def _layer_obstacle(layer: Any) -> str:
     attention, mlp = layer.self_attn, layer.mlp
     if (part(attention), part(mlp)) != ("Attention", "MLP") or any(map(replaced, layer.modules())):
         return "a part is not that of its family"
@@ -147,86 +164,123 @@ def _is_read(hidden: Tensor) -> bool:
     return hidden.dtype == torch.bfloat16 and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
-class _DecoderLayer:
-    """The forward pass of a decoder layer with packed weights."""
+class _Stack:
+    """The forward passes of decoder layers with packed weights: the first computes all, the others pass that on.
 
-    def __init__(self, layer: Any) -> None:
+    Attributes:
+        weights: their linear layers, each with its part of the packed weights.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.weights: list[tuple[nn.Linear, Tensor]] = []
+        self._modules, self._plain = layers, [layer.forward for layer in layers]
+        self._tensors: list[Tensor] = []
+        self._layers = (_Layer * len(layers))(*map(self._read, layers))
+        first = layers[0].self_attn
+        self._size, self._heads = first.head_dim, first.q_proj.out_features // first.head_dim
+        self._groups = first.k_proj.out_features // first.head_dim
+        self._widest = max(max(each.heads * each.size, each.hidden + each.inner) for each in self._layers)
+        self._functions = _functions()
+        self._kept: list[Tensor] = []
+        self._known = False
+        self._passed: Tensor | None = None
+
+    def _read(self, layer: Any) -> _Layer:
+        """Pack the weights of a layer."""
         attention, mlp = layer.self_attn, layer.mlp
-        self.plain, self.number = layer.forward, attention.layer_idx
-        self.size = attention.head_dim
-        self.heads, self.groups = (each.out_features // self.size for each in (attention.q_proj, attention.k_proj))
-        self.widest = max(attention.o_proj.in_features, mlp.gate_proj.in_features + mlp.down_proj.in_features)
         siblings = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv, others = _packed(*siblings), (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        packed = {each: _packed(each) for each in others}
+        own = {each: _packed(each) for each in others}
         sizes = [each.out_features for each in siblings]
-        self.weights = [*zip(siblings, qkv.split(sizes)), *packed.items()]
+        self.weights += [*zip(siblings, qkv.split(sizes)), *own.items()]
         biases = [each.bias for each in siblings if each.bias is not None]
-        self._tensors: dict[str, Tensor | None] = {
+        tensors: dict[str, Tensor | None] = {
             "norm": layer.input_layernorm.weight,
             "qkv": qkv,
-            "qkv_bias": torch.cat(biases) if len(biases) == len(siblings) else None,
+            "qkv_bias": torch.cat(biases) if biases else None,
             "query_norm": attention.q_norm.weight if hasattr(attention, "q_norm") else None,
             "key_norm": attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-            "out": packed[attention.o_proj],
+            "out": own[attention.o_proj],
             "out_bias": attention.o_proj.bias,
             "mlp_norm": layer.post_attention_layernorm.weight,
-            "gate": packed[mlp.gate_proj],
-            "up": packed[mlp.up_proj],
-            "down": packed[mlp.down_proj],
+            "gate": own[mlp.gate_proj],
+            "up": own[mlp.up_proj],
+            "down": own[mlp.down_proj],
         }
-        self._layer = _Layer(
+        self._tensors += [tensor for tensor in tensors.values() if tensor is not None]  # C holds none of them
+        return _Layer(
             hidden=mlp.gate_proj.in_features,
-            heads=self.heads,
-            groups=self.groups,
-            size=self.size,
+            heads=attention.q_proj.out_features // attention.head_dim,
+            groups=attention.k_proj.out_features // attention.head_dim,
+            size=attention.head_dim,
             inner=mlp.down_proj.in_features,
             epsilon=layer.input_layernorm.variance_epsilon,
             scale=attention.scaling,
-            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in self._tensors.items()},
+            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
         )
-        self._at, self._functions = ctypes.addressof(self._layer), _functions()
 
-    def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        """hidden_states [B, T, hidden] -> [B, T, hidden]: by decode.c for T = 1 and a cache, else as before."""
-        cache, mask, positions = (
-            named.get(name) for name in ("past_key_values", "attention_mask", "position_embeddings")
-        )
+    def forward(self, number: int, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        """What layer `number` gives: hidden states [B, T, hidden] -> [B, T, hidden]."""
+        passed, self._passed = self._passed, None
+        if number == 0 and not others:
+            passed = self._passed = self._computed(hidden_states, **named)
+        elif number and hidden_states is passed:
+            self._passed = passed if number + 1 < len(self._plain) else None
+        else:
+            passed = None
+        plain: Tensor = self._plain[number](hidden_states, *others, **named) if passed is None else passed
+        return plain
+
+    def _computed(
+        self,
+        hidden: Tensor,
+        *,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor | None:
+        """What comes out of the last layer; None where that is no step of decoding, or somebody listens in between."""
+        mask, room = attention_mask, getattr(past_key_values, "room", None)
         if (
-            others
-            or hidden_states.shape[1] != 1
-            or cache is None
-            or positions is None
-            or positions[0].shape[-1] != self.size
+            room is None
+            or hidden.shape[1] != 1
+            or position_embeddings is None
+            or position_embeddings[0].shape[-1] != self._size
             or (mask is not None and (mask.dtype != torch.bfloat16 or mask.shape[1] != 1))
-            or not _is_read(hidden_states)
+            or not _is_read(hidden)
+            or any(each._forward_hooks or each._forward_pre_hooks for each in self._modules)
         ):
-            result: Tensor = self.plain(hidden_states, *others, **named)
-            return result
-        rows, hidden = len(hidden_states), hidden_states.contiguous()
-        cosine, sine = (each.expand(rows, 1, self.size).contiguous() for each in positions)
-        spread = _spread(rows, self.widest)
-        qkv = hidden.new_empty(rows, self.heads + 2 * self.groups, 1, self.size)
-        self._functions.before_cache(
-            *(self._at, hidden.data_ptr(), rows, cosine.data_ptr(), sine.data_ptr()),
-            *(qkv.data_ptr(), spread.data_ptr()),
-        )
-        _, key, value = qkv.split_with_sizes((self.heads, self.groups, self.groups), 1)
-        keys, values = cache.update(key, value, self.number)
-        if keys.stride()[2:] != (self.size, 1) or values.stride()[2:] != (self.size, 1):
-            keys, values = keys.contiguous(), values.contiguous()
-        columns = keys.shape[2]
+            return None
+        rows, (kept, place) = len(hidden), room() or ([], 0)
+        if not kept or not self._fits(kept, rows) or not 0 <= place < kept[0].shape[2]:
+            return None
+        first, columns = kept[0], kept[0].shape[2]
+        cosine, sine = (each.expand(rows, 1, self._size).contiguous() for each in position_embeddings)
         if mask is not None:
             mask = mask.expand(rows, 1, 1, columns).contiguous()
-        threads = self._functions.omp_get_max_threads()
-        output, rooms = torch.empty_like(hidden), hidden.new_empty(threads, columns, dtype=torch.float32)
-        self._functions.after_cache(
-            *(self._at, hidden.data_ptr(), rows, qkv.data_ptr()),
-            *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
-            *(values.data_ptr(), values.stride(0), values.stride(1), columns),
-            *(None if mask is None else mask.data_ptr(), output.data_ptr(), spread.data_ptr(), rooms.data_ptr()),
+        hidden, output = hidden.contiguous(), torch.empty_like(hidden)
+        qkv = hidden.new_empty(rows, self._heads + 2 * self._groups, self._size)
+        spread = _spread(rows, self._widest)
+        rooms = torch.empty(torch.get_num_threads(), TOGETHER, columns + LANES, dtype=torch.float32)
+        self._functions.decode(
+            *(self._layers, len(self._layers), hidden.data_ptr(), rows, cosine.data_ptr(), sine.data_ptr()),
+            *(None if mask is None else mask.data_ptr(), self._pointers, first.stride(0), first.stride(1)),
+            *(place, columns, output.data_ptr(), qkv.data_ptr(), spread.data_ptr(), rooms.data_ptr()),
         )
         return output
+
+    def _fits(self, kept: list[Tensor], rows: int) -> bool:
+        """Whether `decode.c` can write to what a cache keeps."""
+        if kept is not self._kept:
+            first = kept[0]
+            shape = first.shape[0], self._groups, first.shape[2], self._size
+            self._known = len(kept) == 2 * len(self._layers) and all(
+                (each.dtype, each.shape, each.stride()) == (torch.bfloat16, shape, first.stride()) for each in kept
+            )
+            self._known &= first.stride()[2:] == (self._size, 1)
+            self._kept, self._pointers = kept, (_pointer * len(kept))(*(each.data_ptr() for each in kept))
+        return self._known and len(kept[0]) == rows
 
 
 class _Linear:
@@ -267,7 +321,8 @@ def supported(accelerator: object) -> Support:
         return Support(False, "the compiled products are wrong here")
     if not (onednn := packed.supported(accelerator)):
         return onednn
-    return Support(True, f"a decoder layer in two calls, compiled for {native.NEEDED}; the rest packed for oneDNN")
+    needed = f"{native.NEEDED} and amx_bf16" if _functions().amx() else native.NEEDED
+    return Support(True, f"all decoder layers in one call, compiled for {needed}; the rest packed for oneDNN")
 
 
 DECODE = KernelImpl(

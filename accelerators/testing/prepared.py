@@ -154,13 +154,11 @@ def _llama(accelerator: Accelerator, precision: Precision) -> Any:
 @torch.no_grad()
 def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> list[Tensor]:
     """Logits [rows, V] of the prompts' last tokens, and of each token after them, in a static cache."""
-    from transformers import StaticCache
-
     columns, rows = PROMPT + STEPS, len(LENGTHS)
     ids = torch.arange(rows * columns).view(rows, columns) * 7 % (WIDTH - 1) + 1
     mask = (torch.arange(columns) >= PROMPT - torch.tensor(LENGTHS).unsqueeze(1)).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache, found = StaticCache(config=network.config, max_cache_len=columns + 3), []
+    cache, found = _cache(network.config, columns + 3), []
     for first, last in [(0, PROMPT), *((column, column + 1) for column in range(PROMPT, columns))]:
         given = {
             "input_ids": ids[:, first:last],
@@ -170,5 +168,22 @@ def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> li
         with precision.autocast():
             output = network(**accelerator.to_device(given), past_key_values=cache, use_cache=True)
         accelerator.step_boundary("logits")
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(last)  # which an implementation that writes by itself does not count
         found.append(output.logits[:, -1])
     return found
+
+
+def _cache(config: Any, length: int) -> Any:
+    """A static cache that says where its tokens go, as that of rollouts does."""
+    from transformers import StaticCache
+
+    class Cache(StaticCache):
+        kept: list[Tensor] | None = None
+
+        def room(self) -> tuple[list[Tensor], int]:
+            if self.kept is None:
+                self.kept = [states for layer in self.layers for states in (layer.keys, layer.values)]
+            return self.kept, int(self.layers[0].cumulative_length)
+
+    return Cache(config=config, max_cache_len=length)

@@ -42,7 +42,8 @@ def machine() -> dict[str, Any]:
 
 def results_file(folder: Path, benchmark: str) -> Path:
     """Where the results of `benchmark` on this machine go."""
-    return folder / "results" / f"{benchmark}-{slug(host.cpu_model(), ' ')}.json"
+    chip = slug(re.sub(r"\((R|TM)\)|Processor", "", host.cpu_model()), " +")
+    return folder / "results" / f"{benchmark}-{chip}.json"
 
 
 def device_file(chip: str) -> Path:

@@ -71,10 +71,14 @@ def markdown(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the results in `folder`, by file."""
-    files = sorted(folder.glob("*.json"))
-    return [each for file in files for each in json.loads(file.read_text()).get("rows", ()) if "ratio" in each]
+def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the results in `folder`, by machine and file."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        result = json.loads(file.read_text())
+        if rows := [each for each in result.get("rows", ()) if "ratio" in each]:
+            found.setdefault(result["machine"]["model"], []).extend(rows)
+    return found
 
 
 def main() -> None:
@@ -82,8 +86,8 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="a table in Markdown")
     parser.add_argument("--folder", type=Path, default=HERE / "results", help="where the results are")
     given = parser.parse_args()
-    found = results(given.folder)
-    print(markdown(found) if given.markdown else table(found))
+    for machine, found in results(given.folder).items():
+        print(f"{machine}\n\n{markdown(found) if given.markdown else table(found)}\n")
 
 
 if __name__ == "__main__":

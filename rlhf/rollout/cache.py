@@ -101,6 +101,7 @@ class ViewedCache(StaticCache):
     def __init__(self, config: Any, length: int, *, grows: bool = False) -> None:
         super().__init__(config=config, max_cache_len=length)
         self.view = View(length, grows)
+        self._kept: list[Tensor] = []
         self.layers: list[Any] = [
             ViewedLayer(length, self.view) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
             for layer in self.layers
@@ -117,8 +118,23 @@ class ViewedCache(StaticCache):
         self.view.place, self.view.seen = place, seen
         if (self.view.rows, self.view.columns) != (rows, columns):
             self.view.rows, self.view.columns = rows, columns
+            self._kept = []
             for layer in self._viewed():
                 layer.show()
+
+    def room(self) -> tuple[list[Tensor], int] | None:
+        """For a device that computes all layers in one call; None where a layer keeps its past in other ways.
+
+        Returns:
+            Keys and values of each layer in turn, the same list until `show` takes other sizes; and the column of the
+            token at hand, read from the device.
+        """
+        if not self._kept:
+            layers = self._viewed()
+            if len(layers) < len(self.layers) or not all(layer.is_initialized for layer in layers):
+                return None
+            self._kept = [states for layer in layers for states in (layer.keys, layer.values)]
+        return self._kept, int(self.view.place[-1])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Write the rows `sources` of the view over `targets`; both [N], and no row is in both."""

@@ -18,10 +18,11 @@ _CHUNK = 256
 
 def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> Tensor:
     """logits [B, V], uniform [B] in [0, 1) -> token ids [B]."""
-    logits = logits.to(torch.float32, copy=True)
+    logits = logits.float()
     if config.temperature == 0:
         return logits.argmax(-1)
-    logits.div_(config.temperature)
+    if config.temperature != 1:
+        logits = logits / config.temperature
     uniform = uniform.unsqueeze(-1)
     if config.top_k == 0 and config.top_p == 1:
         return _invert_in_chunks(logits.softmax(-1), uniform).squeeze(-1)

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, StaticCache
 
-from accelerators import cpu_attention, decode, layers
+from accelerators import cpu_attention, decode, layers, native
 from rlhf.rollout.cache import ViewedCache
 from rlhf.rollout.switch import generating
 from tests.accelerators.test_packed import snapshot
@@ -59,9 +59,8 @@ def calls(monkeypatch) -> Counter[str]:
 
         return call
 
-    names = ("pack", "linear", "before_cache", "after_cache")
-    counting = SimpleNamespace(**{name: counted(name) for name in names})
-    counting.omp_get_max_threads = functions.omp_get_max_threads
+    counting = SimpleNamespace(**{name: counted(name) for name in ("pack", "linear", "decode")})
+    counting.amx, counting.omp_get_max_threads = functions.amx, functions.omp_get_max_threads
     monkeypatch.setattr(decode, "_functions", lambda: counting)
     return found
 
@@ -124,7 +123,7 @@ def cache_of(kind: str, config: Any, length: int) -> Any:
 
 
 @torch.no_grad()
-def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "static", leaves: bool = False) -> Tensor:
+def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", leaves: bool = False) -> Tensor:
     """[STEPS + 1, rows, vocabulary] in float64: of the prompts, then of a token at a time.
 
     `leaves`: the last row is there for the prompts and the first token alone.
@@ -155,7 +154,7 @@ def off(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
 
 
-def check(model: Any, given: tuple[Tensor, Tensor], kind: str = "static") -> None:
+def check(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed") -> None:
     """Logits of the prepared model are as near to float32 as those of the model are; they were a bit nearer."""
     exact, plain = logits_of(truth(model), given), logits_of(model, given)
     restore = decode.prepare(model, True)
@@ -174,7 +173,7 @@ def test_logits_are_as_near_to_float32_as_those_of_plain_bf16(family, calls):
     model = model_of(family)
     for number, rows in enumerate((1, 5, 16, 21, 40), 1):
         check(model, prompts(rows))
-        assert calls["before_cache"] == calls["after_cache"] == 2 * STEPS * number  # two layers
+        assert calls["decode"] == STEPS * number  # both layers
         assert calls["linear"] >= (STEPS + 1) * number  # the output layer, and all of the prompts
 
 
@@ -183,7 +182,7 @@ def test_models_with_fused_layers_are_known_too(calls):
     layers.fuse(model)
     before = snapshot(model)
     check(model, prompts(5))
-    assert calls["after_cache"] == 2 * STEPS
+    assert calls["decode"] == STEPS
     assert snapshot(model) == before
 
 
@@ -198,15 +197,17 @@ def test_layers_narrower_or_wider_than_their_heads(inner, hidden):
     check(model_of(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1), prompts(18))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "viewed", "grown"])
-def test_caches_of_other_kinds(kind, calls):
-    """Odd numbers of columns, parts of longer buffers, buffers that are replaced."""
+@pytest.mark.parametrize(("kind", "decoded"), [("viewed", STEPS), ("grown", STEPS), ("dynamic", 0), ("static", 0)])
+def test_caches_that_say_where_a_token_goes_and_others(kind, decoded, calls):
+    """Parts of longer buffers, and buffers that are replaced; transformers' say nothing."""
     check(model_of(), prompts(5), kind)
-    assert calls["after_cache"] == 2 * STEPS
+    assert calls["decode"] == decoded
+    assert calls["linear"]
 
 
-def test_long_rows():
-    check(model_of(max_position_embeddings=512), prompts(3, 297), "dynamic")
+@pytest.mark.parametrize("columns", [3, 11, 12, 27, 297])
+def test_columns_of_any_number(columns):
+    check(model_of(max_position_embeddings=512), prompts(3, columns), "grown")
 
 
 @pytest.mark.parametrize("kind", ["viewed", "grown"])
@@ -233,13 +234,29 @@ def test_a_row_that_sees_nothing_gets_the_mean_as_before():
 @pytest.mark.parametrize("rows", [1, 4, 5, 9, 13, 16, 21, 40])
 @torch.no_grad()
 def test_products_are_those_of_float64_rounded_once(rows):
-    for outputs in (16, 32, 48, 112):  # whole blocks of three panels, and others
+    for outputs in (16, 32, 48, 112):  # whole groups of panels, and others
         layer = nn.Linear(96, outputs, dtype=torch.bfloat16)
         inputs = torch.randn(rows, 192, dtype=torch.bfloat16)[:, ::2]
         found = decode._Linear(layer, decode._packed(layer))(inputs)
         exact = inputs.double() @ layer.weight.double().T + layer.bias.double()
         assert found.dtype == torch.bfloat16
         assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
+@torch.no_grad()
+def test_products_without_amx_are_as_near(monkeypatch):
+    """On a processor that has it, the same source is compiled for one that has not."""
+    known = decode._functions()
+    if not known.amx():
+        pytest.skip("this processor has no AMX: all tests are without")
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-mno-amx-bf16"))
+    functions = native.compiled.__wrapped__("decode.c")
+    for name in ("pack", "linear", "decode"):
+        getattr(functions, name).argtypes = getattr(known, name).argtypes
+    assert not functions.amx()
+    monkeypatch.setattr(decode, "_functions", lambda: functions)
+    for rows in (1, 4, 9, 16, 21, 40):
+        check(model_of("qwen2"), prompts(rows))
 
 
 # what is left to others
@@ -280,26 +297,90 @@ def test_one_token_without_a_cache_takes_the_layers_own_way(calls):
     found = model(ids[:, :1], use_cache=False).logits
     restore()
     assert off(found, exact) <= 1.1 * off(plain, exact)
-    assert calls["linear"] and not calls["before_cache"]
+    assert calls["linear"] and not calls["decode"]
+
+
+class OneColumn:
+    """A cache of the token at hand alone."""
+
+    def __init__(self) -> None:
+        self.kept = list(torch.zeros(2, 3, 2, 1, 32, dtype=torch.bfloat16))
+
+    def room(self) -> tuple[list[Tensor], int]:
+        return self.kept, 0
+
+    def update(self, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
 
 
 @torch.no_grad()
 def test_positions_and_masks_of_other_kinds_take_the_layers_own_way(calls):
     layer = model_of().model.layers[0]
-    hidden, cache = torch.randn(3, 1, 96, dtype=torch.bfloat16), SimpleNamespace(update=lambda k, v, _: (k, v))
-    added = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    hidden, added = torch.randn(3, 1, 96, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
     kinds = [(32, None, 1), (32, added, 1), (32, added.expand(3, -1, -1, -1), 1)]  # one angle, one mask for all rows
     kinds += [(1, None, 0), (32, added.expand(3, 6, -1, -1), 0), (32, added == 0, 0)]
     for width, mask, called in kinds:
         positions = tuple(each.expand(1, 1, width) for each in torch.tensor([[[0.6]], [[0.8]]]).bfloat16().split(1))
-        named = {"past_key_values": cache, "position_embeddings": positions, "attention_mask": mask}
+        named = {"past_key_values": OneColumn(), "position_embeddings": positions, "attention_mask": mask}
         expected = layer(hidden, **named)
         restore = decode.prepare(layer, True)
         calls.clear()
         found = layer(hidden, **named)
         restore()
-        assert calls["before_cache"] == called
+        assert calls["decode"] == called
         torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept: kept[:1],
+        lambda kept: [each.float() for each in kept],
+        lambda kept: [each[:2] for each in kept],
+        lambda kept: [kept[0], kept[1].repeat(1, 1, 2, 1)],
+        lambda kept: [each.transpose(2, 3).contiguous().transpose(2, 3).expand(-1, -1, 4, -1) for each in kept],
+        lambda kept: None,
+    ],
+)
+def test_caches_that_cannot_be_written_to_are_left_to_the_layers(calls, change):
+    layer, cache = model_of().model.layers[0], OneColumn()
+    positions = tuple(torch.full((3, 1, 32), each, dtype=torch.bfloat16) for each in (0.6, 0.8))
+    named = {"past_key_values": cache, "position_embeddings": positions}
+    hidden = torch.randn(3, 1, 96, dtype=torch.bfloat16)
+    expected = layer(hidden, **named)
+    kept = change(cache.kept)
+    cache.room = lambda: kept and (kept, 0)
+    restore = decode.prepare(layer, True)
+    calls.clear()
+    found = layer(hidden, **named)
+    restore()
+    assert not calls["decode"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+
+
+@torch.no_grad()
+def test_who_listens_to_a_layer_hears_what_comes_out_of_it(calls):
+    model, given = model_of(), prompts(5)
+    heard: list[Tensor] = []
+
+    def listen() -> list[Tensor]:
+        heard.clear()
+        listeners = [each.register_forward_hook(lambda *given: heard.append(given[2])) for each in model.model.layers]
+        logits_of(model, given)
+        for each in listeners:
+            each.remove()
+        return list(heard)
+
+    expected = listen()
+    restore = decode.prepare(model, True)
+    found = listen()
+    assert not calls["decode"]
+    logits_of(model, given)
+    assert calls["decode"] == STEPS
+    restore()
+    assert len(found) == 2 * (STEPS + 1)
+    assert all(off(one.double(), other.double()) < 0.05 for one, other in zip(found, expected))
 
 
 def listened(model: Any) -> None:
@@ -341,6 +422,24 @@ def adapted(model: Any) -> Any:
     return made.bfloat16().eval().base_model.model
 
 
+def turned(model: Any) -> None:
+    """The layers in another order, each with its own place in the cache."""
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+
+
+def narrowed(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.num_key_value_groups *= 2  # from 2 heads of keys to 1
+    for name in ("k_proj", "v_proj"):
+        layer = getattr(attention, name)
+        half = nn.Linear(layer.in_features, layer.out_features // 2, dtype=torch.bfloat16)
+        setattr(attention, name, half)
+
+
+def windowed(model: Any) -> None:
+    model.model.layers[1].self_attn.sliding_window = 4096
+
+
 OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "attention": ({}, lambda model: model.set_attn_implementation("sdpa"), "attention is sdpa, not cpu_composed"),
     "gate": ({"hidden_act": "gelu"}, None, "its gate is gelu, not silu"),
@@ -354,6 +453,9 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
     "outputs": ({"head_dim": 24}, None, "a size is no multiple of"),
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
+    "order": ({}, turned, "they are not those of one model, from the first on"),
+    "groups": ({}, narrowed, "they differ in their heads"),
+    "windows": ({}, windowed, "they look at different columns"),
 }
 
 
@@ -365,13 +467,13 @@ def test_layers_that_are_others_are_computed_as_before(name, calls, caplog):
         model = change(model) or model
     with caplog.at_level("DEBUG", "accelerators.decode"):
         check(model, prompts(5))
-    assert f"2 are not: {reason}" in caplog.text
+    assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
     assert not calls  # the output layer too: those who compute all of it pack it
 
 
 def test_a_vocabulary_of_an_odd_size_is_left_to_others(calls):
     check(model_of(vocab_size=309), prompts(5))
-    assert calls["after_cache"]
+    assert calls["decode"]
 
 
 def test_float32_is_left_to_others(calls):
@@ -456,7 +558,7 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
                 calls.clear()
                 with generating(engine) as module:
                     logits_of(module, prompts(3), "grown")
-                assert calls["after_cache"] == (2 * STEPS if way == "native" else 0)
+                assert calls["decode"] == (STEPS if way == "native" else 0)
                 trained = train(engine)
         finally:
             accelerator.choose("inference_weights", "auto")
