@@ -5,14 +5,50 @@ As deepspeed 0.19.8 has them (`DeepSpeedEngine._backward_epilogue`, `FP16_Unfuse
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
+
+import torch
 
 
 def spare(engine: Any, *, ranks: int, loss_scaling: bool) -> None:
     """Have a new engine at ZeRO 0 do what its step needs, and no more."""
     if ranks == 1:
         engine.enable_backward_allreduce = False  # it would copy all gradients into one buffer, and back
-    checker = getattr(engine.optimizer, "overflow_checker", None)
-    if checker is not None and not loss_scaling:
-        # The norm, which is looked at next, is not finite where a gradient is not.
-        checker.check = lambda *arguments, **options: False
+    if hasattr(engine.optimizer, "fp16_groups") and not loss_scaling:
+        engine.optimizer.step = partial(_step, engine.optimizer)
+
+
+@torch.no_grad()
+def _step(optimizer: Any) -> bool:
+    """The step of an optimizer with masters, for gradients that cannot overflow: whether it was skipped.
+
+    DeepSpeed looks for overflow first, copies each gradient for its norm, which it reads on the host one by one, and
+    again for the master, and multiplies all by what clips them, be it 1. Here each is copied once, one number is read,
+    and an optimizer that takes a divisor (torch's fused ones) clips on its way.
+    """
+    masters = [master for group in optimizer.fp32_groups for master in group]
+    parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
+    for master, parameter in zip(masters, parameters):
+        gradient = parameter.grad
+        master.grad = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype)
+    gradients = [master.grad for master in masters]
+    squares = [torch.dot(gradient, gradient) for gradient in (each.flatten() for each in gradients)]
+    optimizer.overflow, optimizer._global_grad_norm = False, float(torch.stack(squares).sum().sqrt())
+    if not math.isfinite(optimizer._global_grad_norm):
+        return bool(optimizer._skip_invalid_grad_norm())
+    optimizer._update_scale(False)
+    inner, divisor = optimizer.optimizer, optimizer.unscale_and_clip_grads(optimizer._global_grad_norm, False)
+    divides = getattr(inner, "_step_supports_amp_scaling", False)
+    if divisor != 1 and not divides:
+        torch._foreach_mul_(gradients, 1 / divisor)
+    inner.grad_scale = torch.tensor(divisor, dtype=torch.float32) if divisor != 1 and divides else None
+    try:
+        inner.step()
+    finally:
+        del inner.grad_scale
+    for master, parameter in zip(masters, parameters):
+        master.grad = None
+        parameter.copy_(master)
+    return False
