@@ -13,7 +13,7 @@ import torch
 
 from accelerators import cpu_attention, decode, heap, host, kernels, layers, packed, quantized
 from accelerators.accelerator import Accelerator
-from accelerators.types import AcceleratorError, DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
 NO_FP16 = "DeepSpeed's CPU accelerator does not train in fp16"
 
@@ -55,14 +55,6 @@ class CPU(Accelerator):
         if wish == "fp32":
             return Precision(torch.float32, "fp32", "asked for; every processor has it")
         raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
-
-    def prepare_deepspeed(self) -> DeepSpeedView:
-        view = super().prepare_deepspeed()
-        # DeepSpeed would compile a shared-memory collective for a minute before the first step, even for one rank.
-        from deepspeed.ops import __compatible_ops__
-
-        __compatible_ops__["deepspeed_shm_comm"] = False
-        return view
 
     def kernels(self) -> Iterable[KernelImpl]:
         own = (

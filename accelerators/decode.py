@@ -176,9 +176,8 @@ class _Stack:
         self._modules, self._plain = layers, [layer.forward for layer in layers]
         self._tensors: list[Tensor] = []
         self._layers = (_Layer * len(layers))(*map(self._read, layers))
-        first = layers[0].self_attn
-        self._size, self._heads = first.head_dim, first.q_proj.out_features // first.head_dim
-        self._groups = first.k_proj.out_features // first.head_dim
+        first = self._layers[0]
+        self._size, self._heads, self._groups = first.size, first.heads, first.groups
         self._widest = max(max(each.heads * each.size, each.hidden + each.inner) for each in self._layers)
         self._functions = _functions()
         self._kept: list[Tensor] = []
@@ -222,14 +221,16 @@ class _Stack:
     def forward(self, number: int, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
         """What layer `number` gives: hidden states [B, T, hidden] -> [B, T, hidden]."""
         passed, self._passed = self._passed, None
-        if number == 0 and not others:
-            passed = self._passed = self._computed(hidden_states, **named)
-        elif number and hidden_states is passed:
-            self._passed = passed if number + 1 < len(self._plain) else None
+        if number == 0:
+            found = None if others else self._computed(hidden_states, **named)
         else:
-            passed = None
-        plain: Tensor = self._plain[number](hidden_states, *others, **named) if passed is None else passed
-        return plain
+            found = passed if hidden_states is passed else None
+        if found is None:
+            plain: Tensor = self._plain[number](hidden_states, *others, **named)
+            return plain
+        if number + 1 < len(self._plain):
+            self._passed = found
+        return found
 
     def _computed(
         self,
@@ -247,6 +248,7 @@ class _Stack:
             or hidden.shape[1] != 1
             or position_embeddings is None
             or position_embeddings[0].shape[-1] != self._size
+            or position_embeddings[0].dtype != torch.bfloat16
             or (mask is not None and (mask.dtype != torch.bfloat16 or mask.shape[1] != 1))
             or not _is_read(hidden)
             or any(each._forward_hooks or each._forward_pre_hooks for each in self._modules)

@@ -22,7 +22,11 @@ def prepare(name: str, device: str, own: Any = None) -> DeepSpeedView:
         )
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.ops import __compatible_ops__
 
+    # Where tensors are a CPU's, a collective through shared memory would be compiled before the first step, for a
+    # minute and even for one rank; only DeepSpeed's inference uses it.
+    __compatible_ops__["deepspeed_shm_comm"] = False
     if own is not None:
         set_accelerator(own)
     found = get_accelerator()

@@ -243,9 +243,13 @@ def test_an_incomplete_backend_is_refused_with_the_missing_methods(rlhf):
     assert "lacks bind, info, precision, synchronize" in done.stderr
 
 
-def test_a_plugin_can_object_to_a_run(refusal):
-    line = refusal("--accelerator", "good", "--seed", "13", plugins=["good"])
+def test_a_plugin_can_object_to_a_run(refusal, tmp_path):
+    compiled = tmp_path / "compiled"
+    line = refusal(
+        "--accelerator", "good", "--seed", "13", plugins=["good"], env={"TORCH_EXTENSIONS_DIR": str(compiled)}
+    )
     assert "a Good One does not run with seed 13: choose another seed" in line
+    assert not compiled.exists(), "DeepSpeed's collective for CPUs would take a minute"
 
 
 def test_discovery_selection_and_listing_import_no_torch(run_python):
