@@ -99,7 +99,7 @@ OTHERS = [
 ]
 """The same in other ways."""
 
-SELDOM = ("rloo", "reinforce++", *(other.name for other in OTHERS))
+SELDOM = ("rloo", "grpo", "reinforce++", *(other.name for other in OTHERS))
 """Not in the default suite, where tests/reference compares their steps."""
 
 

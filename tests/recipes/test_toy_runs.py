@@ -17,8 +17,15 @@ from tests.recipes import toys
 IN_DEFAULT_SUITE = ("opt/350m", "opt/1.3b")
 """Of the recipes' DPO: of all weights, and with LoRA."""
 
-LIKE_OTHERS = ("opt/30b-lora", "opt/66b")
-"""Toys of these are those of opt/13b, on two ranks too, but for batches, rates and how many may share a layer."""
+LIKE_OTHERS = {
+    "opt/30b-lora": "opt/13b",
+    "opt/66b": "opt/13b",
+    "opt/6.7b-node": "opt/1.3b-node",
+    "opt/1.3b-lora-node": "opt/6.7b-lora",
+    "bloom/1b1": "bloom/1b1-lora",
+    "other_language/chinese": "other_language/japanese",
+}
+"""Recipes that are not in the default suite, and one of like toys that is."""
 
 
 @pytest.fixture(scope="session")
