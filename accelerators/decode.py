@@ -97,6 +97,8 @@ def _obstacle(layers: Sequence[Any]) -> str:
         return why
     if [each.self_attn.layer_idx for each in layers] != list(range(len(layers))):
         return "they are not those of one model, from the first on"
+    if layers and layers[0].self_attn.config.num_hidden_layers < len(layers):
+        return "the model leaves some of them out"
     sizes = [
         (attention.head_dim, attention.q_proj.out_features, attention.k_proj.out_features)
         for attention in (each.self_attn for each in layers)

@@ -25,25 +25,24 @@ def _step(optimizer: Any) -> bool:
     """The step of an optimizer with masters, for gradients that cannot overflow: whether it was skipped.
 
     DeepSpeed looks for overflow first, copies each gradient for its norm, which it reads on the host one by one, and
-    again for the master, and multiplies all by what clips them, be it 1. Here each is copied once, one number is read,
-    and an optimizer that takes a divisor (torch's fused ones) clips on its way.
+    again for the master, and multiplies all by what clips them. Here each is copied once, one number is read, and an
+    optimizer that takes a divisor (torch's fused ones) clips on its way. The operators are those of every step, be
+    there something to clip or not: other ones would be another graph.
     """
     masters = [master for group in optimizer.fp32_groups for master in group]
     parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
     for master, parameter in zip(masters, parameters):
         gradient = parameter.grad
         master.grad = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype)
-    gradients = [master.grad for master in masters]
-    squares = [torch.dot(gradient, gradient) for gradient in (each.flatten() for each in gradients)]
+    squares = [torch.dot(gradient, gradient) for gradient in (master.grad.flatten() for master in masters)]
     optimizer.overflow, optimizer._global_grad_norm = False, float(torch.stack(squares).sum().sqrt())
     if not math.isfinite(optimizer._global_grad_norm):
         return bool(optimizer._skip_invalid_grad_norm())
     optimizer._update_scale(False)
-    inner, divisor = optimizer.optimizer, optimizer.unscale_and_clip_grads(optimizer._global_grad_norm, False)
+    inner = optimizer.optimizer
     divides = getattr(inner, "_step_supports_amp_scaling", False)
-    if divisor != 1 and not divides:
-        torch._foreach_mul_(gradients, 1 / divisor)
-    inner.grad_scale = torch.tensor(divisor, dtype=torch.float32) if divisor != 1 and divides else None
+    divisor = optimizer.unscale_and_clip_grads(optimizer._global_grad_norm, apply_scale=not divides)
+    inner.grad_scale = torch.tensor(divisor, dtype=torch.float32) if divides else None
     try:
         inner.step()
     finally:

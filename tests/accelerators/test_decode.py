@@ -436,6 +436,10 @@ def narrowed(model: Any) -> None:
         setattr(attention, name, half)
 
 
+def shortened(model: Any) -> None:
+    model.config.num_hidden_layers = 1
+
+
 def windowed(model: Any) -> None:
     model.model.layers[1].self_attn.sliding_window = 4096
 
@@ -455,6 +459,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
     "order": ({}, turned, "they are not those of one model, from the first on"),
     "groups": ({}, narrowed, "they differ in their heads"),
+    "fewer": ({}, shortened, "the model leaves some of them out"),
     "windows": ({}, windowed, "they look at different columns"),
 }
 
