@@ -1,4 +1,4 @@
-"""The tables of rlhf/migration/README.md, made of the tables that command lines are translated by.
+"""The tables of docs/deepspeed-chat.md, made of the tables that command lines are translated by.
 
 python ci/migration.py            print them
 python ci/migration.py --write    put them into the page, between their marks
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "rlhf/migration/README.md"
+PAGE = ROOT / "docs/deepspeed-chat.md"
 sys.path.insert(0, str(ROOT))
 
 from rlhf.migration.tables import Flag, Variable, flags, implied, scripts, variables  # noqa: E402

@@ -104,7 +104,7 @@ class Learner:
                 (prompt, completion, row of the data) -> number.
 
         Returns:
-            The step's numbers (`reward`, `kl`, `policy_loss`, ...), the same on all ranks; rlhf/metrics/KEYS.md
+            The step's numbers (`reward`, `kl`, `policy_loss`, ...), the same on all ranks; docs/metrics.md
             says what each is.
 
         Raises:
@@ -192,7 +192,7 @@ class Learner:
         """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
 
         Returns:
-            Means of `reward`, `kl`, `entropy`, `response_length`, `distinct_2`, ... (rlhf/metrics/KEYS.md).
+            Means of `reward`, `kl`, `entropy`, `response_length`, `distinct_2`, ... (docs/metrics.md).
         """
         self._check_open()
         with self._working():

@@ -1,6 +1,6 @@
-"""rlhf/rl/DETAILS.md: every place and key that the table names exists, and every detail of the lists has a row.
+"""docs/ppo-details.md: every place and key that the table names exists, and every detail of the lists has a row.
 
-rlhf/migration/decisions.md: every key and file that it names exists.
+docs/deepspeed-chat-differences.md: every key and file that it names exists.
 """
 
 import ast
@@ -16,14 +16,14 @@ from rlhf.config import Config
 ROOT = Path(__file__).parents[1]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in (ROOT / "rlhf/rl/DETAILS.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs/ppo-details.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and not line.startswith(("| Detail", "| ---"))
 ]
 PLACES = sorted({place for row in ROWS for place in re.findall(r"`(rlhf/[^`]+)`", row[-1])})
 KEYS = sorted({key for row in ROWS for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)`", row[-1])})
 
 
-DECISIONS = ROOT / "rlhf" / "migration" / "decisions.md"
+DECISIONS = ROOT / "docs" / "deepspeed-chat-differences.md"
 DECIDED = re.findall(rf"`((?:{'|'.join(Config.model_fields)})(?:\.[a-z_]+)+)", DECISIONS.read_text(encoding="utf-8"))
 
 

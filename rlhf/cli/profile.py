@@ -41,7 +41,7 @@ def profile(
     [bold]rlhf profile --config recipe.yaml --stage sft --set sft.micro_batch_size=4 --json[/]
 
     Seconds are those of steps without the profiler; operators' shares are of the recorded step. TFLOP/s count the
-    models' matrix products over real tokens alone (rlhf/metrics/KEYS.md). Exit code 2: something has to be mended.
+    models' matrix products over real tokens alone (docs/metrics.md). Exit code 2: something has to be mended.
     """
     if stage not in EVERY_STAGE:
         raise ConfigError(f"--stage {stage}: no such stage; use one of {', '.join(EVERY_STAGE)}")

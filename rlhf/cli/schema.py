@@ -59,7 +59,7 @@ def config(
     [bold]rlhf[/] runs, has values that suit its tiny model alone; [bold]--example[/] prints them.
 
     [bold]--from-deepspeed-chat[/] prints the recipe that trains as a command line of DeepSpeed-Chat does, or of its
-    fork with its HL_* variables: what each flag became, or why nothing. rlhf/migration/README.md lists them all.
+    fork with its HL_* variables: what each flag became, or why nothing. docs/deepspeed-chat.md lists them all.
 
     [bold]rlhf config --from-deepspeed-chat "deepspeed --num_gpus 1 main.py --model_name_or_path facebook/opt-1.3b"[/]
 

@@ -26,7 +26,7 @@ _GRAMS = (1, 2, 3)
 
 
 def figures(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
-    """All numbers of a comparison, as rlhf/metrics/KEYS.md defines them.
+    """All numbers of a comparison, as docs/metrics.md defines them.
 
     Args:
         best_of: the n of which the best is asked for, at most the samples of a prompt.

@@ -28,7 +28,7 @@ _LIMITS = ("max_prompt_length", "max_completion_length")
 
 
 class Measured(NamedTuple):
-    """What a model made of rows: `numbers` that rlhf/metrics/KEYS.md defines, those of `each` row, what is left out."""
+    """What a model made of rows: `numbers` that docs/metrics.md defines, those of `each` row, what is left out."""
 
     numbers: dict[str, Any]
     each: Sequence[Any]

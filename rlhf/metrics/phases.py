@@ -118,7 +118,7 @@ class Phases:
         return {name: Part(seconds[name], self._tokens.get(name), flops.get(name)) for name in seconds}
 
     def numbers(self) -> dict[str, float]:
-        """What is recorded of the latest step; see rlhf/metrics/KEYS.md."""
+        """What is recorded of the latest step; see docs/metrics.md."""
         found = {"seconds": self.seconds, "peak_memory": float(self._accelerator.memory().peak)}
         if len(self._seconds) > 1:
             for name, part in self.parts().items():

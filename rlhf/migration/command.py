@@ -150,7 +150,7 @@ def _command(words: list[str], folder: str) -> Command:
     program = next((word for word in words if word.endswith((".py", ".sh"))), "")
     name = PurePosixPath(program).name
     if name in _OTHERS:
-        raise ConfigError(f"{name}: {_OTHERS[name]}; rlhf/migration/README.md has the rest")
+        raise ConfigError(f"{name}: {_OTHERS[name]}; docs/deepspeed-chat.md has the rest")
     if name.endswith(".sh"):
         return _of_script(program)
     flags_given = _flags(words, program)

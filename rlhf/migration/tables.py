@@ -115,7 +115,7 @@ def scripts() -> dict[str, Script]:
 def nearest(name: str, known: Iterable[str], what: str) -> str:
     """The end of an error about an unknown name: the one that was probably meant, or where they all are."""
     close = difflib.get_close_matches(name, [*known], n=1)
-    return f"did you mean {close[0]}?" if close else f"rlhf/migration/README.md lists {what}"
+    return f"did you mean {close[0]}?" if close else f"docs/deepspeed-chat.md lists {what}"
 
 
 def _variable(name: str, row: dict[str, Any]) -> Variable:

@@ -85,5 +85,5 @@ def lines(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def defined(kind: str) -> set[str]:
-    """The keys of a model's numbers, by rlhf/metrics/KEYS.md."""
+    """The keys of a model's numbers, by docs/metrics.md."""
     return {key for named, key, _ in table("`rlhf evaluate`") if named == kind}

@@ -168,7 +168,7 @@ def test_greedy_numbers_are_those_of_plain_transformers(run: Run, models: dict[s
     assert second["log_ratio"]["mean"] == pytest.approx(fmean(ratios), abs=1e-3)
     assert second["log_ratio"]["per_token"] == pytest.approx(sum(ratios) / sum(map(len, written["b"])), abs=1e-4)
     assert "kl" not in second and "log_ratio" not in first and "win_rate" not in first
-    assert set(second) == set(KEYS) - {"kl", "no_log_ratio"}, "rlhf/metrics/KEYS.md says otherwise"
+    assert set(second) == set(KEYS) - {"kl", "no_log_ratio"}, "docs/metrics.md says otherwise"
 
 
 def test_of_samples_the_log_ratio_at_their_temperature_is_the_kl(

@@ -1,4 +1,4 @@
-"""Every key of a run's records and summaries is defined in rlhf/metrics/KEYS.md, and every key there is one of them."""
+"""Every key of a run's records and summaries is defined in docs/metrics.md, and every key there is one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import rlhf
 
-KEYS = Path(rlhf.__file__).parent / "metrics" / "KEYS.md"
+KEYS = Path(rlhf.__file__).parents[1] / "docs" / "metrics.md"
 STAGES = ("sft", "reward", "dpo", "ppo")
 
 

@@ -13,7 +13,7 @@ from rlhf.cli.app import app
 from rlhf.migration.tables import flags, variables
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "rlhf/migration/README.md"
+PAGE = ROOT / "docs/deepspeed-chat.md"
 
 
 @pytest.fixture(scope="module")

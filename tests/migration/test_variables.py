@@ -144,7 +144,7 @@ def test_what_each_was_taken_as_is_said() -> None:
         ),
         (
             {"HL_QWERTZUIOPQWERTZ": "1"},
-            "HL_QWERTZUIOPQWERTZ: no variable of the fork's scripts; rlhf/migration/README.md lists them",
+            "HL_QWERTZUIOPQWERTZ: no variable of the fork's scripts; docs/deepspeed-chat.md lists them",
         ),
         ({"HL_MBS": "two"}, "HL_MBS: expected a whole number, found 'two'; correct it, or unset it"),
         ({"HL_DROPOUT": "inf"}, "HL_DROPOUT: expected a number, found 'inf'; correct it, or unset it"),
