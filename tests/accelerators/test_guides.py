@@ -1,4 +1,4 @@
-"""The commands with which the README and CONTRIBUTING.md walk through a plugin, typed as they stand there."""
+"""The commands of docs/accelerators.md and docs/write-a-backend.md for plugins, run as written."""
 
 from __future__ import annotations
 
@@ -57,17 +57,18 @@ def shell(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_example_plugin_is_installed_explained_and_checked_as_the_readme_says(shell):
-    (lines,) = commands("README.md", "Accelerators are plugins")
+def test_example_plugin_commands_of_page_pass(shell):
+    (lines,) = commands("docs/accelerators.md", "Plugins")
     assert any("accelerators check example" in line for line in lines)
     output = shell(lines)
     assert "rlhf-example 0.1.0" in output
     assert "failed" not in output
 
 
-@pytest.mark.slow  # nearly a minute; it passes the same checks as the README's example, in a copy
-def test_a_plugin_is_made_from_the_template_as_contributing_says(shell):
-    make, prove = commands("CONTRIBUTING.md", "Add a backend")
+@pytest.mark.slow  # nearly a minute; it passes the same checks as the page's example, in a copy
+def test_backend_from_template_passes_as_page_says(shell):
+    (make,) = commands("docs/write-a-backend.md", "Copy the template")
+    (prove,) = commands("docs/write-a-backend.md", "Test it")
     output = shell([*make, *prove])
     assert "rlhf-mychip 0.1.0" in output
     assert re.search(r"\d+ passed", output)

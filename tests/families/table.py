@@ -114,7 +114,7 @@ FAMILIES = (
     Family("Cohere 2", "cohere2", GROUPED | WINDOW, "sliding window", slow=True),
     Family("CTRL", "ctrl", {"dff": 48}, slow=True),
     Family(
-        "Falcon-H1", "falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64}, "recurrent layers beside attention", slow=True
+        "Falcon-H1", "falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64}, "recurrent layers next to attention", slow=True
     ),
     Family("GLM-4", "glm4", GROUPED, "grouped heads", slow=True),
     Family("GPT BigCode, StarCoder", "gpt_bigcode", {}, "one key head for all", slow=True),
@@ -147,7 +147,7 @@ FAMILIES = (
         GROUPED
         | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
         | {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8, "mamba_ngroups": 1},
-        "recurrent layers beside attention",
+        "recurrent layers next to attention",
         slow=True,
     ),
 )
