@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from accelerators.discovery import Report, available
 from accelerators.guard import lack_of_memory, stdout_to_stderr
 from accelerators.hookspecs import hookimpl, hookspec
-from accelerators.profiling import on_host_and_device
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -59,7 +58,6 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "lack_of_memory",
-    "on_host_and_device",
     "select",
     "stdout_to_stderr",
     "verify_agreement",

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from accelerators import blame, deepspeed_view, graphs, kernels
+from accelerators import blame, capture, deepspeed_bridge, kernels
 from accelerators.guard import is_lack_of_memory, text
 from accelerators.shapes import ShapePolicy
-from accelerators.structures import map_tensors
 from accelerators.types import (
     AUTO,
     NONE,
@@ -88,9 +88,9 @@ class Accelerator(ABC):
         return self._device
 
     def to_device(self, batch: Batch) -> Batch:
-        """The same structure (tensors in dicts, lists, tuples, dataclasses) with every tensor on the device."""
+        """Return the same structure (tensors in dicts, lists, tuples) with every tensor on the device."""
         # Copies to a device may overlap with what runs there; they are queued in order, so nobody has to wait.
-        return map_tensors(batch, lambda tensor: tensor.to(self.device(), non_blocking=True))
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device(), non_blocking=True), batch)
 
     @abstractmethod
     def info(self) -> DeviceInfo:
@@ -119,7 +119,7 @@ class Accelerator(ABC):
         if self._chosen.get("graph_capture") == NONE:
             return fn
         recorded = self.kernel("graph_capture")
-        return recorded(fn, key) if recorded else graphs.checked(fn, key)
+        return recorded(fn, key) if recorded else capture.checked(fn, key)
 
     def is_lazy(self) -> bool:
         """Whether operators wait for a step boundary."""
@@ -320,11 +320,11 @@ class Accelerator(ABC):
         Raises:
             AcceleratorError: DeepSpeed has settled on another device.
         """
-        return deepspeed_view.prepare(self.name, self.deepspeed_name, self.deepspeed_accelerator())
+        return deepspeed_bridge.prepare(self.name, self.deepspeed_name, self.deepspeed_accelerator())
 
     def deepspeed_operator(self, builder: str) -> Support:
         """Whether an operator of DeepSpeed's own, by the name of its builder, can be made for this device."""
-        return deepspeed_view.operator(builder)
+        return deepspeed_bridge.operator(builder)
 
 
 def _remembering(bind: Any) -> Callable[..., torch.device]:

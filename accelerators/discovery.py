@@ -24,7 +24,7 @@ from accelerators import hookspecs
 from accelerators.guard import TIME_LIMIT_ENV, PluginError, stdout_to_stderr, text, within
 from accelerators.types import ALLOWLIST_ENV, API_VERSION, AcceleratorError, AcceleratorSpec, Probe, received
 
-BUILTIN = "accelerators.builtin"
+BUILTIN = "accelerators.backends.plugin"
 MOST_ANSWERS = 100
 """What a plugin may answer to one hook: more would be a generator without an end."""
 

@@ -17,7 +17,7 @@ BEGIN, END = "<!-- families: made by ci/families.py -->\n", "<!-- end of familie
 def table() -> str:
     """Return the table in Markdown."""
     sys.path.insert(0, str(ROOT))
-    from accelerators.gaudi_kernels import FUSED_SDPA
+    from accelerators.backends.hpu.kernels import FUSED_SDPA
     from tests.families.table import FAMILIES
 
     lines = ["| family | in transformers | attention | on `hpu` | what is special |", "|---|---|---|---|---|"]

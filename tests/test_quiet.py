@@ -233,7 +233,7 @@ import os
 from rlhf import quiet
 quiet.command(debug=False)
 import accelerators
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 from rlhf.engine import distributed
 prepare = CPU.prepare_deepspeed
 def loud(self):

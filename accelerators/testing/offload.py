@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from accelerators.testing.arithmetic import LAYOUTS, adamw_steps
+from accelerators.testing.precision import LAYOUTS, adamw_steps
 from accelerators.testing.reference import difference
 
 if TYPE_CHECKING:

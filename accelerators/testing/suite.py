@@ -76,115 +76,115 @@ class Suite:
 
     def test_discovery(self) -> None:
         """discovery imports no torch"""
-        from accelerators.testing import elsewhere
+        from accelerators.testing import subprocess_checks
 
-        elsewhere.check_discovery(self.name)
+        subprocess_checks.check_discovery(self.name)
 
     def test_probe(self) -> None:
         """the probe is quick, imports no torch, opens no device and names it as others would"""
-        from accelerators.testing import elsewhere
+        from accelerators.testing import subprocess_checks
 
-        elsewhere.check_probe(self.name)
+        subprocess_checks.check_probe(self.name)
 
     # processes: before this one opens the device, for some devices take one process only
 
     def test_collectives(self, unbound: Accelerator) -> None:
         """two ranks exchange tensors and objects"""
-        from accelerators.testing import elsewhere
+        from accelerators.testing import subprocess_checks
 
-        elsewhere.check_collectives(unbound)
+        subprocess_checks.check_collectives(unbound)
 
     def test_deepspeed(self, deepspeed_report: Outcome) -> None:
         """DeepSpeed uses the same device"""
-        from accelerators.testing import elsewhere
+        from accelerators.testing import subprocess_checks
 
-        elsewhere.check_deepspeed(deepspeed_report)
+        subprocess_checks.check_deepspeed(deepspeed_report)
 
     def test_deepspeed_step(self, deepspeed_report: Outcome, stage: int) -> None:
         """DeepSpeed trains as plain PyTorch does in fp32"""
-        from accelerators.testing import elsewhere
+        from accelerators.testing import subprocess_checks
 
-        elsewhere.check_deepspeed_step(deepspeed_report, stage)
+        subprocess_checks.check_deepspeed_step(deepspeed_report, stage)
 
     def test_run(self, unbound: Accelerator, note: Callable[[str], None]) -> None:
         """the three stages run, and compile nothing after two steps"""
-        from accelerators.testing import elsewhere
+        from accelerators.testing import subprocess_checks
 
-        note(elsewhere.check_run(unbound))
+        note(subprocess_checks.check_run(unbound))
 
     # what the backend says
 
     def test_operations(self, accelerator: Accelerator) -> None:
         """every operation is offered, or refused with a reason"""
-        from accelerators.testing import offers
+        from accelerators.testing import capabilities
 
-        offers.check_operations(accelerator)
+        capabilities.check_operations(accelerator)
 
     def test_shapes(self, accelerator: Accelerator) -> None:
         """padded lengths are buckets: idempotent, monotone, never too short"""
-        from accelerators.testing import offers
+        from accelerators.testing import capabilities
 
-        offers.check_shapes(accelerator)
+        capabilities.check_shapes(accelerator)
 
     def test_precision(self, accelerator: Accelerator) -> None:
         """every precision is given as asked, or refused with a reason"""
-        from accelerators.testing import arithmetic
+        from accelerators.testing import precision
 
-        arithmetic.check_precision(accelerator)
+        precision.check_precision(accelerator)
 
     # state
 
     def test_placement(self, selection: Selection) -> None:
         """the device is known once bound, and whole batches move there"""
-        from accelerators.testing import state
+        from accelerators.testing import memory_and_rng
 
-        state.check_placement(selection.create())
+        memory_and_rng.check_placement(selection.create())
 
     def test_random_numbers(self, accelerator: Accelerator) -> None:
         """a seed and a saved state reproduce samples"""
-        from accelerators.testing import state
+        from accelerators.testing import memory_and_rng
 
-        state.check_random_numbers(accelerator)
+        memory_and_rng.check_random_numbers(accelerator)
 
     def test_memory(self, accelerator: Accelerator) -> None:
         """memory figures follow a large allocation"""
-        from accelerators.testing import state
+        from accelerators.testing import memory_and_rng
 
-        state.check_memory(accelerator)
+        memory_and_rng.check_memory(accelerator)
 
     def test_out_of_memory(self, accelerator: Accelerator) -> None:
         """a lack of memory is told from other errors"""
-        from accelerators.testing import state
+        from accelerators.testing import memory_and_rng
 
-        state.check_out_of_memory(accelerator)
+        memory_and_rng.check_out_of_memory(accelerator)
 
     # execution
 
     def test_step_boundary(self, accelerator: Accelerator) -> None:
         """step boundaries change no value, and cost nothing where execution is eager"""
-        from accelerators.testing import execution
+        from accelerators.testing import capture
 
-        execution.check_step_boundary(accelerator)
+        capture.check_step_boundary(accelerator)
 
     def test_capture(self, accelerator: Accelerator) -> None:
         """a captured function computes what the plain one does"""
-        from accelerators.testing import execution
+        from accelerators.testing import capture
 
-        execution.check_capture(accelerator)
+        capture.check_capture(accelerator)
 
     def test_capture_refusal(self, accelerator: Accelerator) -> None:
         """capture refuses host reads and names the line"""
-        from accelerators.testing import execution
+        from accelerators.testing import capture
 
-        execution.check_capture_refusal(accelerator)
+        capture.check_capture_refusal(accelerator)
 
     # kernels
 
     def test_adamw(self, accelerator: Accelerator) -> None:
         """AdamW takes torch's steps"""
-        from accelerators.testing import arithmetic
+        from accelerators.testing import precision
 
-        arithmetic.check_adamw(accelerator)
+        precision.check_adamw(accelerator)
 
     def test_offload(self, accelerator: Accelerator) -> None:
         """what waits on the host comes and goes unchanged, and AdamW steps there"""
@@ -194,9 +194,9 @@ class Suite:
 
     def test_clip_grad_norm(self, accelerator: Accelerator) -> None:
         """gradients are clipped as torch clips them"""
-        from accelerators.testing import arithmetic
+        from accelerators.testing import precision
 
-        arithmetic.check_clip_grad_norm(accelerator)
+        precision.check_clip_grad_norm(accelerator)
 
     def test_attention(self, accelerator: Accelerator) -> None:
         """attention gives float64's numbers and gradients, with padding and in a static cache"""
@@ -212,9 +212,9 @@ class Suite:
 
     def test_inference_weights(self, accelerator: Accelerator) -> None:
         """weights prepared for reading give the same numbers, and are put back to the bit"""
-        from accelerators.testing import prepared
+        from accelerators.testing import inference_weights
 
-        prepared.check_inference_weights(accelerator)
+        inference_weights.check_inference_weights(accelerator)
 
     def test_fused_layers(self, accelerator: Accelerator) -> None:
         """fused layers give float32's logits and gradients, in copies too"""

@@ -26,23 +26,23 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from accelerators import host  # noqa: E402
+from accelerators.backends.cpu import info as cpu_info  # noqa: E402
 
 READ = 2**30  # bytes of the tensor that is read
 
 
 def machine() -> dict[str, Any]:
     return {
-        "model": host.cpu_model(),
-        "cores": host.cores(),
-        "bf16": host.native_bf16(),
+        "model": cpu_info.cpu_model(),
+        "cores": cpu_info.cores(),
+        "bf16": cpu_info.native_bf16(),
         "system": platform.platform(),
     }
 
 
 def results_file(folder: Path, benchmark: str) -> Path:
     """Where the results of `benchmark` on this machine go."""
-    chip = slug(re.sub(r"\((R|TM)\)|Processor", "", host.cpu_model()), " +")
+    chip = slug(re.sub(r"\((R|TM)\)|Processor", "", cpu_info.cpu_model()), " +")
     return folder / "results" / f"{benchmark}-{chip}.json"
 
 
@@ -74,7 +74,7 @@ def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str
     import torch
 
     device, synchronize, chip = _device(accelerator)
-    torch.set_num_threads(host.cores())
+    torch.set_num_threads(cpu_info.cores())
 
     def best(work: Callable[[], Any]) -> float:
         seconds = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from accelerators import on_host_and_device
 from rlhf.metrics.phases import OTHER
 
 PREFIX, STEP = "rlhf/", "rlhf/step"
@@ -39,7 +38,9 @@ def found_in(events: Iterable[Any]) -> Found:
     Args:
         events: of `torch.profiler.profile.events()`, times in microseconds, with the ranges of `Phases`.
     """
-    host, device = on_host_and_device(events)
+    known = list(events)
+    host = [event for event in known if event.device_type.name == "CPU"]  # others are kernels of the device
+    device = [event for event in known if event.device_type.name != "CPU"]
     ranges = [event for event in host if event.name.startswith(PREFIX)]
     (step,) = (event.time_range for event in ranges if event.name == STEP)
     phases = [(event.name.removeprefix(PREFIX), event.time_range) for event in ranges if event.name != STEP]

@@ -86,7 +86,7 @@ def misbehaved(monkeypatch: pytest.MonkeyPatch):
     misbehaving.ENDLESS.clear()
 
     def install(load: Callable[[], Any], dist: Any = misbehaving.BAD) -> None:
-        builtin, rlhf = "accelerators.builtin", SimpleNamespace(name="rlhf", version="2.0")
+        builtin, rlhf = "accelerators.backends.plugin", SimpleNamespace(name="rlhf", version="2.0")
         points = [
             SimpleNamespace(name="builtin", value=builtin, dist=rlhf, load=lambda: importlib.import_module(builtin)),
             SimpleNamespace(name="bad_entry", value="bad", dist=dist, load=load),
@@ -118,12 +118,12 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """A Gaudi machine with these cards and this bridge; its backend, bound, with tensors that stay on the CPU."""
     import torch
 
-    from accelerators import gaudi
-    from accelerators.hpu import HPU
+    from accelerators.backends.hpu import info as hpu_info
+    from accelerators.backends.hpu.backend import HPU
     from tests.accelerators.habana import DRIVER, Bridge
 
     def make(chip: str = "Gaudi2", count: int = 8, **bridge: Any) -> HPU:
-        monkeypatch.setattr(gaudi, "cards", lambda: gaudi.Cards(count, chip, DRIVER, "hl-smi"))
+        monkeypatch.setattr(hpu_info, "cards", lambda: hpu_info.Cards(count, chip, DRIVER, "hl-smi"))
         hpu = HPU()
         hpu.bridge = Bridge(**bridge).install(monkeypatch)
         hpu._device = torch.device("cpu")

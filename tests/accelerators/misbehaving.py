@@ -19,7 +19,7 @@ NAME = "bad 2.0 (bad_entry)"
 GOOD: dict[str, Any] = {
     "name": "npu",
     "api_version": 1,
-    "factory": "accelerators.cpu:CPU",
+    "factory": "accelerators.backends.cpu.backend:CPU",
     "probe": lambda: Probe(True, "found"),
     "priority": -10,
 }
@@ -77,7 +77,9 @@ def endless() -> Any:
 def npu(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """Let the factory npu_backend:NPU make a CPU with other methods."""
     backend = ModuleType("npu_backend")
-    backend.NPU = type("NPU", (importlib.import_module("accelerators.cpu").CPU,), {"name": "npu", **methods})
+    backend.NPU = type(
+        "NPU", (importlib.import_module("accelerators.backends.cpu.backend").CPU,), {"name": "npu", **methods}
+    )
     monkeypatch.setitem(sys.modules, "npu_backend", backend)
 
 

@@ -1,6 +1,6 @@
 """A recording as a device makes it, on the CPU: operators are written down, and replayed without their Python code.
 
-`record` obeys `accelerators.graphs.Record`, so that `Graph(fn, key, replaying.record)` shows what a function does when
+`record` obeys `accelerators.capture.Record`, so that `Graph(fn, key, replaying.record)` shows what a function does when
 it is replayed: side effects in Python do not happen again, and every operator works at the addresses of the recording.
 """
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import accelerators
-from accelerators import AcceleratorError, cpu_attention
+from accelerators import AcceleratorError
+from accelerators.backends.cpu import attention as cpu_attention
 from rlhf.config import SamplingConfig
 from rlhf.models.forward import model_inputs
 from rlhf.rollout.decoder import Decoder

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerators import OPERATIONS, AcceleratorError, CaptureError, nvidia
-from accelerators.cuda import CUDA
+from accelerators import OPERATIONS, AcceleratorError, CaptureError
+from accelerators.backends.cuda import info as cuda_info
+from accelerators.backends.cuda.backend import CUDA
 from tests.accelerators import nvml, replaying
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13 for CUDA 13
@@ -21,7 +22,7 @@ OLD_WHEEL = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]  # f
 @pytest.fixture
 def on(monkeypatch):
     """The backend on a machine with these chips, before a device is bound: on("V100", "V100")."""
-    monkeypatch.delenv(nvidia.VISIBLE_ENV, raising=False)
+    monkeypatch.delenv(cuda_info.VISIBLE_ENV, raising=False)
 
     def backend(*chips: str) -> CUDA:
         monkeypatch.setitem(sys.modules, "pynvml", nvml.fake(*chips))
@@ -126,7 +127,7 @@ def test_an_unknown_precision_is_an_error(on):
 
 def test_the_weakest_visible_gpu_decides_for_all_ranks(on, monkeypatch):
     assert on("A100", "V100").precision().name == "fp16"
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, "0")
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "0")
     assert on("A100", "V100").precision().name == "bf16"
 
 
@@ -199,7 +200,7 @@ def test_more_ranks_than_gpus_are_refused_before_the_runtime_starts(on, runtime,
     calls = runtime("A100", "A100", "A100")
     with pytest.raises(AcceleratorError, match="local rank 3, this machine shows 3; start at most 3 ranks per machine"):
         on("A100", "A100", "A100").bind(3)
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, "2,0")
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "2,0")
     with pytest.raises(AcceleratorError, match=r"shows 2 \(CUDA_VISIBLE_DEVICES=2,0\); start at most 2 ranks"):
         on("A100", "A100", "A100").bind(2)
     assert calls == []
@@ -235,7 +236,7 @@ def test_a_build_of_torch_without_code_for_the_gpu_is_refused(on, runtime, chip,
 
 
 def test_a_gpu_that_nvml_counts_elsewhere_is_refused(on, runtime, monkeypatch):
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, "0")
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "0")
     runtime("V100")  # what an order of its own makes of index 0
     with pytest.raises(AcceleratorError, match=r"device 0 is Tesla V100.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         on("A100", "V100").bind(0)

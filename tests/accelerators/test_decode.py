@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, StaticCache
 
-from accelerators import cpu_attention, decode, layers, native
+from accelerators.backends.cpu import attention as cpu_attention
+from accelerators.backends.cpu.kernels import compiler, decode, layers
 from rlhf.rollout.cache import ViewedCache
 from rlhf.rollout.switch import generating
 from tests.accelerators.test_packed import snapshot
@@ -249,8 +250,8 @@ def test_products_without_amx_are_as_near(monkeypatch):
     known = decode._functions()
     if not known.amx():
         pytest.skip("this processor has no AMX: all tests are without")
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-mno-amx-bf16"))
-    functions = native.compiled.__wrapped__("decode.c")
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-mno-amx-bf16"))
+    functions = compiler.compiled.__wrapped__("decode.c")
     for name in ("pack", "linear", "decode"):
         getattr(functions, name).argtypes = getattr(known, name).argtypes
     assert not functions.amx()
@@ -470,7 +471,7 @@ def test_layers_that_are_others_are_computed_as_before(name, calls, caplog):
     model = model_of(**changes)
     if change:
         model = change(model) or model
-    with caplog.at_level("DEBUG", "accelerators.decode"):
+    with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
         check(model, prompts(5))
     assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
     assert not calls  # the output layer too: those who compute all of it pack it

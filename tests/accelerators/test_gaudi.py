@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerators import AcceleratorError, gaudi
+from accelerators import AcceleratorError
+from accelerators.backends.hpu import info as hpu_info
 from tests.accelerators.habana import CHIPS, DRIVER, rows, write_hl_smi
 
 
@@ -17,9 +18,9 @@ from tests.accelerators.habana import CHIPS, DRIVER, rows, write_hl_smi
 def bare_machine(monkeypatch, tmp_path: Path) -> None:
     """No tool, no driver, no wish of the user's."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(gaudi, "ACCEL", tmp_path / "accel")
-    monkeypatch.setattr(gaudi, "DRIVER", tmp_path / "habanalabs")
-    monkeypatch.setattr(gaudi, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(hpu_info, "ACCEL", tmp_path / "accel")
+    monkeypatch.setattr(hpu_info, "DRIVER", tmp_path / "habanalabs")
+    monkeypatch.setattr(hpu_info, "DEV", tmp_path / "dev")
     for variable in ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -55,7 +56,7 @@ def driver(tmp_path: Path):
 def bridge(monkeypatch) -> None:
     """habana_frameworks is installed."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found" if name == gaudi.RUNTIME else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found" if name == hpu_info.RUNTIME else find(name))
 
 
 # cards
@@ -65,13 +66,13 @@ def bridge(monkeypatch) -> None:
 @pytest.mark.parametrize("count", [1, 8])
 def test_hl_smi_tells_count_chip_and_driver(hl_smi, chip, count):
     hl_smi(rows(chip, count))
-    assert gaudi.cards() == gaudi.Cards(count, chip, DRIVER, "hl-smi")
+    assert hpu_info.cards() == hpu_info.Cards(count, chip, DRIVER, "hl-smi")
 
 
 def test_what_a_card_can_do_at_most_is_stated_but_of_a_simulation(hl_smi):
-    peaks = [gaudi.Cards(1, chip, DRIVER, "hl-smi").peak_flops for chip in ("Gaudi", "Gaudi2", "Gaudi3")]
+    peaks = [hpu_info.Cards(1, chip, DRIVER, "hl-smi").peak_flops for chip in ("Gaudi", "Gaudi2", "Gaudi3")]
     assert peaks == [{}, {"bf16": 432e12}, {"bf16": 1835e12}]
-    assert gaudi.Cards(1, "Gaudi2", "rlhf-gaudi-sim 2 (a simulation on the CPU)", "hl-smi").peak_flops == {}
+    assert hpu_info.Cards(1, "Gaudi2", "rlhf-gaudi-sim 2 (a simulation on the CPU)", "hl-smi").peak_flops == {}
 
 
 @pytest.mark.parametrize(
@@ -90,12 +91,12 @@ def test_what_a_card_can_do_at_most_is_stated_but_of_a_simulation(hl_smi):
 )
 def test_boards_are_named_by_their_chip_and_unknown_ones_as_they_are(hl_smi, board, model):
     hl_smi(f"0, {board}, {DRIVER}\n")
-    assert gaudi.cards().model == model
+    assert hpu_info.cards().model == model
 
 
 def test_lines_that_are_no_cards_are_passed_over(hl_smi):
     hl_smi("a log line, of something, else\n" + rows("Gaudi2", 2))
-    assert gaudi.cards().count == 2
+    assert hpu_info.cards().count == 2
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_lines_that_are_no_cards_are_passed_over(hl_smi):
 )
 def test_without_hl_smi_the_drivers_files_tell(driver, kinds, count, model):
     driver(*((kind, str(module)) for module, kind in enumerate(kinds)))
-    found = gaudi.cards()
+    found = hpu_info.cards()
     assert (found.count, found.model, found.driver) == (count, model, DRIVER)
 
 
@@ -115,23 +116,23 @@ def test_only_visible_modules_count(hl_smi, driver, monkeypatch, visible, count)
     if visible is not None:
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
     driver(*(("GAUDI2", str(module)) for module in range(8)))
-    assert gaudi.cards().count == count
+    assert hpu_info.cards().count == count
     hl_smi(rows("Gaudi2", 8))
-    assert gaudi.cards().count == count
+    assert hpu_info.cards().count == count
 
 
 # refusals, the most fundamental first
 
 
 def test_no_driver_is_the_reason_on_most_machines():
-    assert gaudi.probe().reason.startswith("no Gaudi driver: no hl-smi on PATH, no ")
-    assert not gaudi.probe().ok
+    assert hpu_info.probe().reason.startswith("no Gaudi driver: no hl-smi on PATH, no ")
+    assert not hpu_info.probe().ok
 
 
 def test_a_driver_without_devices_is_a_reason(driver):
     driver()
-    assert "the Gaudi driver is loaded, but" in gaudi.probe().reason
-    assert "has no card" in gaudi.probe().reason
+    assert "the Gaudi driver is loaded, but" in hpu_info.probe().reason
+    assert "has no card" in hpu_info.probe().reason
 
 
 @pytest.mark.parametrize(
@@ -149,14 +150,14 @@ def test_a_driver_without_devices_is_a_reason(driver):
 )
 def test_what_hl_smi_says_is_the_reason_when_it_fails(hl_smi, behaviour, reason):
     hl_smi(**behaviour)
-    assert gaudi.probe().reason == reason
+    assert hpu_info.probe().reason == reason
 
 
 def test_a_hanging_hl_smi_is_given_up_and_named(hl_smi, monkeypatch):
-    monkeypatch.setattr(gaudi, "SECONDS", 0.3)
+    monkeypatch.setattr(hpu_info, "SECONDS", 0.3)
     hl_smi(seconds=30)
     started = time.monotonic()
-    assert "hl-smi gave no answer in 0.3 s: the driver may hang" in gaudi.probe().reason
+    assert "hl-smi gave no answer in 0.3 s: the driver may hang" in hpu_info.probe().reason
     assert time.monotonic() - started < 5
 
 
@@ -164,28 +165,28 @@ def test_an_hl_smi_that_cannot_be_started_is_named(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "hl-smi").write_text("#!/nowhere/sh\n")
     (tmp_path / "bin" / "hl-smi").chmod(0o755)
-    assert "hl-smi cannot be started (" in gaudi.probe().reason
+    assert "hl-smi cannot be started (" in hpu_info.probe().reason
 
 
 def test_a_container_without_cards_is_told_what_chose_them(hl_smi, monkeypatch):
     monkeypatch.setenv("HABANA_VISIBLE_DEVICES", "void")
     hl_smi("No devices found\n")
-    assert "HABANA_VISIBLE_DEVICES=void chose the cards" in gaudi.probe().reason
+    assert "HABANA_VISIBLE_DEVICES=void chose the cards" in hpu_info.probe().reason
 
 
 @pytest.mark.parametrize("visible", ["", "8", "x"])
 def test_hiding_every_card_is_a_reason(hl_smi, monkeypatch, visible):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
     hl_smi(rows("Gaudi2", 2, first_module=4))
-    assert f"HABANA_VISIBLE_MODULES={visible} hides every card; their modules are 5, 4" == gaudi.probe().reason
-    assert (gaudi.probe().count, gaudi.probe().present) == (2, False)
+    assert f"HABANA_VISIBLE_MODULES={visible} hides every card; their modules are 5, 4" == hpu_info.probe().reason
+    assert (hpu_info.probe().count, hpu_info.probe().present) == (2, False)
     with pytest.raises(AcceleratorError, match="hides every card"):
-        gaudi.cards()
+        hpu_info.cards()
 
 
 def test_cards_without_the_bridge_are_refused_but_counted(hl_smi):
     hl_smi(rows("Gaudi2", 8))
-    probe = gaudi.probe()
+    probe = hpu_info.probe()
     assert not probe.ok
     assert probe.reason.startswith("habana_frameworks (Gaudi's PyTorch bridge) is not installed here; use Intel's")
     assert (probe.count, probe.model, probe.present) == (8, "Gaudi2", True)
@@ -197,7 +198,7 @@ def test_without_hl_smi_a_card_is_there_where_its_file_is(driver, tmp_path, node
     for node in nodes:
         (tmp_path / "dev" / node).parent.mkdir(parents=True)
         (tmp_path / "dev" / node).touch()
-    assert (gaudi.probe().ok, gaudi.probe().present, gaudi.probe().count) == (False, present, 1)
+    assert (hpu_info.probe().ok, hpu_info.probe().present, hpu_info.probe().count) == (False, present, 1)
 
 
 @pytest.mark.parametrize(("wish", "present"), [(None, True), ("all", True), ("0", True), ("", False)])
@@ -210,7 +211,7 @@ def test_a_card_whose_driver_does_not_answer_is_there_unless_the_user_hides_it(
     (tmp_path / "dev" / "hl_controlD0").touch()
     if wish is not None:
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", wish)
-    found = gaudi.probe()
+    found = hpu_info.probe()
     assert (found.ok, found.present, found.count) == (False, present, 1)
     assert found.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are there: {tmp_path}/dev/hl0)"
 
@@ -224,12 +225,12 @@ def test_visible_cards_are_named_by_their_address_else_by_their_file(driver, bri
         device.rename(address)
         device.symlink_to(address)
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "3,5")
-    assert gaudi.probe().devices == ("pci:0000:10:00.0", "/dev/accel/accel3")
+    assert hpu_info.probe().devices == ("pci:0000:10:00.0", "/dev/accel/accel3")
 
 
 def test_cards_and_bridge_make_the_backend_available(hl_smi, bridge):
     hl_smi(rows("Gaudi2", 8))
-    probe = gaudi.probe()
+    probe = hpu_info.probe()
     assert probe.ok
     assert (probe.count, probe.model) == (8, "Gaudi2")
     assert DRIVER in probe.reason

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerators import OPERATIONS, AcceleratorError
-from accelerators.gaudi_kernels import FUSED_SDPA
+from accelerators.backends.hpu.kernels import FUSED_SDPA
 from rlhf.models.forward import model_inputs
 from tests.accelerators import habana
 from tests.families.table import BY_NAME, FAMILIES

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accelerators import CaptureError
-from accelerators.graphs import Graph, checked
+from accelerators.capture import Graph, checked
 from tests.accelerators import replaying
 
 X = torch.tensor([1.0, 2.0])

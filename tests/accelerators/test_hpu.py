@@ -245,7 +245,7 @@ def test_shapes_are_static_and_processes_talk_over_hccl(machine):
 def test_deepspeed_uses_its_own_hpu_accelerator(run_python):
     code = (
         "from tests.accelerators.habana import Bridge; Bridge().install()\n"
-        "from accelerators.hpu import HPU; view = HPU().prepare_deepspeed()\n"
+        "from accelerators.backends.hpu.backend import HPU; view = HPU().prepare_deepspeed()\n"
         "print(view.device, view.communication, *view.dtypes)"
     )
     done = run_python("-c", code, env={"PYTHONPATH": str(Path(__file__).parents[2])})

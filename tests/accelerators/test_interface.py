@@ -16,7 +16,7 @@ from accelerators import (
     KernelImpl,
     Support,
 )
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 
 # what trainers ask for
 

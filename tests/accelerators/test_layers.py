@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import silu
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from accelerators import layers
-from accelerators.layers import FAMILIES, _Gate, _RMSNorm, fuse, supported
+from accelerators.backends.cpu.kernels import layers
+from accelerators.backends.cpu.kernels.layers import FAMILIES, _Gate, _RMSNorm, fuse, supported
 from rlhf.config import OptimizerConfig
 from rlhf.engine.training import TrainingEngine, freeze
 from rlhf.models.forward import completion_log_probs
@@ -190,10 +190,10 @@ def test_other_numbers_other_layers_and_outlines_are_computed_as_before():
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
-    from accelerators import native
+    from accelerators.backends.cpu.kernels import compiler
 
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
-    monkeypatch.setattr(layers, "_functions", lambda: native.compiled.__wrapped__("layers.c"))
+    monkeypatch.setattr(layers, "_functions", lambda: compiler.compiled.__wrapped__("layers.c"))
     found = supported.__wrapped__(None)
     assert not found.ok
     assert "no-such-compiler" in found.reason

@@ -172,7 +172,8 @@ def test_a_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatc
 
 
 def test_entry_points_that_cannot_be_read_are_those_of_one_plugin(monkeypatch, tmp_path):
-    again = "builtin = accelerators.builtin"  # rlhf itself, as where a checkout and an installed copy are on the path
+    # rlhf itself, as where a checkout and an installed copy are on the path
+    again = "builtin = accelerators.backends.plugin"
     for name, written in (("damaged", "no value"), ("whole", "whole = nowhere"), ("rlhf", again)):
         version = importlib.metadata.version(name) if name == "rlhf" else "1.0"
         folder = tmp_path / f"{name}-{version}.dist-info"

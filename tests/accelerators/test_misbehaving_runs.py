@@ -23,7 +23,7 @@ from accelerators import (
     Support,
     select,
 )
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 from rlhf.cli.accelerators import explain
 from tests.accelerators.misbehaving import GOOD, NAME, altered, npu, offers, plugin, raises, spec
 
@@ -295,7 +295,7 @@ def test_what_a_captured_function_raises_is_not_the_plugins(misbehaved, monkeypa
 
 def test_the_built_in_backends_are_not_watched(monkeypatch):
     monkeypatch.setattr(CPU, "memory", raises(KeyError("ours")))
-    monkeypatch.setattr(CPU.memory, "__module__", "accelerators.cpu")
+    monkeypatch.setattr(CPU.memory, "__module__", "accelerators.backends.cpu.backend")
     with pytest.raises(KeyError):
         select("cpu", environ={}).create().memory()
 

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerators import decode, host, layers, native, packed
+from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cpu.kernels import compiler, decode, layers, packed
 
-needs_processor = pytest.mark.skipif(native.NEEDED not in host.cpu_flags(), reason=f"no {native.NEEDED} here")
+needs_processor = pytest.mark.skipif(compiler.NEEDED not in cpu_info.cpu_flags(), reason=f"no {compiler.NEEDED} here")
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 
 LOGGED = """#!/bin/sh
@@ -24,9 +25,9 @@ exec {compiler} "$@"
 ANOTHER = """
 import sys, types
 sys.modules["torch"] = types.ModuleType("torch")
-from accelerators import native
-native.__file__ = sys.argv[1]
-print(native.compiled("number.c").number())
+from accelerators.backends.cpu.kernels import compiler
+compiler.__file__ = sys.argv[1]
+print(compiler.compiled("number.c").number())
 """
 
 
@@ -41,7 +42,7 @@ def kept(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def _forget() -> None:
-    for function in (native.compiled, decode._functions, decode.supported):
+    for function in (compiler.compiled, decode._functions, decode.supported):
         function.cache_clear()
 
 
@@ -50,7 +51,7 @@ def source(tmp_path, monkeypatch) -> Path:
     """A file to compile, quickly."""
     path = tmp_path / "number.c"
     path.write_text("int number(void) { return 42; }\n")
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(compiler, "__file__", str(tmp_path / "native.py"))
     return path
 
 
@@ -58,7 +59,7 @@ def source(tmp_path, monkeypatch) -> Path:
 def compiling(tmp_path, monkeypatch) -> Callable[[], int]:
     """How many files were compiled since it was last asked."""
     log, script = tmp_path / "log", tmp_path / "compiler"
-    script.write_text(LOGGED.format(log=log, compiler=native.compiler()[0]))
+    script.write_text(LOGGED.format(log=log, compiler=compiler.find_compiler()[0]))
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
 
@@ -83,8 +84,8 @@ def a_compiler(folder: Path, script: str) -> str:
 @needs_compiler
 def test_a_file_is_compiled_once(source, compiling, kept):
     for compiled in (1, 0, 0):
-        native.compiled.cache_clear()
-        assert native.compiled("number.c").number() == 42
+        compiler.compiled.cache_clear()
+        assert compiler.compiled("number.c").number() == 42
         assert compiling() == compiled
     assert len(list(kept.iterdir())) == 1
 
@@ -92,8 +93,8 @@ def test_a_file_is_compiled_once(source, compiling, kept):
 @needs_compiler
 def test_another_source_header_compiler_or_processor_is_compiled_anew(source, compiling, kept, monkeypatch, tmp_path):
     def number() -> int:
-        native.compiled.cache_clear()
-        return native.compiled("number.c").number()
+        compiler.compiled.cache_clear()
+        return compiler.compiled("number.c").number()
 
     header = source.with_suffix(".h")
     header.write_text("#ifndef NUMBER\n#define NUMBER 43\n#endif\n")
@@ -102,13 +103,13 @@ def test_another_source_header_compiler_or_processor_is_compiled_anew(source, co
     assert number() == 43
     header.write_text(header.read_text().replace("43", "45"))
     assert number() == 45
-    chosen = native.compiler()
+    chosen = compiler.find_compiler()
     monkeypatch.setenv("CC", f"{chosen[0]} -DNUMBER=44")
     assert number() == 44
     script = Path(chosen[0])
     script.write_text(script.read_text().replace("exec", 'case "$*" in *--version) echo newer;; esac\nexec'))
     assert number() == 44
-    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"of", "another", "machine"}))
+    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset({"of", "another", "machine"}))
     assert number() == 44
     assert compiling() == len(list(kept.iterdir())) == 6
 
@@ -116,14 +117,14 @@ def test_another_source_header_compiler_or_processor_is_compiled_anew(source, co
 @needs_compiler
 def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, kept, monkeypatch):
     """Each is in the middle of it when the other begins."""
-    real = native.compiler()[0]
+    real = compiler.find_compiler()[0]
     there = f"touch {tmp_path}/there.$$\nwhile [ $(ls {tmp_path}/there.* | wc -l) -lt 2 ]; do sleep 0.02; done\n"
     script = f'#!/bin/sh\nif [ "$1" != --version ]; then\n{there}fi\nexec {real} "$@"\n'
     path = tmp_path / "together"
     path.write_text(script)
     path.chmod(0o755)
     monkeypatch.setenv("CC", str(path))
-    command = [sys.executable, "-c", ANOTHER, native.__file__]
+    command = [sys.executable, "-c", ANOTHER, compiler.__file__]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=60)[0] for process in started] == ["42\n"] * 2
     assert [path.suffix for path in kept.iterdir()] == [".so"]
@@ -135,9 +136,9 @@ def test_the_first_compiler_on_the_path_is_taken_unless_another_is_named(tmp_pat
     for name in ("clang", "cc", "gcc"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
-        assert native.compiler() == [str(tmp_path / name)]
+        assert compiler.find_compiler() == [str(tmp_path / name)]
     monkeypatch.setenv("CC", "ccache clang-18")
-    assert native.compiler() == ["ccache", "clang-18"]
+    assert compiler.find_compiler() == ["ccache", "clang-18"]
 
 
 @needs_processor
@@ -191,7 +192,7 @@ def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(environment, rea
 
 
 def test_a_processor_without_the_instructions_compiles_nothing(kept, monkeypatch):
-    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset({"avx2"}))
     found = decode.supported(None)
     assert (found.ok, found.reason) == (False, "this processor has no avx512_bf16")
     assert not kept.exists()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerators import AcceleratorError, Probe, nvidia
-from accelerators.nvidia import TorchBuild
+from accelerators import AcceleratorError, Probe
+from accelerators.backends.cuda import info as cuda_info
+from accelerators.backends.cuda.info import TorchBuild
 from tests.accelerators import nvml
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +22,13 @@ CUDA_13 = TorchBuild("2.13.0+cu130", (13, 0), None)
 @pytest.fixture
 def present(monkeypatch, tmp_path):
     """Pretend that the machine has these chips, and torch this build: present("V100", torch=CUDA_13)."""
-    monkeypatch.delenv(nvidia.VISIBLE_ENV, raising=False)
-    monkeypatch.setattr(nvidia, "DEV", tmp_path / "dev")
-    monkeypatch.setattr(nvidia, "PCI", tmp_path / "pci")
+    monkeypatch.delenv(cuda_info.VISIBLE_ENV, raising=False)
+    monkeypatch.setattr(cuda_info, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(cuda_info, "PCI", tmp_path / "pci")
 
     def pretend(*chips: str, torch: TorchBuild | None = CUDA_12, **driver) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", nvml.fake(*chips, **driver))
-        monkeypatch.setattr(nvidia, "torch_build", lambda: torch)
+        monkeypatch.setattr(cuda_info, "torch_build", lambda: torch)
 
     return pretend
 
@@ -53,12 +54,12 @@ DRIVER = "driver 570.86.15 for CUDA up to 12.8, torch 2.13.0+cu126"
 def test_the_chip_the_driver_and_torch_are_named(present, chip, model, facts):
     present(chip, chip)
     devices = ("pci:0000:10:00.0", "pci:0000:11:00.0")
-    assert nvidia.probe() == Probe(True, f"{facts}, {DRIVER}", count=2, model=model, devices=devices)
+    assert cuda_info.probe() == Probe(True, f"{facts}, {DRIVER}", count=2, model=model, devices=devices)
 
 
 def test_several_models_are_counted_and_the_weakest_decides(present):
     present("A100", "V100", "A100")
-    found = nvidia.probe()
+    found = cuda_info.probe()
     assert found.model == "NVIDIA A100-SXM4-80GB / Tesla V100-SXM2-32GB"
     assert found.count == 3
     assert found.reason.startswith("sm_70 with 32 GiB")
@@ -66,20 +67,20 @@ def test_several_models_are_counted_and_the_weakest_decides(present):
 
 def test_older_releases_of_pynvml_answer_in_bytes(present):
     present("A100", in_bytes=True)
-    (gpu,) = nvidia.machine().gpus
+    (gpu,) = cuda_info.machine().gpus
     assert (gpu.name, gpu.uuid) == ("NVIDIA A100-SXM4-80GB", "GPU-00000000-0000")
 
 
 def test_a_chip_without_memory_of_its_own_has_the_hosts(present, monkeypatch):
     present("GB10")
-    monkeypatch.setattr(nvidia.host, "total_memory", lambda: 12345)
-    assert nvidia.machine().weakest.memory == 12345
+    monkeypatch.setattr(cuda_info.cpu_info, "total_memory", lambda: 12345)
+    assert cuda_info.machine().weakest.memory == 12345
 
 
 @pytest.mark.parametrize("trouble", [{}, {"name_error": nvml.GPU_IS_LOST}])
 def test_the_library_is_closed_after_each_question(present, trouble):
     present("A100", **trouble)
-    nvidia.probe()
+    cuda_info.probe()
     assert sys.modules["pynvml"].opened == 0
 
 
@@ -144,7 +145,7 @@ def test_the_library_is_closed_after_each_question(present, trouble):
 )
 def test_every_obstacle_has_a_reason_that_helps(present, chips, environment, reason):
     present(*chips, **environment)
-    found = nvidia.probe()
+    found = cuda_info.probe()
     assert (found.ok, found.reason, found.devices) == (False, reason, ())
     assert (found.count, found.present) == ((len(chips), True) if "torch" in reason else (0, False))
 
@@ -163,11 +164,11 @@ def test_every_obstacle_has_a_reason_that_helps(present, chips, environment, rea
 )
 def test_where_the_library_does_not_tell_the_files_do(present, tmp_path, trouble):
     present("A100", **trouble)
-    assert not nvidia.probe().present
+    assert not cuda_info.probe().present
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    found = nvidia.probe()
+    found = cuda_info.probe()
     assert (found.ok, found.present, found.count) == (False, True, 2)
     assert found.reason.endswith(f" (GPUs are there: {tmp_path}/dev/nvidia0, {tmp_path}/dev/nvidia1)")
 
@@ -175,19 +176,19 @@ def test_where_the_library_does_not_tell_the_files_do(present, tmp_path, trouble
 @pytest.mark.parametrize("wish", ["", "-1", "9"])
 def test_hidden_gpus_are_counted_but_not_asked_for(present, monkeypatch, tmp_path, wish):
     present("A100", "A100", torch=TorchBuild("2.13.0+cpu", None, None))
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, wish)
-    assert (nvidia.probe().count, nvidia.probe().present) == (2, False)
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, wish)
+    assert (cuda_info.probe().count, cuda_info.probe().present) == (2, False)
     present("A100", init_error=nvml.VERSION_MISMATCH)
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, wish)
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, wish)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
-    assert nvidia.probe().present == (wish == "9")  # whether that is one of them, nobody can tell
+    assert cuda_info.probe().present == (wish == "9")  # whether that is one of them, nobody can tell
 
 
 @pytest.mark.parametrize(("chips", "expected"), [(["P100"], False), (["V100"], True), (["P100", "V100"], True)])
 def test_chips_that_are_too_old_are_left_to_the_cpu(present, chips, expected):
     present(*chips, torch=CUDA_13, cuda=13000)
-    found = nvidia.probe()
+    found = cuda_info.probe()
     assert (found.ok, found.present, found.count) == (False, expected, len(chips))
 
 
@@ -196,7 +197,7 @@ def test_chips_that_are_too_old_are_left_to_the_cpu(present, chips, expected):
 
 def test_a_device_of_another_vendor_is_refused_by_its_librarys_own_word(present):
     present("A100", vendor=0x1E3E)
-    assert nvidia.probe().reason == (
+    assert cuda_info.probe().reason == (
         "NVIDIA A100-SXM4-80GB at 0000:10:00.0 calls itself an NVIDIA GPU, but its PCI vendor is 0x1e3e and not "
         "0x10de; use the plugin of its vendor"
     )
@@ -207,39 +208,39 @@ def test_a_library_that_lies_is_refused_by_the_kernels_word(present, tmp_path):
     (tmp_path / "pci" / "0000:10:00.0").mkdir(parents=True)
     vendor = tmp_path / "pci" / "0000:10:00.0" / "vendor"
     vendor.write_text("0x10de\n")
-    assert nvidia.probe().ok
+    assert cuda_info.probe().ok
     vendor.write_text("0x9999\n")
-    assert not nvidia.probe().ok
-    assert "its PCI vendor is 0x9999" in nvidia.probe().reason
+    assert not cuda_info.probe().ok
+    assert "its PCI vendor is 0x9999" in cuda_info.probe().reason
 
 
 def test_a_chip_that_is_not_on_the_bus_passes_and_names_no_device(present):
     present("GB10")
-    assert nvidia.probe().ok
-    assert nvidia.probe().devices == ()
+    assert cuda_info.probe().ok
+    assert cuda_info.probe().devices == ()
 
 
 def test_without_nvidia_ml_py_the_remedy_is_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvidia.probe().reason == "nvidia-ml-py, which asks the NVIDIA driver, is not installed; pip install it"
+    assert cuda_info.probe().reason == "nvidia-ml-py, which asks the NVIDIA driver, is not installed; pip install it"
 
 
 @pytest.mark.parametrize("cuda", [12000, 12040, 12090, 13000])
 def test_within_a_major_version_of_cuda_the_driver_may_be_older_than_torch(present, cuda):
     present("A100", cuda=cuda)
-    assert nvidia.probe().ok
+    assert cuda_info.probe().ok
 
 
 def test_the_most_fundamental_obstacle_comes_first(present, monkeypatch):
     wrong = TorchBuild("2.13.0+cpu", None, None)
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, "")
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "")
     present("V100", torch=wrong, init_error=nvml.DRIVER_NOT_LOADED)
-    assert "not loaded" in nvidia.probe().reason
+    assert "not loaded" in cuda_info.probe().reason
     present("V100", torch=wrong)
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, "")
-    assert "CUDA_VISIBLE_DEVICES='' hides all GPUs" in nvidia.probe().reason
-    monkeypatch.delenv(nvidia.VISIBLE_ENV)
-    assert "built without CUDA" in nvidia.probe().reason
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "")
+    assert "CUDA_VISIBLE_DEVICES='' hides all GPUs" in cuda_info.probe().reason
+    monkeypatch.delenv(cuda_info.VISIBLE_ENV)
+    assert "built without CUDA" in cuda_info.probe().reason
 
 
 # CUDA_VISIBLE_DEVICES
@@ -272,30 +273,30 @@ def test_the_most_fundamental_obstacle_comes_first(present, monkeypatch):
 def test_visible_devices_are_those_of_the_cuda_runtime(present, wish, indexes):
     present("A100", "V100", "T4")
     if indexes:
-        assert [gpu.index for gpu in nvidia.machine({nvidia.VISIBLE_ENV: wish}).gpus] == indexes
+        assert [gpu.index for gpu in cuda_info.machine({cuda_info.VISIBLE_ENV: wish}).gpus] == indexes
     else:
         with pytest.raises(AcceleratorError, match=f"CUDA_VISIBLE_DEVICES='{wish}' hides all GPUs, .* there are 3"):
-            nvidia.machine({nvidia.VISIBLE_ENV: wish})
+            cuda_info.machine({cuda_info.VISIBLE_ENV: wish})
 
 
 def test_hidden_gpus_decide_nothing(present, monkeypatch):
     present("V100", "A100")
-    monkeypatch.setenv(nvidia.VISIBLE_ENV, "1")
-    found = nvidia.probe()
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "1")
+    found = cuda_info.probe()
     assert (found.count, found.model) == (1, "NVIDIA A100-SXM4-80GB")
 
 
 def test_one_mig_instance_is_shown_with_its_own_memory(present):
     present("A100", "H100")
-    (gpu,) = nvidia.machine({nvidia.VISIBLE_ENV: "MIG-1,MIG-0"}).gpus
+    (gpu,) = cuda_info.machine({cuda_info.VISIBLE_ENV: "MIG-1,MIG-0"}).gpus
     assert (gpu.index, gpu.uuid, gpu.capability) == (1, "MIG-1", (9, 0))
     assert gpu.memory == (81559 << 20) // 4
     with pytest.raises(AcceleratorError, match="CUDA_VISIBLE_DEVICES='MIG-9' hides all"):
-        nvidia.machine({nvidia.VISIBLE_ENV: "MIG-9"})
+        cuda_info.machine({cuda_info.VISIBLE_ENV: "MIG-9"})
 
 
 def test_cuda_is_made_to_count_gpus_as_nvml_does():
-    assert nvidia.device_order({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert cuda_info.device_order({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 # the installed torch
@@ -312,20 +313,20 @@ def test_cuda_is_made_to_count_gpus_as_nvml_does():
 def test_the_build_of_torch_is_read_from_its_files(monkeypatch, tmp_path, written, found):
     monkeypatch.syspath_prepend(nvml.install_torch(tmp_path, **written))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert nvidia.torch_build() == found
+    assert cuda_info.torch_build() == found
 
 
 def test_the_torch_that_is_installed_here_is_read():
     import torch
 
-    build = nvidia.torch_build()
+    build = cuda_info.torch_build()
     assert (build.version, build.hip) == (torch.__version__, torch.version.hip)
     assert build.cuda == (torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))))
 
 
 def test_no_torch_is_no_build(monkeypatch):
-    monkeypatch.setattr(nvidia.importlib.util, "find_spec", lambda name: None)
-    assert nvidia.torch_build() is None
+    monkeypatch.setattr(cuda_info.importlib.util, "find_spec", lambda name: None)
+    assert cuda_info.torch_build() is None
 
 
 def test_probing_and_selecting_import_no_torch(tmp_path):
@@ -336,7 +337,7 @@ def test_probing_and_selecting_import_no_torch(tmp_path):
         "found = accelerators.select('cuda')\n"
         "print(found.name, found.spec.probe().count, 'torch' in sys.modules)"
     )
-    clean = {key: value for key, value in os.environ.items() if key not in ("RLHF_ACCELERATOR", nvidia.VISIBLE_ENV)}
+    clean = {key: value for key, value in os.environ.items() if key not in ("RLHF_ACCELERATOR", cuda_info.VISIBLE_ENV)}
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -367,4 +368,4 @@ def test_probing_and_selecting_import_no_torch(tmp_path):
     ],
 )
 def test_code_runs_on_its_generation_and_intermediate_code_on_all_that_follow(architecture, capability, runs):
-    assert nvidia.runs_on(architecture, capability) is runs
+    assert cuda_info.runs_on(architecture, capability) is runs

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import accelerators
-from accelerators import host
-from accelerators.packed import prepare, supported
+from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cpu.kernels import packed
+from accelerators.backends.cpu.kernels.packed import prepare, supported
 
 SIZES = {
     "hidden_size": 256,
@@ -137,8 +137,8 @@ def test_gradients_flow_while_weights_are_packed_and_other_types_are_taken():
 @torch.no_grad()
 def test_siblings_share_one_product_and_keep_nothing_alive_after_it(monkeypatch):
     module, calls = Siblings(torch.float32), []
-    multiplied = accelerators.packed._multiplied
-    monkeypatch.setattr(accelerators.packed, "_multiplied", lambda *a: calls.append(1) or multiplied(*a))
+    multiplied = packed._multiplied
+    monkeypatch.setattr(packed, "_multiplied", lambda *a: calls.append(1) or multiplied(*a))
     restore = prepare(module, True)
     for _ in range(2):
         inputs = torch.randn(4, 256)
@@ -190,7 +190,7 @@ def test_greedy_decoding_in_float32_is_that_of_transformers(family, caplog):
     expected = model.generate(ids, **options)
     assert len(expected.unique()) > 12  # no one token again and again
     before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with caplog.at_level(logging.DEBUG, "accelerators.packed"):
+    with caplog.at_level(logging.DEBUG, "accelerators.backends.cpu.kernels.packed"):
         restore = prepare(model, True)
     said = f"{LINEAR[family]} linear layers packed as {PRODUCTS[family]} products"
     assert said in caplog.text
@@ -207,10 +207,10 @@ def test_weights_that_are_given_up_are_not_there_twice():
     layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))  # 96 MiB
     tied = nn.Sequential(layers[0])
     one = layers[0].weight.nbytes
-    host.reset_peak_memory()
-    before = host.resident_memory()[0]
+    cpu_info.reset_peak_memory()
+    before = cpu_info.resident_memory()[0]
     restore = prepare(layers, keep=False)
-    peak = host.resident_memory()[1]
+    peak = cpu_info.resident_memory()[1]
     assert peak - before < 6 * one, f"{(peak - before) / one:.1f} weights more"
     assert tied[0].weight.shape == (1024, 1024) and tied[0].weight.layout != torch.strided
     restore()

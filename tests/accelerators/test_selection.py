@@ -20,7 +20,7 @@ def backend(
     return AcceleratorSpec(
         name=name,
         api_version=1,
-        factory="accelerators.cpu:CPU",
+        factory="accelerators.backends.cpu.backend:CPU",
         probe=lambda: probe,
         priority=priority,
         env=lambda run: env or {},
@@ -46,7 +46,7 @@ def _entry_point(distribution: str, offer: AcceleratorSpec | BaseException) -> S
         plugin.rlhf_accelerators = hookimpl(specname="rlhf_accelerators")(lambda: [offer])
         return plugin
 
-    module = "accelerators.builtin" if distribution == "rlhf" else distribution
+    module = "accelerators.backends.plugin" if distribution == "rlhf" else distribution
     dist = SimpleNamespace(name=distribution, version="2.0")
     return SimpleNamespace(name=f"{distribution}_entry", value=module, module=module, dist=dist, load=load)
 
@@ -266,9 +266,9 @@ def test_the_choice_is_exported_with_the_backends_variables_and_the_users_win(in
     ("factory", "complaint"),
     [
         ("nowhere:Nothing", "cannot be imported .ModuleNotFoundError"),
-        ("accelerators.cpu:Missing", "cannot be imported .AttributeError"),
-        ("accelerators.cpu:NO_FP16", "is not an Accelerator subclass"),
-        ("accelerators.cpu:CPU", "is named 'cpu' instead"),
+        ("accelerators.backends.cpu.backend:Missing", "cannot be imported .AttributeError"),
+        ("accelerators.backends.cpu.backend:NO_FP16", "is not an Accelerator subclass"),
+        ("accelerators.backends.cpu.backend:CPU", "is named 'cpu' instead"),
     ],
 )
 def test_a_factory_that_makes_no_fitting_backend_is_an_error(installed, factory, complaint):

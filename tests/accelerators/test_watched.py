@@ -22,7 +22,7 @@ from accelerators import (
     Support,
     select,
 )
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 from rlhf.errors import OutOfMemory
 from rlhf.outcome import shortage
 from tests.accelerators.misbehaving import NPU, fast, npu, plugin, raises

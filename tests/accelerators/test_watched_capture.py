@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerators import CaptureError, PluginDefect
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 from tests.accelerators.misbehaving import NAME, fast, raises
 
 

@@ -99,7 +99,7 @@ def test_what_is_no_fault_of_the_checkpoint_is_not_blamed_on_it(engine, tmp_path
         checkpoint.restore(place(tmp_path), {"model": engine})
 
 
-@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_stage, tmp_path):
     settings = (accelerator, zero_stage, "bf16", 2)

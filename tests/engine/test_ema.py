@@ -14,7 +14,9 @@ from tests.engine import averages, halves
 from tests.engine.averages import DECAY, IDS, Plain, build, masters, step
 from tests.helpers import weights
 
-BF16 = pytest.param("bf16", marks=pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()"))
+BF16 = pytest.param(
+    "bf16", marks=pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
+)
 
 
 def followed(engine, steps=5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 from rlhf.engine import checkpoint
 from rlhf.engine.training import freeze
 from rlhf.run import RunDirectory
@@ -40,7 +40,7 @@ def test_steps_are_those_without_offload(accelerator, zero_stage, offload, accum
     assert moved.grad_norm() == pytest.approx(plain.grad_norm(), rel=1e-6)
 
 
-@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize(("zero_stage", "offload"), PLACES)
 def test_bf16_steps_are_those_without_offload(accelerator, zero_stage, offload):
     """The weights are rounded to 8 bits: the last of them may differ where the norm does."""

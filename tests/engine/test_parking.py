@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 from rlhf.config import build_config
 from rlhf.engine.parking import at_hand, describe, park
 from rlhf.engine.training import freeze

@@ -81,7 +81,7 @@ def test_micro_batches_add_up_to_the_whole_batch(accelerator, zero_stage):
     assert_close_weights(weights_of(parts), weights_of(whole))
 
 
-@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_no_step_is_taken_with_gradients_that_are_not_finite(accelerator, bad):
     engine = build(accelerator, 0, "bf16")
@@ -100,7 +100,7 @@ def test_no_step_is_taken_with_gradients_that_are_not_finite(accelerator, bad):
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
-@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_follows_the_path_of_float32_at_every_zero_stage(accelerator, zero_stage, accumulation):
@@ -112,7 +112,7 @@ def test_bf16_follows_the_path_of_float32_at_every_zero_stage(accelerator, zero_
     assert found[-1] < found[0] - 0.5
 
 
-@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accelerator, zero_stage):
     """Rows that are all alike: the gradient of 64 micro-batches is the one of a single row, whatever it is."""
@@ -142,7 +142,7 @@ def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accele
     assert parts == pytest.approx(whole, rel=1.5e-3 if zero_stage > 1 else 1e-2)
 
 
-@pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize("kept", [[], ["input_layernorm", "q_proj"]], ids=["plain", "named for float32"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_first_step(

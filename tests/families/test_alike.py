@@ -91,7 +91,7 @@ def test_a_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: py
     """What cannot be recorded is decoded as it is."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from accelerators.graphs import Graph
+    from accelerators.capture import Graph
     from tests.accelerators.replaying import record
 
     model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)

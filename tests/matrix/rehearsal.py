@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from accelerators import AcceleratorSpec, KernelImpl, Precision, Probe, Support, hookimpl
-from accelerators.cpu import CPU
-from accelerators.graphs import Graph
+from accelerators.backends.cpu.backend import CPU
+from accelerators.capture import Graph
 from tests.accelerators import replaying
 
 counts: Counter[str] = Counter()

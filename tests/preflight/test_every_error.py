@@ -20,7 +20,8 @@ RLHF += ("connections.py", "config_engine.py", "config_dpo.py", "config_ppo.py",
 RLHF += ("config_training.py", "roles.py", "sharing.py", "planning", "rl", "rewards", "api.py", "learner.py")
 RLHF += ("ending.py", "origins.py", "profiling.py", "sweep")
 CODE = [f"rlhf/{name}" for name in RLHF]
-CODE += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "accelerators").glob("*.py"))]
+CODE += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "accelerators").rglob("*.py"))]
+CODE = [name for name in CODE if not name.startswith("accelerators/testing/")]
 
 
 def verdicts() -> dict[str, dict[str, str]]:

@@ -264,7 +264,7 @@ def test_each_shape_is_captured_once_unless_any_shape_can_come(accelerator, capt
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, caplog, name):
     """The step is replayed from its second call on: whatever it did in Python would not happen again."""
-    from accelerators.graphs import Graph
+    from accelerators.capture import Graph
     from tests.accelerators.replaying import record
 
     caplog.set_level("DEBUG", "rlhf")

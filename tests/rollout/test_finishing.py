@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerators import ShapePolicy, Support
-from accelerators.graphs import Graph, checked
+from accelerators.capture import Graph, checked
 from rlhf.config import SamplingConfig
 from rlhf.rollout import session
 from rlhf.rollout.session import windows

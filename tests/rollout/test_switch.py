@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from accelerators import host, packed
+from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cpu.kernels import packed
 from rlhf.config import LoraConfig, OptimizerConfig
 from rlhf.engine.training import TrainingEngine, freeze
 from rlhf.models.forward import ScalarHead, completion_log_probs
@@ -25,7 +26,7 @@ from tests.helpers import llama
 from tests.in_process import bytes_held, held
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-PRECISIONS = ["fp32", *(["bf16"] if host.native_bf16() else [])]
+PRECISIONS = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
 
 pytestmark = pytest.mark.skipif(not packed.supported(None), reason=packed.supported(None).reason)
 

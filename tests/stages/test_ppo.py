@@ -10,7 +10,7 @@ from tests.families.table import build as architecture
 from tests.helpers import llama
 from tests.in_process import given, stage_context
 
-NO_BF16 = pytest.mark.skipif("not __import__('accelerators.host').host.native_bf16()")
+NO_BF16 = pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 
 
 def gpt2(vocabulary):

@@ -9,14 +9,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from accelerators import host
+from accelerators.backends.cpu import info as cpu_info
 from rlhf import pipeline, ranks
 from rlhf.engine import memory
 from rlhf.evaluation.folders import model_folder
 from rlhf.rl.trainer import PPO
 from tests.in_process import stage_context
 
-NO_BF16 = "not __import__('accelerators.host').host.native_bf16()"
+NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
 PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
 RANK = 4
 ROOT = Path(__file__).parents[2]
@@ -209,7 +209,7 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
 
 @pytest.mark.slow
 def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
-    precisions = ["fp32", *(["bf16"] if host.native_bf16() else [])]
+    precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.stages import one_base"
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
     outcome = ranks.start(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])

@@ -14,7 +14,7 @@ from typing import Any
 import proof
 import pytest
 
-from accelerators import host
+from accelerators.backends.cpu import info as cpu_info
 
 SOURCE = Path(__file__).parents[1]
 
@@ -87,7 +87,7 @@ def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
         offload: str = "none",
         frozen: str = "auto",
     ) -> proof.Run:
-        if (accelerator, precision) == ("cpu", "bf16") and not host.native_bf16():
+        if (accelerator, precision) == ("cpu", "bf16") and not cpu_info.native_bf16():
             pytest.skip("the cpu backend has no bf16 on this processor")
         key = (accelerator, zero_stage, precision, lora, ranks, offload, frozen)
         if key not in known:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from accelerators import host
+from accelerators.backends.cpu import info as cpu_info
 
 
 def listed(python: Run, **how: Any) -> dict[str, dict[str, Any]]:
@@ -123,10 +123,10 @@ def test_torch_loads_the_device_where_the_simulation_is_on(python: Run) -> None:
     assert python("-c", code, simulated=False).stdout == "None\n"
 
 
-@pytest.mark.parametrize(("wish", "threads"), [("", 1), (str(host.cores()), host.cores())])
+@pytest.mark.parametrize(("wish", "threads"), [("", 1), (str(cpu_info.cores()), cpu_info.cores())])
 def test_cards_of_one_machine_share_its_cores(python: Run, wish: str, threads: int) -> None:
     code = "import gaudi_sim.plugin, habana_frameworks.torch, torch; print(torch.get_num_threads())"
-    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(host.cores())})
+    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(cpu_info.cores())})
     assert int(done.stdout) == threads, done.stderr
 
 

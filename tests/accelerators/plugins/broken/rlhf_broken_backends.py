@@ -8,7 +8,7 @@ import rlhf_broken
 import torch
 
 from accelerators import AcceleratorError, DeepSpeedView, KernelImpl, Precision, ShapePolicy, Support
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 
 BF16 = Precision(torch.bfloat16, "bf16", "emulated")
 

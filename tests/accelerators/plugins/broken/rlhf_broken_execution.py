@@ -6,7 +6,7 @@ import random
 import torch
 
 from accelerators import CaptureError
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 
 
 class BoundaryWaits(CPU):

@@ -6,8 +6,9 @@ from functools import partial
 
 import torch
 
-from accelerators import KernelImpl, Support, layers, packed
-from accelerators.cpu import CPU
+from accelerators import KernelImpl, Support
+from accelerators.backends.cpu.backend import CPU
+from accelerators.backends.cpu.kernels import layers, packed
 from accelerators.quantized import QuantizedWeights
 
 

@@ -10,7 +10,7 @@ def rlhf_accelerators():
     yield AcceleratorSpec(
         name="early-torch",
         api_version=1,
-        factory="accelerators.cpu:CPU",
+        factory="accelerators.backends.cpu.backend:CPU",
         probe=lambda: Probe(True, f"torch {torch.__version__}"),
         priority=-10,
     )

@@ -12,4 +12,6 @@ def probe():
 
 @hookimpl
 def rlhf_accelerators():
-    yield AcceleratorSpec(name="slow-probe", api_version=1, factory="accelerators.cpu:CPU", probe=probe, priority=-10)
+    yield AcceleratorSpec(
+        name="slow-probe", api_version=1, factory="accelerators.backends.cpu.backend:CPU", probe=probe, priority=-10
+    )

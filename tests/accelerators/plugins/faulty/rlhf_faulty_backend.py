@@ -8,7 +8,7 @@ import torch
 from rlhf_faulty import FAULT, kernel
 
 from accelerators import Precision
-from accelerators.cpu import CPU
+from accelerators.backends.cpu.backend import CPU
 
 
 def raises(error):

@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from accelerators import AcceleratorError, host
+from accelerators import AcceleratorError
+from accelerators.backends.cpu import info as cpu_info
 from gaudi_sim import accounting
 from gaudi_sim.activation import NAME
 from gaudi_sim.build import load
@@ -22,7 +23,7 @@ if torch.accelerator.current_accelerator() is None:
 torch.autograd.set_multithreading_enabled(False)
 _ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 if _ranks > 1 and not os.environ.get("OMP_NUM_THREADS"):  # the cards of one machine share its cores
-    torch.set_num_threads(max(1, host.cores() // _ranks))
+    torch.set_num_threads(max(1, cpu_info.cores() // _ranks))
 
 from . import core, hpu  # noqa: E402 (they need the device)
 

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from accelerators import kernels, nvidia
+from accelerators import kernels
 from accelerators.accelerator import Accelerator
-from accelerators.graphs import Graph
+from accelerators.backends.cuda import info
+from accelerators.capture import Graph
 from accelerators.shapes import ShapePolicy
 from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -40,9 +41,9 @@ class CUDA(Accelerator):
         self._recordings = 0
 
     @functools.cached_property
-    def machine(self) -> nvidia.Machine:
+    def machine(self) -> info.Machine:
         """The driver and the visible GPUs, read once and without a CUDA context."""
-        return nvidia.machine()
+        return info.machine()
 
     def bind(self, local_rank: int) -> torch.device:
         """The GPU of this rank; refused where there is none, where torch has no code for it, or it is not NVIDIA's."""
@@ -50,22 +51,22 @@ class CUDA(Accelerator):
             other = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
             raise AcceleratorError(
                 f"cuda: torch {torch.__version__} is built {other}, whatever torch.cuda says; "
-                f"{nvidia.torch_for(self.machine.weakest, self.machine.cuda)}"
+                f"{info.torch_for(self.machine.weakest, self.machine.cuda)}"
             )
         gpus = self.machine.gpus
         if local_rank >= len(gpus):
-            wish = os.environ.get(nvidia.VISIBLE_ENV)
-            limit = "" if wish is None else f" ({nvidia.VISIBLE_ENV}={wish})"
+            wish = os.environ.get(info.VISIBLE_ENV)
+            limit = "" if wish is None else f" ({info.VISIBLE_ENV}={wish})"
             raise AcceleratorError(
                 f"cuda: no GPU is left for local rank {local_rank}, this machine shows {len(gpus)}{limit}; "
                 f"start at most {len(gpus)} ranks per machine"
             )
         gpu = gpus[local_rank]
         architectures = torch.cuda.get_arch_list()
-        if not any(nvidia.runs_on(architecture, gpu.capability) for architecture in architectures):
+        if not any(info.runs_on(architecture, gpu.capability) for architecture in architectures):
             raise AcceleratorError(
                 f"cuda: torch {torch.__version__} has no code for GPU {gpu.index}, {gpu}, but for "
-                f"{', '.join(architectures) or 'no GPU at all'}; {nvidia.torch_for(gpu, self.machine.cuda)}"
+                f"{', '.join(architectures) or 'no GPU at all'}; {info.torch_for(gpu, self.machine.cuda)}"
             )
         torch.cuda.set_device(local_rank)
         if torch.cuda.get_device_capability(local_rank) < self.machine.weakest.capability:
@@ -172,7 +173,7 @@ class CUDA(Accelerator):
         return outputs, graph.replay
 
 
-def _precisions(chip: nvidia.GPU) -> dict[str, Support]:
+def _precisions(chip: info.GPU) -> dict[str, Support]:
     """Which precisions a chip has, best first."""
     bf16 = Support(True, f"native on {chip}, and needs no loss scaling")
     if chip.capability < NATIVE_BF16:

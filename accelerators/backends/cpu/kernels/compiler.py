@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from accelerators import host
+from accelerators.backends.cpu import info
 
 NEEDED = "avx512_bf16"
 """What the processor has to have for all of it."""
@@ -35,7 +35,7 @@ def why_not(load: Callable[[], ctypes.CDLL], without: str) -> str:
     """
     import torch
 
-    if NEEDED not in host.cpu_flags():
+    if NEEDED not in info.cpu_flags():
         return f"this processor has no {NEEDED}"
     try:
         functions = load()
@@ -60,10 +60,10 @@ def compiled(name: str) -> ctypes.CDLL:
     import torch  # noqa: F401  its OpenMP is loaded first: one of another name would bring threads of its own
 
     source = Path(__file__).with_name(name)
-    command = compiler()
+    command = find_compiler()
     version = _run([*command, "--version"])
     texts = [each.read_text() for each in (source, *sorted(source.parent.glob("*.h")))]
-    known = (*texts, version, *command, *FLAGS, *sorted(host.cpu_flags()))
+    known = (*texts, version, *command, *FLAGS, *sorted(info.cpu_flags()))
     key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     kept = folder() / f"{source.stem}-{key}.so"
     try:
@@ -87,7 +87,7 @@ def folder() -> Path:
         raise NotCompiled("there is no home folder for compiled files; XDG_CACHE_HOME can name another") from error
 
 
-def compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """The command of the C compiler: CC, or the first there is.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Generation reads all weights for a token of each row. oneDNN's products leave half of the memory's speed unused then,
 and the 25 small operators of a layer take as long as its products. `decode.c` has both; everything else is packed for
-oneDNN (`accelerators.packed`), and computed as before: prompts, other models, other numbers, gradients.
+oneDNN (`packed.py`), and computed as before: prompts, other models, other numbers, gradients.
 
 Keys and values are written by `decode.c` too, into caches that say where. Such a cache has a method
     room() -> (kept, place) or None
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerators import cpu_attention, native, packed
-from accelerators.layers import SILU, part, replaced
+from accelerators.backends.cpu.kernels import compiler, packed
+from accelerators.backends.cpu.kernels.layers import SILU, part, replaced
 from accelerators.types import KernelImpl, Support
 
 NUMBERS = 32
@@ -57,9 +57,9 @@ class _Layer(ctypes.Structure):
 
 @cache
 def _functions() -> ctypes.CDLL:
-    functions = native.compiled("decode.c")
+    functions = compiler.compiled("decode.c")
     if functions.amx() < 0:
-        raise native.NotCompiled("the system keeps this process from the processor's AMX")
+        raise compiler.NotCompiled("the system keeps this process from the processor's AMX")
     functions.pack.argtypes = [_pointer, _long, _long, _pointer]
     functions.linear.argtypes = [_pointer, _long, _long, _pointer, _long, *[_pointer] * 3]
     functions.decode.argtypes = [_pointer, _long, _pointer, _long, *[_pointer] * 4, *[_long] * 4, *[_pointer] * 4]
@@ -114,8 +114,8 @@ def _layer_obstacle(layer: Any) -> str:
     if (part(attention), part(mlp)) != ("Attention", "MLP") or any(map(replaced, layer.modules())):
         return "a part is not that of its family"
     config = attention.config
-    if config._attn_implementation != cpu_attention.ATTENTION:
-        return f"attention is {config._attn_implementation}, not {cpu_attention.ATTENTION}"
+    if config._attn_implementation != attention.ATTENTION:
+        return f"attention is {config._attn_implementation}, not {attention.ATTENTION}"
     if config.hidden_act not in SILU:
         return f"its gate is {config.hidden_act}, not silu"
     if any(each._forward_hooks or each._forward_pre_hooks for each in layer.modules() if each is not layer):
@@ -312,7 +312,7 @@ class _Linear:
 @cache
 def supported(accelerator: object) -> Support:
     """Whether the processor multiplies bf16, a compiler is there, and a product is right."""
-    if why := native.why_not(_functions, "generation takes about twice as long"):
+    if why := compiler.why_not(_functions, "generation takes about twice as long"):
         return Support(False, why)
     weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).bfloat16()
     layer = nn.utils.skip_init(nn.Linear, 64, 48, bias=False, dtype=torch.bfloat16)  # which draws no random numbers
@@ -325,7 +325,7 @@ def supported(accelerator: object) -> Support:
         return Support(False, "the compiled products are wrong here")
     if not (onednn := packed.supported(accelerator)):
         return onednn
-    needed = f"{native.NEEDED} and amx_bf16" if _functions().amx() else native.NEEDED
+    needed = f"{compiler.NEEDED} and amx_bf16" if _functions().amx() else compiler.NEEDED
     return Support(True, f"all decoder layers in one call, compiled for {needed}; the rest packed for oneDNN")
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from accelerators import gaudi, kernels
+from accelerators import kernels
 from accelerators.accelerator import Accelerator
+from accelerators.backends.hpu import info
 from accelerators.guard import text
 from accelerators.types import AcceleratorError, KernelImpl, Support
 
@@ -26,7 +27,7 @@ _LACKING = ("position_bias", "s_aux", "softcap")
 
 def runtime(module: str) -> Any:
     """A module of Gaudi's PyTorch bridge."""
-    return importlib.import_module(f"{gaudi.RUNTIME}.torch.{module}")
+    return importlib.import_module(f"{info.RUNTIME}.torch.{module}")
 
 
 def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], Support]:
@@ -34,7 +35,7 @@ def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], 
         try:
             getattr(runtime(module), name)
         except Exception as error:
-            return Support(False, f"{gaudi.RUNTIME}.torch.{module}.{name} cannot be imported ({text(error)})")
+            return Support(False, f"{info.RUNTIME}.torch.{module}.{name} cannot be imported ({text(error)})")
         return Support(True, reason)
 
     return supported

@@ -11,8 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from accelerators import cpu_attention, decode, heap, host, kernels, layers, packed, quantized
+from accelerators import kernels, quantized
 from accelerators.accelerator import Accelerator
+from accelerators.backends.cpu import attention, info, malloc
+from accelerators.backends.cpu.kernels import decode, layers, packed
 from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
 
 NO_FP16 = "DeepSpeed's CPU accelerator does not train in fp16"
@@ -29,21 +31,21 @@ class CPU(Accelerator):
 
     def bind(self, local_rank: int) -> torch.device:
         """The CPU; ranks on one machine share its cores, unless OMP_NUM_THREADS says how."""
-        heap.keep_freed()
+        malloc.keep_freed()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, host.cores() // ranks))
+            torch.set_num_threads(max(1, info.cores() // ranks))
         return torch.device("cpu")
 
     def info(self) -> DeviceInfo:
-        return DeviceInfo(model=host.cpu_model(), count=1, software=f"torch {torch.__version__}")
+        return DeviceInfo(model=info.cpu_model(), count=1, software=f"torch {torch.__version__}")
 
     def synchronize(self) -> None:
         """Nothing to wait for: operators return when they are done."""
 
     def precision(self, wish: str = "auto") -> Precision:
-        native = host.native_bf16()
-        no_bf16 = f"this processor has no native bf16 ({' or '.join(host.BF16)}), and emulation is slower than fp32"
+        native = info.native_bf16()
+        no_bf16 = f"this processor has no native bf16 ({' or '.join(info.BF16)}), and emulation is slower than fp32"
         if wish == "fp16":
             raise AcceleratorError(f"precision fp16 on cpu: {NO_FP16}; use auto or fp32")
         if wish == "bf16" and not native:
@@ -58,7 +60,7 @@ class CPU(Accelerator):
 
     def kernels(self) -> Iterable[KernelImpl]:
         own = (
-            cpu_attention.COMPOSED,
+            attention.COMPOSED,
             FUSED_ADAMW,
             quantized.CPU_KERNELS,
             packed.PACKED,
@@ -68,14 +70,14 @@ class CPU(Accelerator):
         return (*kernels.PORTABLE, *own)
 
     def memory(self) -> Memory:
-        allocated, peak = host.resident_memory()
-        return Memory(allocated=allocated, peak=peak, total=host.total_memory())
+        allocated, peak = info.resident_memory()
+        return Memory(allocated=allocated, peak=peak, total=info.total_memory())
 
     def reset_peak(self) -> None:
-        host.reset_peak_memory()
+        info.reset_peak_memory()
 
     def empty_cache(self) -> None:
-        heap.trim()
+        malloc.trim()
 
 
 # One step over 31.5M fp32 parameters on two cores: this 16 ms, DeepSpeedCPUAdam and DeepSpeed's FusedAdam 22 ms and

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from accelerators import native
+from accelerators.backends.cpu.kernels import compiler
 from accelerators.types import KernelImpl, Support
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -79,7 +79,7 @@ def _is_known(tensor: Tensor) -> bool:
 
 @cache
 def _functions() -> ctypes.CDLL:
-    functions, pointer, long = native.compiled("layers.c"), ctypes.c_void_p, ctypes.c_long
+    functions, pointer, long = compiler.compiled("layers.c"), ctypes.c_void_p, ctypes.c_long
     functions.norm.argtypes = [pointer, long, long, ctypes.c_float, *[pointer] * 3]
     functions.norm_backward.argtypes = [*[pointer] * 3, long, long, *[pointer] * 3]
     functions.gate.argtypes = [pointer, pointer, long, pointer]
@@ -140,7 +140,7 @@ class _Gate(torch.autograd.Function):
 @cache
 def supported(accelerator: object) -> Support:
     """Whether the processor has the instructions, a compiler is there, and a norm is right."""
-    if why := native.why_not(_functions, "training is a tenth slower and needs more memory"):
+    if why := compiler.why_not(_functions, "training is a tenth slower and needs more memory"):
         return Support(False, why)
     numbers = torch.linspace(-3, 2, 5 * 64).sin().view(5, 64).bfloat16()
     with torch.no_grad():
@@ -148,7 +148,7 @@ def supported(accelerator: object) -> Support:
     exact = numbers.double() / numbers.double().square().mean(-1, keepdim=True).sqrt()
     if not torch.allclose(found.double(), exact, rtol=0.01, atol=0.001):
         return Support(False, "the compiled layers are wrong here")
-    return Support(True, f"RMSNorm and gates by SiLU in one pass, compiled for {native.NEEDED}")
+    return Support(True, f"RMSNorm and gates by SiLU in one pass, compiled for {compiler.NEEDED}")
 
 
 FUSED_LAYERS = KernelImpl(

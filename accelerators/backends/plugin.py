@@ -7,34 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accelerators import gaudi, host, nvidia
+from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cuda import info as cuda_info
+from accelerators.backends.hpu import info as hpu_info
 from accelerators.hookspecs import hookimpl
 from accelerators.types import API_VERSION, AcceleratorSpec, Probe
 
 
 def probe_cpu() -> Probe:
     """A CPU is always there."""
-    return Probe(ok=True, reason=f"{host.cores()} cores", count=1, model=host.cpu_model())
+    return Probe(ok=True, reason=f"{cpu_info.cores()} cores", count=1, model=cpu_info.cpu_model())
 
 
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
     return [
-        AcceleratorSpec(name="cpu", api_version=API_VERSION, factory="accelerators.cpu:CPU", probe=probe_cpu),
+        AcceleratorSpec(
+            name="cpu", api_version=API_VERSION, factory="accelerators.backends.cpu.backend:CPU", probe=probe_cpu
+        ),
         AcceleratorSpec(
             name="cuda",
             api_version=API_VERSION,
-            factory="accelerators.cuda:CUDA",
-            probe=nvidia.probe,
-            env=nvidia.device_order,
+            factory="accelerators.backends.cuda.backend:CUDA",
+            probe=cuda_info.probe,
+            env=cuda_info.device_order,
             priority=100,
         ),
         AcceleratorSpec(
             name="hpu",
             api_version=API_VERSION,
-            factory="accelerators.hpu:HPU",
-            probe=gaudi.probe,
-            env=gaudi.environment,
+            factory="accelerators.backends.hpu.backend:HPU",
+            probe=hpu_info.probe,
+            env=hpu_info.environment,
             priority=110,
         ),
     ]

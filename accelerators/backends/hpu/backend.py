@@ -13,9 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accelerators import gaudi, graphs, kernels
+from accelerators import capture, kernels
 from accelerators.accelerator import Accelerator
-from accelerators.gaudi_kernels import FUSED, runtime
+from accelerators.backends.hpu import info
+from accelerators.backends.hpu.kernels import FUSED, runtime
 from accelerators.guard import text
 from accelerators.shapes import ShapePolicy
 from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
@@ -48,7 +49,7 @@ class HPU(Accelerator):
         if local_rank >= cards.count:
             raise AcceleratorError(
                 f"hpu: no card for rank {local_rank} of this machine, which has {cards.count} x {cards.model} "
-                f"({gaudi.VISIBLE_MODULES} limits them); start at most {cards.count} processes on it"
+                f"({info.VISIBLE_MODULES} limits them); start at most {cards.count} processes on it"
             )
         try:
             hccl = runtime("distributed.hccl")
@@ -56,7 +57,7 @@ class HPU(Accelerator):
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             raise AcceleratorError(
-                f"hpu: {gaudi.RUNTIME} cannot be imported ({text(error)}); "
+                f"hpu: {info.RUNTIME} cannot be imported ({text(error)}); "
                 f"install the one for torch {torch.__version__} and driver {cards.driver}"
             ) from error
         try:
@@ -67,19 +68,19 @@ class HPU(Accelerator):
         except Exception as error:
             raise AcceleratorError(
                 f"hpu: the card of rank {local_rank} cannot be opened ({text(error)}); hl-smi shows who holds it; "
-                f"where a container has only some of the cards, set {gaudi.VISIBLE_MODULES} to their module ids"
+                f"where a container has only some of the cards, set {info.VISIBLE_MODULES} to their module ids"
             ) from error
         return torch.device("hpu")
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
-        if release := gaudi.release():
+        if release := info.release():
             software += f", release {release}"
         return DeviceInfo(self._cards.model, self._cards.count, software, peak_flops=self._cards.peak_flops)
 
     @functools.cached_property
-    def _cards(self) -> gaudi.Cards:
-        return gaudi.cards()
+    def _cards(self) -> info.Cards:
+        return info.cards()
 
     # synchronization
 
@@ -188,15 +189,15 @@ class HPU(Accelerator):
 
 def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:
     """Recordings in lazy mode."""
-    return lambda fn, key: graphs.Graph(fn, key, accelerator._record)
+    return lambda fn, key: capture.Graph(fn, key, accelerator._record)
 
 
 def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
     """Compiled functions in eager mode; the first call runs as written, to be checked for host reads."""
 
-    def capture(fn: Function, key: str) -> Any:
+    def record(fn: Function, key: str) -> Any:
         # Not `checked(torch.compile(fn))`: torch never compiles what it first meets under the guard.
-        check, compiled = graphs.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False)
+        check, compiled = capture.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False)
         checked = False
 
         @functools.wraps(fn)
@@ -210,7 +211,7 @@ def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
 
         return call
 
-    return capture
+    return record
 
 
 def _hpu_graphs_supported(accelerator: Accelerator) -> Support:
@@ -223,7 +224,7 @@ def _torch_compile_supported(accelerator: Accelerator) -> Support:
     if accelerator.is_lazy():
         return Support(False, f"the {COMPILER} of torch.compile exists in eager mode only")
     if COMPILER not in torch.compiler.list_backends(exclude_tags=()):
-        return Support(False, f"{gaudi.RUNTIME} has not registered {COMPILER} with torch.compile")
+        return Support(False, f"{info.RUNTIME} has not registered {COMPILER} with torch.compile")
     return Support(True, f"eager mode: compiled by {COMPILER} for fixed shapes")
 
 

@@ -1,0 +1,1 @@
+"""The built-in backends and the plugin that offers them."""

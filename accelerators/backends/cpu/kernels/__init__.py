@@ -1,0 +1,1 @@
+"""The CPU's compiled and packed kernels."""
