@@ -27,7 +27,6 @@ myst_heading_anchors = 4
 suppress_warnings = ["toc.empty_glob"]  # pages that a release may lack
 
 # Docstrings are Google style with Markdown's `code`.
-default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
@@ -57,20 +56,23 @@ def _link_repository(app: Sphinx, docname: str, content: list[str]) -> None:
     content[0] = _OUTSIDE.sub(replace, content[0])
 
 
-def _mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Mark indented blocks as code, as Markdown does; reStructuredText would read them as quotations."""
+def _read_markdown(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Turn Markdown's code spans and indented code blocks of a docstring into reStructuredText's."""
     marked: list[str] = []
     paragraph = ""
     for line in lines:
-        if line.startswith("    ") and marked and not marked[-1] and re.match(r"[^\s:.*-]", paragraph):
-            marked += ["::", ""]
+        starts_block = line.startswith("    ") and re.match(r"[^\s:.*-]", paragraph)
+        if starts_block and marked and (not marked[-1] or marked[-1].endswith(":")):
+            marked += ["", "::", ""]
         if line:
             paragraph = line
         marked.append(line)
-    lines[:] = marked
+    parts = re.split(r"^(::\n\n(?:(?: {4}.*)?(?:\n|\Z))+)", "\n".join(marked), flags=re.MULTILINE)
+    parts[::2] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"\\ ``\1``\\ ", prose) for prose in parts[::2]]
+    lines[:] = "".join(parts).split("\n")
 
 
 def setup(app: Sphinx) -> None:
     """Register the hooks."""
     app.connect("source-read", _link_repository)
-    app.connect("autodoc-process-docstring", _mark_code)
+    app.connect("autodoc-process-docstring", _read_markdown)
