@@ -47,7 +47,9 @@ def test_what_they_run_is_here_and_takes_these_options(command: str) -> None:
     assert scripts, command
     assert all(script.is_file() for script in scripts), command
     text = scripts[0].read_text(encoding="utf-8")
-    assert all(re.search(rf"^\s*{re.escape(word)}\)", text, re.MULTILINE) for word in words if word.startswith("--"))
+    assert all(
+        re.search(rf"^\s*{re.escape(word)}\)|\"{word}\"", text, re.MULTILINE) for word in words if word.startswith("--")
+    )
     functions = [word for word in words if word.endswith("_environment")]
     assert all(f"{function}() {{" in text for function in functions)
 
