@@ -163,9 +163,9 @@ def _rollout(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import accelerators
-    from rlhf.config import SamplingConfig
+    from rlhf.config.schema import SamplingConfig
+    from rlhf.generation.decoder import Decoder
     from rlhf.models.placement import place
-    from rlhf.rollout.decoder import Decoder
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}

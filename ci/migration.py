@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/deepspeed-chat.md"
 sys.path.insert(0, str(ROOT))
 
-from rlhf.migration.tables import Flag, Variable, flags, implied, scripts, variables  # noqa: E402
-from rlhf.recipe import scalar  # noqa: E402
+from rlhf.config.dump import scalar  # noqa: E402
+from rlhf.contrib.deepspeed_chat.tables import Flag, Variable, flags, implied, scripts, variables  # noqa: E402
 
 PROGRAMS = {
     "sft": "1",

@@ -9,7 +9,7 @@
 #   bash example_scripts/run.sh opt/13b plan --devices 8 --memory 40GiB
 #   bash example_scripts/run.sh opt/66b --nodes 8 --node-rank 0 --rendezvous node01:29400 --ranks 8
 #
-# The variables HL_* of DeepSpeed-Chat's Gaudi fork count too: `python -m rlhf.migration.variables` prints the options
+# The variables HL_* of DeepSpeed-Chat's Gaudi fork count too: `python -m rlhf.contrib.deepspeed_chat.variables` prints the options
 # that they stand for. Options given here are above them, and both above the recipe. Paths in a recipe start from its
 # folder, so runs are in runs/ of the repository; --output says otherwise. PYTHON=... names another Python than .venv's.
 set -euo pipefail
@@ -47,7 +47,7 @@ sft | reward | dpo | ppo) stages=("$1") ;;
 esac
 options=()
 if compgen -e HL_ >/dev/null; then
-    meant=$("$python" -m rlhf.migration.variables "${stages[@]}")
+    meant=$("$python" -m rlhf.contrib.deepspeed_chat.variables "${stages[@]}")
     [ -z "$meant" ] || mapfile -t options <<<"$meant"
 fi
 exec "$python" -m rlhf --config "$recipe" "${options[@]}" "$@"

@@ -5,7 +5,7 @@ Importing this package loads neither torch nor DeepSpeed: the accelerator is cho
 environment when torch loads.
 """
 
-from rlhf.api import Session, session
+from rlhf.api.session import Session, session
 from rlhf.errors import RLHFError
 from rlhf.version import __version__
 

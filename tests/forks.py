@@ -2,8 +2,9 @@
 
 Starting anew costs each process six seconds of imports; a fork costs a tenth of one. Everything else is as in a
 user's shell: arguments, environment, output, signals, exit code, the end of the interpreter. Ranks that such a
-command starts are forked too. What it is about to start processes from nothing, other tests do: tests/test_ranks.py,
-tests/stages/test_restart.py.
+command starts are forked too. What it is about to start processes from nothing, other tests do:
+tests/launchers/test_local.py,
+tests/trainers/test_restart.py.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
-    import rlhf.pipeline
-    import rlhf.ranks
+    import rlhf.launchers.local
+    import rlhf.trainers.pipeline
 
-    rlhf.ranks.subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": ForkedPopen}))
+    rlhf.launchers.local.subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": ForkedPopen}))
     gc.collect()
     gc.freeze()  # so that no fork copies the pages of all that was imported
     for line in sys.stdin:

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from accelerators import Accelerator, Precision, ShapePolicy
-from rlhf.config import Stage, build_config
-from rlhf.data.rows import Message, Row
+from rlhf.config.schema import Stage, build_config
+from rlhf.data.records import Message, Row
 from rlhf.engine import distributed
-from rlhf.engine.memory import held_by
-from rlhf.metrics.recorder import Recorder
 from rlhf.models.lora import plain_name
-from rlhf.roles import Holding, holdings
-from rlhf.run import RunDirectory
-from rlhf.stages.context import StageContext
+from rlhf.reporting.recorder import Recorder
+from rlhf.roles.roles import Holding, holdings
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.context import StageContext
+from rlhf.trainers.oom import held_by
 from tests.helpers import llama
 
 ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import STAGES, Config, Stage, load_config
-from rlhf.run import RunDirectory
-from rlhf.stage_directory import StageDirectory
+from rlhf.config.schema import STAGES, Config, Stage, load_config
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import StageDirectory
 
 
 def config_in(folder: Path, *overrides: str) -> Config:

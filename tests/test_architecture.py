@@ -196,7 +196,7 @@ def test_no_file_is_longer_than_can_be_read_at_once() -> None:
     "statement",
     [
         "import rlhf",
-        "import rlhf.config, rlhf.errors, rlhf.run, rlhf.launch, rlhf.cli.app",
+        "import rlhf.config.schema, rlhf.errors, rlhf.runs.directory, rlhf.trainers.run, rlhf.cli.app",
         "import accelerators",
         "import accelerators; accelerators.available()",
         "import accelerators; accelerators.select('cpu', environ={})",
@@ -210,6 +210,6 @@ def test_importing_and_choosing_load_no_heavy_library(statement: str) -> None:
 
 def test_the_package_and_its_metadata_agree_on_the_version() -> None:
     import rlhf
-    from rlhf.settings import versions
+    from rlhf.runs.resume import versions
 
     assert versions()["rlhf"] == rlhf.__version__

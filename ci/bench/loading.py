@@ -47,14 +47,14 @@ def main() -> int:
 
 def compare(arguments: argparse.Namespace, out: Path) -> int:
     """Run the ranks and print what they took; 1 where one took too much."""
-    from rlhf import ranks
+    from rlhf.launchers import local
 
     folder = arguments.folder or out / "models"
     for kind in ("causal", "scalar"):
         make(folder / arguments.shape / kind, arguments.shape, scalar_head=kind == "scalar", file_size=FILE)
     command = [sys.executable, __file__, "--out", str(out), "--folder", str(folder), "--shape", arguments.shape]
     command += ["--roles", *arguments.roles, *(["--engines"] if arguments.engines else [])]
-    outcome = ranks.start(arguments.ranks, command)
+    outcome = local.start(arguments.ranks, command)
     if outcome:
         print(outcome.line)
         return 1
@@ -78,14 +78,14 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
 def measure(arguments: argparse.Namespace) -> int:
     """What one rank does: it loads the models one after the other, as a stage does."""
     import accelerators
-    from rlhf.config import ModelConfig, OptimizerConfig, build_config
+    from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
     from rlhf.engine import distributed
     from rlhf.engine.deepspeed_config import deepspeed_config
-    from rlhf.engine.training import TrainingEngine, freeze
+    from rlhf.engine.engine import TrainingEngine, freeze
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
-    from rlhf.models.sharded import shards
-    from rlhf.roles import holdings
+    from rlhf.models.zero3_loading import shards
+    from rlhf.roles.roles import holdings
 
     held = holdings(build_config({"engine": {"zero_stage": 3}}), "ppo")
     models: list[Any] = []

@@ -32,9 +32,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from machine import machine, results_file  # noqa: E402
 from random_models import make, rows  # noqa: E402
 
-from rlhf.config import Config, Stage, build_config  # noqa: E402
-from rlhf.planning.fit import plan  # noqa: E402
-from rlhf.planning.surroundings import PROCESS, Surroundings, parse_bytes  # noqa: E402
+from rlhf.config.schema import Config, Stage, build_config  # noqa: E402
+from rlhf.memory.advice import plan  # noqa: E402
+from rlhf.memory.environment import PROCESS, Surroundings, parse_bytes  # noqa: E402
 
 LENGTHS = {"max_prompt_length": 64, "max_completion_length": 64}
 SHAPES = ("opt-125m", "opt-1.3b")

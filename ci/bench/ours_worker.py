@@ -16,9 +16,9 @@ from typing import Any
 
 from channel import Channel
 
-from rlhf.config import build_config
-from rlhf.launch import select
-from rlhf.run import RunDirectory
+from rlhf.config.schema import build_config
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.run import select
 
 LARGE = 2e9  # parameters; above that, rollouts are those of a policy that is trained by LoRA
 
@@ -62,7 +62,7 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
     import transformers
 
     import rlhf
-    from rlhf import pipeline
+    from rlhf.trainers import pipeline
 
     names = ("attention", "inference_weights", "graph_capture", "adamw")
     capabilities = accelerator.capabilities()
@@ -135,9 +135,9 @@ def timed(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
 
 def make_ppo(context: Any, work: dict[str, Any]) -> Any:
     from rlhf.data.examples import Prompt
-    from rlhf.data.rows import Message, Row
-    from rlhf.data.tokenization import StageData
-    from rlhf.rl.trainer import PPO, Models
+    from rlhf.data.records import Message, Row
+    from rlhf.data.stage_dataset import StageData
+    from rlhf.trainers.ppo.trainer import PPO, Models
 
     tokenizer, policy, scalar = loaders(context, work)
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")
@@ -149,9 +149,9 @@ def make_ppo(context: Any, work: dict[str, Any]) -> Any:
 def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], dict[str, Any]]], None]) -> None:
     """The stage `sft` or `reward` on the workload's rows, its steps given to `answer` in place of its own loop."""
     from rlhf.data.examples import Demonstration, Pair
-    from rlhf.data.rows import Message, Row
-    from rlhf.data.tokenization import StageData
-    from rlhf.stages import reward, sft, supervised
+    from rlhf.data.records import Message, Row
+    from rlhf.data.stage_dataset import StageData
+    from rlhf.trainers import reward, sft, supervised
 
     def run_steps(_: Any, *, step: Callable[[int], dict[str, Any]], **rest: Any) -> Any:
         def done(index: int) -> dict[str, Any]:

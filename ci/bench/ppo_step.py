@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/planning/known.yaml (default: {SHAPE})")
+    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="TRL's (both, at once)")
     given = parser.parse_args()
     turns.need_trl()

@@ -22,7 +22,7 @@ def make(
     seed: int = 0,
     file_size: int = 2**30,
 ) -> Path:
-    """A model of one of the known shapes (rlhf/planning/known.yaml) in `folder`, bf16, with a small tokenizer.
+    """A model of one of the known shapes (rlhf/models/known.yaml) in `folder`, bf16, with a small tokenizer.
 
     Args:
         scalar_head: as a reward model, with the weights of the language model of the same seed below its head.
@@ -32,7 +32,7 @@ def make(
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from rlhf.models.writing import Writer
+    from rlhf.checkpoint.safetensors_writer import Writer
 
     if (folder / "config.json").is_file():
         return folder
@@ -83,7 +83,7 @@ def _drawn(key: str, like: Any, seed: int) -> Any:
 
 
 def _tokenizer() -> Any:
-    from rlhf.data.tokenizer import build_tokenizer
+    from rlhf.data.toy_tokenizer import build_tokenizer
 
     draw = random.Random(0)
     return build_tokenizer((" ".join(draw.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a rollout (default: 16)")
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/planning/known.yaml (default: {SHAPE})")
+    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--compiled", action="store_true", help="try torch.compile on a CPU too (minutes)")
     given = parser.parse_args()
 

@@ -69,7 +69,7 @@ def adapted(folder: Path, model: Path) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    from rlhf import sharing
+    from rlhf.roles import base_sharing
 
     if (folder / "config.json").is_file():
         return folder
@@ -86,7 +86,7 @@ def adapted(folder: Path, model: Path) -> Path:
     for file in model.glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
 
-    own = sharing.adapter_of(str(folder))
+    own = base_sharing.adapter_of(str(folder))
     own.mkdir(exist_ok=True)
     layers = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
     shapes = {"gate_proj": (config.hidden_size, config.intermediate_size)}
@@ -104,7 +104,7 @@ def adapted(folder: Path, model: Path) -> Path:
     made = LoraConfig(r=RANK, lora_alpha=16, target_modules=targets, task_type="SEQ_CLS", modules_to_save=["score"])
     made.base_model_name_or_path = str(model)
     made.save_pretrained(str(own))
-    sharing.record_base(own, str(model))
+    base_sharing.record_base(own, str(model))
     config.save_pretrained(folder)  # last: it marks the folder as complete
     return folder
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from channel import Channel
 
-from rlhf.config import EMBEDDED_RECIPE, load_config
-from rlhf.launch import select
-from rlhf.run import RunDirectory
+from rlhf.config.schema import EMBEDDED_RECIPE, load_config
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.run import select
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
     with distributed.session(selection) as accelerator:
         import torch
 
-        from rlhf import pipeline
-        from rlhf.stages import ppo, supervised
+        from rlhf.trainers import pipeline, supervised
+        from rlhf.trainers.ppo import stage as ppo
 
         stage: Any = ppo if work["stage"] == "ppo" else supervised
         stage.run_steps = Held(stage.run_steps, channel, threads=torch.get_num_threads())

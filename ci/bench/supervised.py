@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=("sft", "reward"), default="sft")
     parser.add_argument("--batch", type=int, default=16, help="rows, or pairs, of a step (default: 16)")
     parser.add_argument("--micro-batch", type=int, default=4, help="of a pass (default: 4)")
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/planning/known.yaml (default: {SHAPE})")
+    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     given = parser.parse_args()
     turns.need_trl()
 

@@ -72,11 +72,11 @@ def measured(way: str, folder: Path, *, world: bool) -> dict[str, object]:
     import pyarrow.ipc  # noqa: F401
     import transformers  # noqa: F401
 
-    from rlhf.config import DataConfig
+    from rlhf.config.schema import DataConfig
     from rlhf.data.cache import StageCache
-    from rlhf.data.reading import read_sources
-    from rlhf.data.tokenization import load_stage
-    from rlhf.data.tokenizer import build_tokenizer, world_tokenizer
+    from rlhf.data.load_sources import read_sources
+    from rlhf.data.stage_dataset import load_stage
+    from rlhf.data.toy_tokenizer import build_tokenizer, world_tokenizer
 
     path = "world" if world else str(folder / "rows.jsonl")
     config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}])

@@ -1,4 +1,4 @@
-"""The `rlhf` command: thin commands over `rlhf.launch`, and one place where errors become exit codes."""
+"""The `rlhf` command: thin commands over `rlhf.trainers.run`, and one place where errors become exit codes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ def main() -> None:
     """
     from typer.main import get_command
 
-    from rlhf import invocation, quiet
     from rlhf.cli.app import app
-    from rlhf.outcome import Outcome
-    from rlhf.place import without_local_rank
+    from rlhf.launchers.exit_status import Outcome
+    from rlhf.reporting import verbosity
+    from rlhf.utils import command_line
+    from rlhf.utils.process_info import without_local_rank
 
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that the terminal has not is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
-    quiet.command(debug=debug)
+    verbosity.command(debug=debug)
     try:
         arguments = without_local_rank(sys.argv[1:])
-        invocation.remember(arguments)
+        command_line.remember(arguments)
         code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if debug:

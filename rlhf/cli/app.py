@@ -10,15 +10,15 @@ import typer
 
 from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, profile, schema, sweep
 from rlhf.cli.options import RUN, Options, shared, stages_of
-from rlhf.config import STAGES, Stage
-from rlhf.ending import Ending
+from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
-from rlhf.outcome import INTERRUPTED, Outcome
-from rlhf.run import RunDirectory
+from rlhf.launchers.exit_status import INTERRUPTED, Outcome
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.interruption import Ending
 from rlhf.version import __version__
 
 if TYPE_CHECKING:
-    from rlhf.nodes import Machine
+    from rlhf.launchers.multinode import Machine
 
 app = typer.Typer(
     name="rlhf",
@@ -142,22 +142,24 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
-    from rlhf import launch, nodes, preflight, ranks
+    from rlhf.launchers import local, multinode
+    from rlhf.trainers import preflight
+    from rlhf.trainers import run as launch
 
-    machine = nodes.machine(options.nodes, options.node_rank, options.rendezvous)
+    machine = multinode.machine(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
         _start_among(machine, options, stages)
         return
     options = options.of_run(stages)
     config = options.load()
-    if ranks.must_start(options.ranks) and not options.dry_run:
+    if local.must_start(options.ranks) and not options.dry_run:
         assert options.ranks is not None
         # What is wrong with the command line shows here, once, and not on every rank.
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
             launch.select(config, options.accelerator)
             ending = Ending(RunDirectory(config.output), stages)
-            _end(ranks.start(options.ranks, ranks.rank_command(sys.argv[1:]), debug=options.debug), ending)
+            _end(local.start(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
     launch.run(
         config,
@@ -173,7 +175,9 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
 
 def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks, those of the other machines beside them. The first machine checks the run for all."""
-    from rlhf import launch, nodes, preflight, ranks
+    from rlhf.launchers import local, multinode
+    from rlhf.trainers import preflight
+    from rlhf.trainers import run as launch
 
     first, count = machine.number == 0, options.ranks or 1
     options = options.of_run(stages) if first else options
@@ -181,21 +185,21 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
     timeout = config.engine.timeout
     pending = list(stages)
     if first:
-        nodes.invite(machine, timeout)
+        multinode.invite(machine, timeout)
         wishes = {"resume": options.resume, "overwrite": options.overwrite}
         try:
             pending = preflight.check(config, stages, count * machine.count, **wishes)
             launch.select(config, options.accelerator)
         except USER_ERRORS as error:
             with suppress(*USER_ERRORS, FailedElsewhere):
-                nodes.meet(machine, count, timeout, refusal=Outcome.brief(error))
+                multinode.meet(machine, count, timeout, refusal=Outcome.brief(error))
             raise
-    meeting = nodes.meet(machine, count, timeout, needed=bool(pending))
+    meeting = multinode.meet(machine, count, timeout, needed=bool(pending))
     ending = Ending(RunDirectory(config.output), stages) if first else None
     outcome = None
     if meeting.needed:
-        command = ranks.rank_command(sys.argv[1:])
-        outcome = ranks.start(count, command, debug=options.debug, among=(machine, meeting))
+        command = local.rank_command(sys.argv[1:])
+        outcome = local.start(count, command, debug=options.debug, among=(machine, meeting))
     elif first:
         launch.run(config, stages=stages)
     verdict = meeting.member.conclude(outcome)

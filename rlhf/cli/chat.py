@@ -15,10 +15,10 @@ import typer
 from rlhf.cli.options import Options, shared
 from rlhf.errors import ModelError
 from rlhf.evaluation.adapters import base_of
-from rlhf.evaluation.folders import model_folder
+from rlhf.evaluation.resolve import model_folder
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Message
+    from rlhf.data.records import Message
 
 Show = Callable[[str], None]
 
@@ -56,7 +56,7 @@ def chat(
     """
     from rich.text import Text
 
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
@@ -119,8 +119,8 @@ class ChatModel:
         return stream.shown
 
     def _prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
-        from rlhf.data.encoding import encode_conversation
-        from rlhf.data.rows import Message
+        from rlhf.data.prompt_encoding import encode_conversation
+        from rlhf.data.records import Message
 
         messages: list[Message] = [Message(role, text) for role, text in turns]
         while True:
@@ -174,7 +174,7 @@ def _converse(model: ChatModel, memory: bool, title: str) -> None:
 
     from rich.text import Text
 
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     console.print(Text(title, style="bold"), soft_wrap=True)
     remembers = "" if memory else "each message is answered on its own (--memory changes that); "

@@ -15,20 +15,20 @@ import typer
 from rlhf.cli.comparison import print_lines, print_samples, print_tables
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import for_a_program, print_json
-from rlhf.config import Config, SamplingConfig, load_config
+from rlhf.config.paths import is_path
+from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.adapters import base_of
-from rlhf.evaluation.folders import model_folder, reward_model_folder, run_of
 from rlhf.evaluation.models import Device
 from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
+from rlhf.evaluation.resolve import model_folder, reward_model_folder, run_of
 from rlhf.evaluation.rows import HELDOUT, overrides
-from rlhf.files import atomic_write, check_writable
 from rlhf.models.folder import check_model_folder
-from rlhf.names import is_path
+from rlhf.utils.atomic_io import atomic_write, check_writable
 
 if TYPE_CHECKING:
+    from rlhf.data.records import Row
     from rlhf.data.report import Dropped
-    from rlhf.data.rows import Row
 
 
 @shared("config", "overrides", "accelerator", "precision", "seed", "debug")
@@ -118,8 +118,8 @@ def compare(
         rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
         device = Device.chosen(config, options.accelerator)
         from rlhf.evaluation import compare as comparing
-        from rlhf.evaluation.figures import figures, records
-        from rlhf.evaluation.writing import Manner
+        from rlhf.evaluation.comparison_stats import figures, records
+        from rlhf.evaluation.generate import Manner
 
         found = comparing.compare(
             models,
@@ -226,7 +226,7 @@ def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[st
 
 
 def _say(line: str) -> None:
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     console.print(f"note: {line}", markup=False, soft_wrap=True)
 

@@ -12,8 +12,8 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json
-from rlhf.config import EVERY_STAGE, STAGES, Stage
-from rlhf.data.reasons import remedy
+from rlhf.config.schema import EVERY_STAGE, STAGES, Stage
+from rlhf.data.drop_reasons import remedy
 from rlhf.errors import ConfigError
 
 _AT_A_BORDER = 4  # tokens that are shown on either side, and at the end
@@ -44,8 +44,8 @@ def data(
 
     The tokenizer is loaded, no model; nothing is written. Exit code 2: a stage would have no rows to train on.
     """
-    from rlhf import preflight
     from rlhf.data.preview import described
+    from rlhf.trainers import preflight
 
     wanted = _stages(stage or STAGES)
     config = options.load()
@@ -70,8 +70,8 @@ def _stages(names: Sequence[str]) -> list[Stage]:
 def _print(stage: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlhf.metrics.progress import console
-    from rlhf.metrics.summary import STAGE_NAMES
+    from rlhf.reporting.progress import console
+    from rlhf.reporting.summary import STAGE_NAMES
 
     total = (
         f"{stage['train']:,} rows for training, {stage['heldout']:,} held out; prompts are {_WAYS[stage['prompts']]}"

@@ -14,14 +14,14 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json, print_table
-from rlhf.config import Config, Stage
+from rlhf.config.paths import is_path
+from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError, DataError
-from rlhf.names import is_path
 
 if TYPE_CHECKING:
     from rlhf.evaluation.models import Device, Judge
     from rlhf.evaluation.rows import Measured
-    from rlhf.evaluation.sentences import Question
+    from rlhf.evaluation.score_texts import Question
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def evaluate(
 
 def _settings(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
     """The configuration, its data being `source`; of what is held out, that of the first run that is named."""
-    from rlhf.evaluation.folders import run_of
+    from rlhf.evaluation.resolve import run_of
     from rlhf.evaluation.rows import HELDOUT, overrides
 
     if source == HELDOUT and not options.config:
@@ -139,7 +139,7 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
     from rlhf.evaluation.adapters import base_of
-    from rlhf.evaluation.folders import model_folder, reward_model_folder
+    from rlhf.evaluation.resolve import model_folder, reward_model_folder
     from rlhf.models.folder import check_model_folder
 
     for model in models:
@@ -178,7 +178,7 @@ def _measure(
 ) -> None:
     """Measure each model on the source, one after the other, and print all."""
     from rlhf.evaluation.rows import read_rows
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     show, found = console.is_terminal and not json, None
     measures: list[Numbers] = []
@@ -214,7 +214,7 @@ def _print_bins(name: str, bins: Sequence[Numbers]) -> None:
 
 
 def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Question]:
-    from rlhf.evaluation.sentences import question, read_line
+    from rlhf.evaluation.score_texts import question, read_line
 
     if prompt:
         yield question(prompt, replies or (), "--prompt")
@@ -235,8 +235,8 @@ def _score(
 ) -> None:
     """Score sentences by each model, one after the other, and print all."""
     from rlhf.evaluation.models import load_judge
-    from rlhf.evaluation.sentences import score
-    from rlhf.metrics.progress import console
+    from rlhf.evaluation.score_texts import score
+    from rlhf.reporting.progress import console
 
     show = console.is_terminal and not json
     found: dict[str, list[list[float]]] = {}
@@ -257,8 +257,8 @@ def _converse(device: Device, config: Config, models: Sequence[str]) -> None:
     import readline  # noqa: F401  # gives input() editing and history
 
     from rlhf.evaluation.models import load_judge
-    from rlhf.evaluation.sentences import question, score
-    from rlhf.metrics.progress import console
+    from rlhf.evaluation.score_texts import question, score
+    from rlhf.reporting.progress import console
 
     judges: list[Judge] = []
     for name in models:
@@ -284,7 +284,7 @@ def _converse(device: Device, config: Config, models: Sequence[str]) -> None:
 
 
 def _as_json(questions: Sequence[Question], found: dict[str, list[list[float]]]) -> list[Numbers]:
-    from rlhf.evaluation.sentences import chances
+    from rlhf.evaluation.score_texts import chances
 
     return [
         {
@@ -303,7 +303,7 @@ def _as_json(questions: Sequence[Question], found: dict[str, list[list[float]]])
 
 
 def _print_scores(questions: Sequence[Question], found: dict[str, list[list[float]]]) -> None:
-    from rlhf.evaluation.sentences import chances
+    from rlhf.evaluation.score_texts import chances
 
     several = any(len(asked.replies) > 1 for asked in questions)
     rows = []
@@ -324,7 +324,7 @@ def _print_scores(questions: Sequence[Question], found: dict[str, list[list[floa
 
 
 def _cell(value: Any) -> str:
-    from rlhf.metrics.progress import format_number
+    from rlhf.reporting.progress import format_number
 
     if isinstance(value, list):
         return " to ".join(f"{one:.4f}" for one in value)
@@ -340,6 +340,6 @@ def _loading(name: str, show: bool) -> Any:
 
     from rich.text import Text
 
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     return console.status(Text(f"loading {name}")) if show else nullcontext()

@@ -15,11 +15,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from rlhf.config import EVERY_STAGE, Config, Stage, load_config
+from rlhf.config.loader import Keys, names_model_or_data, overridden
+from rlhf.config.schema import EVERY_STAGE, Config, Stage, load_config
 from rlhf.errors import ConfigError
-from rlhf.outcome import Interrupted
-from rlhf.run import RunDirectory
-from rlhf.values import Keys, names_model_or_data, overridden
+from rlhf.launchers.exit_status import Interrupted
+from rlhf.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json, print_table
-from rlhf.config import EVERY_STAGE, STAGES, Config, Stage
+from rlhf.config.schema import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def plan(
     Memory is that of one rank, of its device and on the host. Nothing is loaded or written. Exit code 0: all stages
     fit; 1: one does not; 2: something has to be mended first.
     """
-    from rlhf.planning.report import told
+    from rlhf.memory.report import told
 
     wanted = _stages(stage or STAGES)
     config = options.load()
@@ -86,29 +86,29 @@ def _stages(names: Sequence[str]) -> list[Stage]:
 
 
 def _where(config: Config, options: Options, devices: int, memory: str | None, host: str | None) -> Any:
-    from rlhf.planning import surroundings
+    from rlhf.memory import environment
 
-    given = surroundings.parse_bytes(host, "--host-memory") if host else None
+    given = environment.parse_bytes(host, "--host-memory") if host else None
     if memory:
         if options.accelerator:
             raise ConfigError(
                 "--memory and --accelerator: one describes a device, the other asks one; give one of them"
             )
-        return surroundings.described(config, devices, surroundings.parse_bytes(memory, "--memory"), given)
+        return environment.described(config, devices, environment.parse_bytes(memory, "--memory"), given)
     from accelerators import stdout_to_stderr
-    from rlhf import launch
+    from rlhf.trainers import run
 
     with stdout_to_stderr():  # a device's software may print as it likes
-        accelerator = launch.select(config, options.accelerator).create()
+        accelerator = run.select(config, options.accelerator).create()
         accelerator.bind(0)
-        return surroundings.found(accelerator, config, devices, local=devices)
+        return environment.found(accelerator, config, devices, local=devices)
 
 
 def _print(stage: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlhf.metrics.progress import console
-    from rlhf.metrics.summary import STAGE_NAMES, format_bytes
+    from rlhf.reporting.progress import console
+    from rlhf.reporting.summary import STAGE_NAMES, format_bytes
 
     console.print()
     console.print(

@@ -9,7 +9,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import for_a_program, print_json, print_table
-from rlhf.config import EVERY_STAGE
+from rlhf.config.schema import EVERY_STAGE
 from rlhf.errors import ConfigError
 
 _SHOWN = 15  # operators
@@ -50,9 +50,9 @@ def profile(
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
     with for_a_program(as_json):
-        from rlhf import profiling
+        from rlhf.cli import profiler
 
-        found = profiling.profile(config, wanted, steps=steps, trace=trace)
+        found = profiler.profile(config, wanted, steps=steps, trace=trace)
     if as_json:
         print_json(found)
     else:
@@ -62,8 +62,8 @@ def profile(
 def _print(found: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlhf.metrics.progress import console
-    from rlhf.metrics.summary import STAGE_NAMES, format_bytes
+    from rlhf.reporting.progress import console
+    from rlhf.reporting.summary import STAGE_NAMES, format_bytes
 
     seconds = found["step_seconds"]
     mean = sum(seconds) / len(seconds)

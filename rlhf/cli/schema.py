@@ -16,9 +16,9 @@ from typing import Annotated
 import typer
 
 from rlhf.cli.options import SETTINGS, Options, shared
-from rlhf.config import EMBEDDED_RECIPE, Config
+from rlhf.config.dump import recipe_text
+from rlhf.config.schema import EMBEDDED_RECIPE, Config
 from rlhf.errors import ConfigError
-from rlhf.recipe import recipe_text
 
 _DEFAULTS = (
     "The default of every key. To start: model.path is the model to train, data.datasets are your rows, "
@@ -87,8 +87,8 @@ def config(
 
 def _translation(commands: list[str], devices: int | None, options: Options, example: bool) -> str:
     """The recipe of commands of DeepSpeed-Chat."""
-    from rlhf.migration.text import text_of
-    from rlhf.migration.translate import translated
+    from rlhf.contrib.deepspeed_chat.text import text_of
+    from rlhf.contrib.deepspeed_chat.translate import translated
 
     others = (options.config, options.overrides, options.precision, options.output, options.seed)
     if example or any(value is not None for value in others):
@@ -98,7 +98,7 @@ def _translation(commands: list[str], devices: int | None, options: Options, exa
 
 def _text_of(command: str) -> str:
     """A command as it is given, on standard input, or in a script; the fork's scripts are known by name."""
-    from rlhf.migration.tables import scripts
+    from rlhf.contrib.deepspeed_chat.tables import scripts
 
     if command == "-":
         return sys.stdin.read()
@@ -113,7 +113,7 @@ def _text_of(command: str) -> str:
 
 
 def _show(text: str) -> None:
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     if not console.is_terminal:
         print(text, end="")

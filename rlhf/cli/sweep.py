@@ -15,9 +15,9 @@ from rlhf.cli.tables import print_json, print_table
 from rlhf.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from rlhf.sweep.folder import Ending, SweepDirectory
-    from rlhf.sweep.grid import Grid, Point
-    from rlhf.sweep.rows import Row
+    from rlhf.contrib.sweep.folder import Ending, SweepDirectory
+    from rlhf.contrib.sweep.grid import Grid, Point
+    from rlhf.contrib.sweep.rows import Row
 
 
 @shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
@@ -71,10 +71,10 @@ def sweep(
     Exit code 0: every point is complete, refused, left out, or out of memory; 1: a point failed; 2: something has to
     be mended first.
     """
-    from rlhf.metrics.progress import console
-    from rlhf.planning.surroundings import parse_bytes
-    from rlhf.sweep.folder import SweepDirectory
-    from rlhf.sweep.grid import load_grid
+    from rlhf.contrib.sweep.folder import SweepDirectory
+    from rlhf.contrib.sweep.grid import load_grid
+    from rlhf.memory.environment import parse_bytes
+    from rlhf.reporting.progress import console
 
     names = ("accelerator", "precision", "output", "seed")
     found = load_grid(
@@ -100,7 +100,7 @@ def sweep(
 
 
 def _check_alone() -> None:
-    from rlhf.place import here
+    from rlhf.utils.process_info import here
 
     if launcher := here().launcher:
         raise ConfigError(f"rlhf sweep starts the processes of each point itself; start it without {launcher}")
@@ -108,8 +108,8 @@ def _check_alone() -> None:
 
 def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
     """What a sweep would do with each point."""
-    from rlhf.sweep.rows import rows
-    from rlhf.sweep.running import Sweeping
+    from rlhf.contrib.sweep.rows import rows
+    from rlhf.contrib.sweep.running import Sweeping
 
     sweeping, points = Sweeping(grid, folder), {point.name: point for point in grid.points}
     foreseen = []
@@ -117,7 +117,7 @@ def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
         reason = sweeping.refusal(points[row.name]) if row.status == "waiting" else ""
         foreseen.append(replace(row, status="refused", reason=reason) if reason else row)
     if as_json:
-        from rlhf.sweep.report import document
+        from rlhf.contrib.sweep.report import document
 
         print_json(document(grid, foreseen))
         return
@@ -130,12 +130,12 @@ def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
 
 
 def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[Row]:
-    from rlhf import lock
-    from rlhf.sweep.report import in_words, record, write
-    from rlhf.sweep.rows import rows
-    from rlhf.sweep.running import Sweeping
+    from rlhf.contrib.sweep.report import in_words, record, write
+    from rlhf.contrib.sweep.rows import rows
+    from rlhf.contrib.sweep.running import Sweeping
+    from rlhf.utils import file_lock
 
-    with lock.locked(folder.path):
+    with file_lock.locked(folder.path):
         endings = {} if retry else folder.endings(grid)
         record(grid, folder, rows(grid, folder, endings))
 
@@ -154,14 +154,14 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
 
 def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
     """The rows as they are now; files are checked and renewed, unless a sweep is at work, which does that itself."""
-    from rlhf import lock
-    from rlhf.sweep.report import write
-    from rlhf.sweep.rows import rows
+    from rlhf.contrib.sweep.report import write
+    from rlhf.contrib.sweep.rows import rows
+    from rlhf.utils import file_lock
 
     found = rows(grid, folder, folder.endings(grid))
     with ExitStack() as held:
         try:
-            held.enter_context(lock.locked(folder.path))
+            held.enter_context(file_lock.locked(folder.path))
         except RunError:
             return found
         folder.check(grid)
@@ -170,8 +170,8 @@ def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
 
 
 def _print(grid: Grid, folder: SweepDirectory, rows: list[Row], as_json: bool) -> None:
-    from rlhf.metrics.progress import console
-    from rlhf.sweep.report import cells, document
+    from rlhf.contrib.sweep.report import cells, document
+    from rlhf.reporting.progress import console
 
     if as_json:
         print_json(document(grid, rows))
@@ -192,7 +192,7 @@ def _has_terminal() -> bool:
 
 def _print_reasons(rows: Sequence[Row]) -> None:
     """Below a table, in which they would be columns of single words."""
-    from rlhf.metrics.progress import console
+    from rlhf.reporting.progress import console
 
     for row in rows:
         if row.reason:

@@ -21,15 +21,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config import Config, DataConfig, Stage
-from rlhf.data.making import EXAMPLE
-from rlhf.data.reading import needed_by, read_sources
+from rlhf.config.schema import Config, DataConfig, Stage
+from rlhf.data.arrow_store import Stored, Table, Unstorable, Writer
+from rlhf.data.load_sources import needed_by, read_sources
 from rlhf.data.report import DataReport
-from rlhf.data.store import Stored, Table, Unstorable, Writer
-from rlhf.data.tokenization import StageData, choose
+from rlhf.data.stage_dataset import StageData, choose
+from rlhf.data.tokenize_rows import EXAMPLE
 from rlhf.errors import DataError
-from rlhf.files import atomic_directory
-from rlhf.metrics.progress import console
+from rlhf.reporting.progress import console
+from rlhf.utils.atomic_io import atomic_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, overload, runtime_checkable
 
-from rlhf.data.rows import Row
+from rlhf.data.records import Row
 
 
 @dataclass(frozen=True)

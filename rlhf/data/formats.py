@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlhf.config import ColumnsConfig
-from rlhf.config_data import Cleaning, PreferConfig
-from rlhf.data.preferences import Decision, overlooked
+from rlhf.config.data import Cleaning, PreferConfig
+from rlhf.config.schema import ColumnsConfig
+from rlhf.data.preference_labels import Decision, overlooked
 from rlhf.errors import DataError
 
 FORMATS = (

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config import Config
-from rlhf.config_data import PretrainingConfig
-from rlhf.data import sources
-from rlhf.data.encoding import encode_documents
+from rlhf.config.data import PretrainingConfig
+from rlhf.config.schema import Config
+from rlhf.data import readers
+from rlhf.data.prompt_encoding import encode_documents
 from rlhf.errors import ConfigError, DataError
-from rlhf.metrics.progress import console
+from rlhf.reporting.progress import console
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ def check(config: Config, ranks: int) -> None:
     if given and not wanted:
         raise ConfigError("data.pretraining: nothing learns from it; set ppo.ptx_coef, or leave it out")
     for source in config.data.pretraining:
-        sources.check(source.path, "data.pretraining")
+        readers.check(source.path, "data.pretraining")
     if wanted:
         config.ppo.pretraining(ranks)
 
@@ -120,7 +120,7 @@ def _encoded(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> It
 
 def _texts(source: PretrainingConfig, seed: int, show: bool) -> list[str]:
     with console.status(f"reading {source.path}") if show else nullcontext():
-        records = sources.read(
+        records = readers.read(
             source.path,
             split=source.split,
             subset=source.subset,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.config import STAGES, Config, DataConfig, Stage
+from rlhf.config.schema import STAGES, Config, DataConfig, Stage
 from rlhf.data.examples import Demonstration, Pair, parts, percentiles, token_counts, typical
 from rlhf.data.report import DataReport
-from rlhf.data.tokenization import SHARES, StageData
+from rlhf.data.stage_dataset import SHARES, StageData
 from rlhf.data.truncation import longest_completion
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rlhf.config import Stage
+from rlhf.config.schema import Stage
+from rlhf.data.drop_reasons import LEFT_OUT_BY_WEIGHT, remedy
 from rlhf.data.examples import Example
-from rlhf.data.reasons import LEFT_OUT_BY_WEIGHT, remedy
 
 Dropped = dict[str, tuple[int, str]]
 """Reason -> (rows, where the first of them is)."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
-from rlhf.config_data import Weight
-from rlhf.data.rows import Row
+from rlhf.config.data import Weight
+from rlhf.data.records import Row
 
 T = TypeVar("T")
 

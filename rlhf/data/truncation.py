@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from rlhf.config import DataConfig
-from rlhf.data.encoding import encode_prompts
-from rlhf.data.rows import Row
+from rlhf.config.schema import DataConfig
+from rlhf.data.prompt_encoding import encode_prompts
+from rlhf.data.records import Row
 from rlhf.data.transcripts import Message, plain_prompt, transcript
 
 if TYPE_CHECKING:

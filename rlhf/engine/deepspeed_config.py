@@ -15,12 +15,12 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlhf import quiet
-from rlhf.config import Config
+from rlhf.config.schema import Config
+from rlhf.config.validation_errors import explained
 from rlhf.engine import distributed
 from rlhf.errors import ConfigError
-from rlhf.problems import explained
-from rlhf.roles import Holding
+from rlhf.reporting import verbosity
+from rlhf.roles.roles import Holding
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
@@ -144,7 +144,7 @@ def check_disk(config: Config, accelerator: Accelerator) -> None:
     folder = config.engine.nvme
     if folder is None:
         return
-    with quiet.unheard():  # it compiles a program, and its compiler complains aloud
+    with verbosity.unheard():  # it compiles a program, and its compiler complains aloud
         ready = accelerator.deepspeed_operator("AsyncIOBuilder")
     if not ready:
         raise ConfigError(

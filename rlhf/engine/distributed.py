@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerators import verify_agreement
-from rlhf import quiet
-from rlhf.engine.supervision import store, supervised
 from rlhf.errors import FailedElsewhere
-from rlhf.place import Place, here
+from rlhf.launchers.rank_monitor import store, supervised
+from rlhf.reporting import verbosity
+from rlhf.utils.process_info import Place, here
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
-    from rlhf.companions import Member
+    from rlhf.launchers.coordinator import Member
 
 
 _WAITS = itertools.count()  # the same on all ranks, which wait for the same things
@@ -65,17 +65,17 @@ def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accele
     place = here()
     with _process_group_of(place):
         accelerator.bind(place.local_rank)
-        with quiet.unheard():
+        with verbosity.unheard():
             accelerator.prepare_deepspeed()
             import deepspeed
 
         # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
         with supervised(place, timeout) as member:
             if place.size == 1:  # no launcher, so no address to meet at
-                with quiet.unheard():  # gloo of torch 2.9 prints that it is alone
+                with verbosity.unheard():  # gloo of torch 2.9 prints that it is alone
                     dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
             # DeepSpeed joins the process group above, or makes one with its own settings for the device.
-            with quiet.unheard():  # for some devices it compiles collectives
+            with verbosity.unheard():  # for some devices it compiles collectives
                 deepspeed.init_distributed(
                     dist_backend=accelerator.dist_backend(),
                     verbose=False,

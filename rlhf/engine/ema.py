@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.engine.masters import masters, round_masters
+from rlhf.engine.fp32_weights import masters, round_masters
 
 if TYPE_CHECKING:
     from accelerators import Accelerator

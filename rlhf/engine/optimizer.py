@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rlhf.config import LoraConfig, OptimizerConfig
+from rlhf.config.schema import LoraConfig, OptimizerConfig
 
 ADAPTERS_FACTOR = 10.0
 """Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` says otherwise: they begin at zero,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ModelError
-from rlhf.files import read_json
 from rlhf.models.folder import check_model_folder
+from rlhf.utils.atomic_io import read_json
 
 _CONFIG = "adapter_config.json"
 
@@ -36,7 +36,7 @@ def merged(model: Any, folder: str) -> Any:
     from peft import PeftModel
 
     from accelerators import lack_of_memory
-    from rlhf.models.reasons import reason
+    from rlhf.models.hf_errors import reason
 
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()

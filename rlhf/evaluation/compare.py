@@ -1,6 +1,7 @@
 """Several models complete the same prompts, and a reward model scores what they wrote: `rlhf compare`.
 
-Names of models and rows with prompts flow in; a `Comparison` flows out, of which `rlhf.evaluation.figures` makes
+Names of models and rows with prompts flow in; a `Comparison` flows out, of which `rlhf.evaluation.comparison_stats`
+makes
 numbers. One model is held at a time.
 """
 
@@ -12,21 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlhf.config import Config
-from rlhf.data.encoding import PromptFormat, conversation_row, encode_prompts
+from rlhf.config.schema import Config
+from rlhf.data.completions import completion_texts
+from rlhf.data.prompt_encoding import PromptFormat, conversation_row, encode_prompts
+from rlhf.data.records import Row
 from rlhf.data.report import Dropped, count
-from rlhf.data.rows import Row
 from rlhf.errors import ConfigError, DataError, ModelError
 from rlhf.evaluation.adapters import base_of
-from rlhf.evaluation.folders import model_folder, reward_model_folder
+from rlhf.evaluation.generate import Ids, Manner, log_probs, write
 from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer, prompt_format
-from rlhf.evaluation.writing import Ids, Manner, log_probs, write
-from rlhf.metrics.progress import progress
+from rlhf.evaluation.resolve import model_folder, reward_model_folder
 from rlhf.models.attention import choose_attention
+from rlhf.models.compatibility import max_positions
 from rlhf.models.folder import check_model_folder
 from rlhf.models.loading import load_model_tokenizer, outline
-from rlhf.models.support import max_positions
-from rlhf.rl.completions import completion_texts
+from rlhf.reporting.progress import progress
 
 
 @dataclass

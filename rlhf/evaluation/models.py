@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf import hub
-from rlhf.config import Config, ModelConfig
+from rlhf.config.schema import Config, ModelConfig
 from rlhf.errors import ModelError, OutOfMemory
 from rlhf.evaluation.adapters import base_of, merged
-from rlhf.evaluation.folders import model_folder, reward_model_folder, trained_ends, trained_format
-from rlhf.metrics.progress import progress
+from rlhf.evaluation.resolve import model_folder, reward_model_folder, trained_ends, trained_format
+from rlhf.models import hub
 from rlhf.models.folder import check_model_folder
+from rlhf.reporting.progress import progress
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from accelerators import Accelerator, Precision, ShapePolicy
-    from rlhf.data.encoding import PromptFormat
-    from rlhf.data.rows import Row
+    from rlhf.data.prompt_encoding import PromptFormat
+    from rlhf.data.records import Row
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +52,18 @@ class Device:
             AcceleratorError: no backend can be chosen, or it lacks the precision.
             ConfigError: it lacks an implementation that `engine.kernels` names.
         """
-        from rlhf import launch, quiet
+        from rlhf.reporting import verbosity
+        from rlhf.trainers import run
 
-        selection = launch.select(config, accelerator)
+        selection = run.select(config, accelerator)
         from accelerators import ShapePolicy, stdout_to_stderr
 
         with stdout_to_stderr():  # a device's software may print as it likes
             made = selection.create()
             made.bind(0)
             made.seed(config.seed)
-            launch.choose_kernels(config, made)
-        quiet.libraries()
+            run.choose_kernels(config, made)
+        verbosity.libraries()
         named = config.engine.shapes
         shapes = made.shape_policy() if named == "auto" else ShapePolicy(named)
         return cls(made, made.precision(config.precision), shapes)
@@ -163,7 +164,7 @@ class Judge(Loaded):
 
     def encode(self, rows: Sequence[Row], replies: Sequence[str]) -> list[list[int] | None]:
         """The token ids of each row's prompt with a reply and its end; None where the chat template refuses them."""
-        from rlhf.data.encoding import encode_prompts, encode_replies
+        from rlhf.data.prompt_encoding import encode_prompts, encode_replies
 
         templated = self.prompt_format == "template"
         prompts = encode_prompts(self.tokenizer, rows, chat_template=templated)
@@ -210,9 +211,9 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
     """
     folder = str(model_folder(path))
     base = base_of(folder)
+    from rlhf.models.compatibility import read_config
     from rlhf.models.loading import load_causal_lm
     from rlhf.models.scalar_head import SUFFIX
-    from rlhf.models.support import read_config
     from rlhf.models.tokenizers import end_tokens
 
     source = config.model.model_copy(update={"path": base})
@@ -243,9 +244,9 @@ def load_judge(path: Path | str, config: Config, device: Device, *, name: str | 
     """
     folder = str(reward_model_folder(path))
     check_model_folder(folder)
+    from rlhf.models.compatibility import generation_settings
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_scalar_head
-    from rlhf.models.support import generation_settings
     from rlhf.models.tokenizers import end_tokens
 
     source = config.model.model_copy(update={"path": folder})
@@ -263,7 +264,7 @@ def _prepared(
     """What loaders of a model are given: its tokenizer; its attention, and what makes its parameters."""
     from rlhf.models.attention import choose_attention
     from rlhf.models.loading import check_fits, load_model_tokenizer, outline
-    from rlhf.models.weights import into
+    from rlhf.models.weight_loading import into
 
     folder = str(source.path)
     attention = choose_attention(device.accelerator, folder, source).name
@@ -284,13 +285,13 @@ def _placed(model: Any, device: Device) -> Any:
 
 def prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
     """How a model's prompts are written: as in its training, where a stage left it."""
-    from rlhf.data.encoding import has_template
+    from rlhf.data.prompt_encoding import has_template
 
     template = has_template(tokenizer, config.data.chat_template)
     return trained_format(Path(folder)) or ("template" if template else "plain")
 
 
 def _room(model: Any) -> int:
-    from rlhf.models.support import max_positions
+    from rlhf.models.compatibility import max_positions
 
     return max_positions(model.config) or _ENDLESS

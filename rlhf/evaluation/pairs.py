@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.evaluation import calibration
 from rlhf.evaluation.rows import Measured, Rows, examples
-from rlhf.evaluation.statistics import wilson
+from rlhf.utils.statistics import wilson
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlhf.config import Config
+    from rlhf.config.schema import Config
     from rlhf.evaluation.models import Judge
 
 

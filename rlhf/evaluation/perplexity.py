@@ -18,7 +18,7 @@ from rlhf.evaluation.rows import Measured, Rows, examples
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.config import Config
+    from rlhf.config.schema import Config
     from rlhf.data.examples import Demonstration
     from rlhf.evaluation.models import Writer
 
@@ -113,8 +113,8 @@ def _negative_log_likelihood(module: Any, input_ids: Tensor, attention_mask: Ten
     """[B]: -log p, summed over each row's real tokens from its `first` on."""
     import torch
 
+    from rlhf.losses.log_probs import masked
     from rlhf.models.forward import completion_log_probs
-    from rlhf.objectives.tokens import masked
 
     found = completion_log_probs(module, input_ids, attention_mask, input_ids.shape[1] - 1).log_probs
     columns = torch.arange(1, input_ids.shape[1], device=input_ids.device)

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config.schema import Config
 from rlhf.data.formats import Columns
-from rlhf.data.reading import Source, SourceRows
+from rlhf.data.load_sources import Source, SourceRows
+from rlhf.data.records import Row, parse
 from rlhf.data.report import Dropped, count
-from rlhf.data.rows import Row, parse
 from rlhf.errors import DataError
 from rlhf.evaluation.rows import read_text
 
@@ -63,7 +63,7 @@ def held_out(config: Config, tokenizer: Any) -> list[Row]:
     Raises:
         DataError: a source cannot be read, or the stage has no rows.
     """
-    from rlhf.data.tokenization import load_stage
+    from rlhf.data.stage_dataset import load_stage
 
     return [example.row for example in load_stage(config.data, "ppo", tokenizer, seed=config.seed).heldout]
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.config import Config, DataConfig, Stage
-from rlhf.data import sources
+from rlhf.config.schema import Config, DataConfig, Stage
+from rlhf.data import readers
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from rlhf.data.examples import Example
+    from rlhf.data.records import Row
     from rlhf.data.report import DataReport
-    from rlhf.data.rows import Row
     from rlhf.evaluation.models import Loaded
 
 HELDOUT = "heldout"
@@ -51,11 +51,11 @@ def overrides(source: str, option: str) -> list[str]:
     """
     if source == HELDOUT or _is_text(source):
         if source != HELDOUT:
-            sources.check(source, option)
+            readers.check(source, option)
         return []
     written = source.lstrip().startswith("{") and not Path(source).exists()
     if not written:
-        sources.check(source, option)
+        readers.check(source, option)
     return [f"data.datasets=[{source if written else json.dumps({'path': source})}]", "data.stage_split=1:1:1"]
 
 
@@ -69,9 +69,9 @@ def read_rows(source: str, stage: Stage, config: Config, first: Loaded, *, show:
     Raises:
         DataError: a source cannot be read, or there is no row.
     """
-    from rlhf.data.reading import Source, read_sources
+    from rlhf.data.load_sources import Source, read_sources
     from rlhf.data.report import DataReport, count
-    from rlhf.data.tokenization import load_stage
+    from rlhf.data.stage_dataset import load_stage
 
     if source == HELDOUT:
         data = load_stage(
@@ -107,9 +107,9 @@ def examples(
     Raises:
         DataError: none is left.
     """
-    from rlhf.data.making import encode_rows, usable
-    from rlhf.data.reasons import LONG_COMPLETION
+    from rlhf.data.drop_reasons import LONG_COMPLETION
     from rlhf.data.report import DataReport
+    from rlhf.data.tokenize_rows import encode_rows, usable
 
     report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
     settings = _as_trained(config, model)
@@ -160,7 +160,7 @@ def _is_text(source: str) -> bool:
 
 def _document(source: str) -> Row:
     """A text file, as one text without a prompt."""
-    from rlhf.data.rows import Row
+    from rlhf.data.records import Row
 
     text = read_text(source)
     if not text.strip():

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf import hub
 from rlhf.errors import ModelError
+from rlhf.models import hub
+from rlhf.models.compatibility import lacks_attention, model_class, read_config
 from rlhf.models.folder import check_model_folder
-from rlhf.models.support import lacks_attention, model_class, read_config
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
-    from rlhf.config import ModelConfig
+    from rlhf.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf.config.paths import hint, is_path
 from rlhf.errors import ModelError
-from rlhf.names import hint, is_path
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from rlhf.models.vocabulary import LogProbs, log_probs_of
+from rlhf.models.lm_head import LogProbs, log_probs_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accelerators import lack_of_memory
-from rlhf import hub
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import deepspeed_chat, sources
+from rlhf.models import deepspeed_chat, hub, lazy_tensors
+from rlhf.models.compatibility import check_support
 from rlhf.models.final_norm import final_norm, reset_final_norm
 from rlhf.models.folder import check_model_folder
-from rlhf.models.reasons import reason, unreachable
-from rlhf.models.support import check_support
+from rlhf.models.hf_errors import reason, unreachable
 from rlhf.models.tokenizers import end_tokens, load_tokenizer
-from rlhf.models.weights import Checkpoint, Put, fill, grow, into, make_real, prepare
-from rlhf.roles import Holding
+from rlhf.models.weight_loading import Checkpoint, Put, fill, grow, into, make_real, prepare
+from rlhf.roles.roles import Holding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -210,7 +209,7 @@ def _load(
         **options,
     )
     try:
-        tensors = None if gguf or hasattr(found, "quantization_config") else sources.stored(path)
+        tensors = None if gguf or hasattr(found, "quantization_config") else lazy_tensors.stored(path)
         chats = deepspeed_chat.saved(tensors or ())
         keys = deepspeed_chat.KEYS if chats and scalar_head else None
         load = partial(load, key_mapping=keys) if keys else load

@@ -22,7 +22,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.config import LoraConfig
+from rlhf.config.schema import LoraConfig
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.final_norm import was_reset
 

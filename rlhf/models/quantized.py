@@ -15,10 +15,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.models import sources
+from rlhf.models import lazy_tensors
+from rlhf.models.lazy_tensors import Held, Source
 from rlhf.models.lora import change
-from rlhf.models.sources import Held, Source
-from rlhf.models.weights import Put, source_of
+from rlhf.models.weight_loading import Put, source_of
 
 if TYPE_CHECKING:
     from accelerators import QuantizedWeights
@@ -106,7 +106,7 @@ def quantizing(put: Put, kind: Kind, packing: QuantizedWeights, device: torch.de
         nonlocal room
         if room.numel() < parameter.numel():
             room = torch.empty(parameter.numel(), device=device)
-        weight = sources.copy(found, room[: parameter.numel()].view(parameter.shape))
+        weight = lazy_tensors.copy(found, room[: parameter.numel()].view(parameter.shape))
         _become(module, kind, packing, weight, found)
         return None
 
@@ -131,7 +131,7 @@ def exported_weight(model: Any, path: str) -> Tensor:
     """
     layer = model.get_submodule(path)
     assert layer.source is not None, f"{path} was packed for a model that nobody exports"
-    weight = sources.whole(layer.source, torch.float32)
+    weight = lazy_tensors.whole(layer.source, torch.float32)
     around = model.get_submodule(path.rpartition(".")[0])
     if isinstance(around, LoraLayer):
         weight += change(around).detach().to(weight.device)

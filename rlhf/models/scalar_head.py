@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhf.models.reasons import reason
+from rlhf.models.hf_errors import reason
 
 SUFFIX = "ScalarHead"
 """How the names of classes made here end, and with them the `architectures` of a saved configuration."""

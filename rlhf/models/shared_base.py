@@ -15,12 +15,12 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from rlhf.config import ModelConfig
+from rlhf.checkpoint import adapters
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import adapters
 from rlhf.models.loading import empty
 from rlhf.models.lora import FROZEN, TRAINED, inject, plain_name
-from rlhf.models.weights import remember, source_of
+from rlhf.models.weight_loading import remember, source_of
 
 
 class Base:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config.paths import hint, is_path
 from rlhf.errors import ModelError
-from rlhf.models.reasons import reason, unreachable
-from rlhf.names import hint, is_path
+from rlhf.models.hf_errors import reason, unreachable
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

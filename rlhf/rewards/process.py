@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf import names
-from rlhf.config import Config, RewardFunctionConfig
+from rlhf.config import paths
+from rlhf.config.schema import Config, RewardFunctionConfig
+from rlhf.config.validation_errors import shown
 from rlhf.errors import ConfigError, RewardError
-from rlhf.problems import shown
 from rlhf.rewards import worker
 
 _OFTEN = 0.2  # seconds after which a process that has ended is noticed, though others hold its pipe
@@ -75,7 +75,7 @@ class RewardProcess:
         for function in self._functions:
             file = function.function.rpartition(":")[0]
             if file.endswith(".py") and not Path(file).is_file():
-                raise RewardError(f"ppo.reward_functions: {file}: no such file; check its path{names.hint(file)}")
+                raise RewardError(f"ppo.reward_functions: {file}: no such file; check its path{paths.hint(file)}")
         self._at: tuple[int, int | None]  # function, and sample
         pipes = [os.pipe() for _ in range(3)]
         (asked, self._requests), (self._replies, answers), (lifeline, held) = pipes

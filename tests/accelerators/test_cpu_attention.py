@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 import accelerators
 from accelerators import AcceleratorError
 from accelerators.backends.cpu import attention as cpu_attention
-from rlhf.config import SamplingConfig
+from rlhf.config.schema import SamplingConfig
+from rlhf.generation.decoder import Decoder
 from rlhf.models.forward import model_inputs
-from rlhf.rollout.decoder import Decoder
 from tests.families.table import BY_NAME
 
 OWN = cpu_attention.ATTENTION

@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Sta
 
 from accelerators.backends.cpu import attention as cpu_attention
 from accelerators.backends.cpu.kernels import compiler, decode, layers
-from rlhf.rollout.cache import ViewedCache
-from rlhf.rollout.switch import generating
+from rlhf.generation.hybrid_engine import generating
+from rlhf.generation.kv_cache import ViewedCache
 from tests.accelerators.test_packed import snapshot
-from tests.rollout.test_switch import build, train
+from tests.generation.test_hybrid_engine import build, train
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},  # of the output's projection too
@@ -554,7 +554,7 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
         torch.manual_seed(0)
         return model_of()
 
-    monkeypatch.setattr("tests.rollout.test_switch.llama", made)
+    monkeypatch.setattr("tests.generation.test_hybrid_engine.llama", made)
     weights = []
     for way in ("native", "none"):
         accelerator.choose("inference_weights", way)

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accelerators.backends.cpu.kernels import layers
 from accelerators.backends.cpu.kernels.layers import FAMILIES, _Gate, _RMSNorm, fuse, supported
-from rlhf.config import OptimizerConfig
-from rlhf.engine.training import TrainingEngine, freeze
+from rlhf.config.schema import OptimizerConfig
+from rlhf.engine.engine import TrainingEngine, freeze
 from rlhf.models.forward import completion_log_probs
 from tests.in_process import held
 

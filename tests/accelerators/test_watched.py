@@ -24,7 +24,7 @@ from accelerators import (
 )
 from accelerators.backends.cpu.backend import CPU
 from rlhf.errors import OutOfMemory
-from rlhf.outcome import shortage
+from rlhf.launchers.exit_status import shortage
 from tests.accelerators.misbehaving import NPU, fast, npu, plugin, raises
 
 INFO = DeviceInfo("NPU", 1, "none")

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.aside import Aside
 from rlhf.cli.chat import ChatModel, Show, _converse
 from rlhf.cli.options import Options
-from rlhf.config import Config
+from rlhf.config.schema import Config
 from rlhf.errors import ModelError, RunError
-from rlhf.evaluation.folders import model_folder
-from rlhf.lock import locked
-from rlhf.run import RunDirectory
+from rlhf.evaluation.resolve import model_folder
+from rlhf.runs.backup import Aside
+from rlhf.runs.directory import RunDirectory
+from rlhf.utils.file_lock import locked
 
 
 @pytest.fixture

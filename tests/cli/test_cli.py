@@ -13,14 +13,15 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rlhf import launch, ranks
 from rlhf.cli.app import app
 from rlhf.cli.options import Options
 from rlhf.cli.tables import print_table
-from rlhf.config import Config, build_config, load_config
+from rlhf.config.schema import Config, build_config, load_config
 from rlhf.errors import RunError
-from rlhf.outcome import Outcome
-from rlhf.run import RunDirectory
+from rlhf.launchers import local
+from rlhf.launchers.exit_status import Outcome
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers import run as launch
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -257,7 +258,7 @@ def test_the_end_of_the_ranks_is_told_even_where_the_folder_cannot_be_tidied(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(RunDirectory, "recover", refuse)
     monkeypatch.setattr(launch, "select", lambda *arguments: None)
-    monkeypatch.setattr(ranks, "start", lambda *arguments, **options: begun.append(True) or Outcome(1, "the cause", 0))
+    monkeypatch.setattr(local, "start", lambda *arguments, **options: begun.append(True) or Outcome(1, "the cause", 0))
     command = ["sft", "--ranks", "2", "--output", str(tmp_path / "run")]
     assert get_command(app).main(command, standalone_mode=False) == 1
     assert capsys.readouterr().err == "the cause\n"

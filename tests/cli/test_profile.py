@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from rlhf.config import Config
-from rlhf.metrics.operators import found_in
-from rlhf.planning.duration import steps_of
-from rlhf.planning.fit import changed
-from rlhf.profiling import lengthened
+from rlhf.cli.profiler import lengthened
+from rlhf.config.schema import Config
+from rlhf.memory.advice import changed
+from rlhf.memory.duration import steps_of
+from rlhf.reporting.operators import found_in
 
 PHASES = ("generation", "scoring", "training")
 

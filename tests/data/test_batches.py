@@ -11,7 +11,7 @@ import torch
 from accelerators import ShapePolicy
 from rlhf.data.batches import Batches, collate_ppo, collate_reward, collate_sft
 from rlhf.data.examples import Demonstration, Pair, Prompt
-from rlhf.data.rows import Message, Row
+from rlhf.data.records import Message, Row
 
 EOS = PAD = 2  # the same token on purpose
 ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "rows.jsonl:1")

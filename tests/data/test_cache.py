@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf.config import EVERY_STAGE, Config, DataConfig, Stage, share_of
-from rlhf.data import cache, making, store
+from rlhf.config.schema import EVERY_STAGE, Config, DataConfig, Stage, share_of
+from rlhf.data import arrow_store, cache, tokenize_rows
 from rlhf.data.cache import StageCache
 from rlhf.data.examples import Demonstration, Numbered, token_counts
-from rlhf.data.reading import read_sources
-from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import StageData, load_stage
+from rlhf.data.load_sources import read_sources
+from rlhf.data.records import Message, Row
+from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
-from rlhf.metrics.progress import console
+from rlhf.reporting.progress import console
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -100,8 +100,8 @@ def test_kept_examples_are_those_that_are_loaded_and_are_made_once(
     assert kept.find() is None
     assert kept.build() is None
     same(kept.load(), expected)
-    monkeypatch.setattr(making, "encode_prompts", unusable)
-    monkeypatch.setattr("rlhf.data.reading.read", unusable)
+    monkeypatch.setattr(tokenize_rows, "encode_prompts", unusable)
+    monkeypatch.setattr("rlhf.data.load_sources.read", unusable)
     again = cache_of(tokenizer, rows, stage, records=stage == "ppo")
     assert again.build() is None
     found = again.find()
@@ -284,7 +284,7 @@ def test_the_settings_of_a_run_say_what_is_kept(tokenizer: Any) -> None:
 
 _BUILD = """
 import sys, time
-from rlhf.config import DataConfig
+from rlhf.config.schema import DataConfig
 from rlhf.data import making
 from rlhf.data.cache import StageCache
 from tests.helpers import build_tokenizer
@@ -339,7 +339,7 @@ def test_processes_that_build_the_same_build_once_and_one_that_was_killed_leaves
 def test_a_bar_is_shown_while_rows_are_tokenized_and_not_when_they_are_kept(
     tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "LONG", 50)
+    monkeypatch.setattr(tokenize_rows, "LONG", 50)
     shown = []
     for show in (True, True):
         with console.capture() as captured:
@@ -362,9 +362,9 @@ def test_a_tokenizer_that_cannot_be_written_for_want_of_room_is_said(
 def test_examples_are_not_held_while_others_are_made_nor_when_they_are_opened(
     tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (making, store):
+    for module in (tokenize_rows, arrow_store):
         monkeypatch.setattr(module, "_AT_ONCE", 10)
-    encode, alive = making.encode_prompts, []
+    encode, alive = tokenize_rows.encode_prompts, []
 
     def examples() -> int:
         gc.collect()  # those of earlier tests may be garbage that waits
@@ -374,7 +374,7 @@ def test_examples_are_not_held_while_others_are_made_nor_when_they_are_opened(
         alive.append(examples())
         return encode(*arguments, **options)
 
-    monkeypatch.setattr(making, "encode_prompts", counted)
+    monkeypatch.setattr(tokenize_rows, "encode_prompts", counted)
     before = examples()
     kept = cache_of(tokenizer, rows)
     kept.build()
@@ -392,11 +392,13 @@ def test_20_000_rows_take_no_lists_of_tokens(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        writer = store.Writer(tmp_path / "examples.arrow", Demonstration)
+        writer = arrow_store.Writer(tmp_path / "examples.arrow", Demonstration)
         for place in range(20_000):
             writer.add(made(place))
         writer.close()
-        stored = store.Stored(store.Table(tmp_path / "examples.arrow", Demonstration), np.arange(20_000)[::-1])
+        stored = arrow_store.Stored(
+            arrow_store.Table(tmp_path / "examples.arrow", Demonstration), np.arange(20_000)[::-1]
+        )
         assert all(len(example.prompt_ids) == 100 for example in stored)
         assert tracemalloc.get_traced_memory()[1] < 15e6, "a thousand at a time"
         assert tracemalloc.get_traced_memory()[0] < 2e6

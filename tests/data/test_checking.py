@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import STAGES, DataConfig, Stage
-from rlhf.data import making, tokenization
-from rlhf.data.reading import read_sources
-from rlhf.data.tokenization import SAMPLE, check_stage, load_stage
+from rlhf.config.schema import STAGES, DataConfig, Stage
+from rlhf.data import stage_dataset, tokenize_rows
+from rlhf.data.load_sources import read_sources
+from rlhf.data.stage_dataset import SAMPLE, check_stage, load_stage
 from rlhf.errors import DataError
 
 LIMITS: dict[str, Any] = {"max_prompt_length": 30, "max_completion_length": 20}
@@ -63,7 +63,7 @@ def a_config(rng: random.Random, folder: Path) -> DataConfig:
 def test_a_check_says_what_loading_says_whatever_the_rows(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenization, "SAMPLE", 2)
+    monkeypatch.setattr(stage_dataset, "SAMPLE", 2)
     outcomes = []
     for seed in range(100):
         config = a_config(random.Random(seed), tmp_path)
@@ -81,13 +81,13 @@ def test_a_check_says_what_loading_says_whatever_the_rows(
 def test_a_check_tokenizes_a_sample_and_all_rows_only_where_that_shows_too_few(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage
 ) -> None:
-    encode, tokenized = making.encode_prompts, []
+    encode, tokenized = tokenize_rows.encode_prompts, []
 
     def counted(tokenizer: Any, rows: Any, **options: Any) -> Any:
         tokenized.append(len(rows))
         return encode(tokenizer, rows, **options)
 
-    monkeypatch.setattr(making, "encode_prompts", counted)
+    monkeypatch.setattr(tokenize_rows, "encode_prompts", counted)
     pair = {"chosen": "moo", "rejected": "baa"}
     path = tmp_path / "rows.jsonl"
     config = DataConfig(datasets=[{"path": str(path), "stages": [stage]}], **LIMITS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import Config, build_config
+from rlhf.config.schema import Config, build_config
 from rlhf.data.pretraining import fingerprint, pack, read
 from rlhf.errors import DataError
 from tests.helpers import build_tokenizer

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import DataConfig, Stage
+from rlhf.config.schema import DataConfig, Stage
 from rlhf.data.examples import Demonstration, Pair, Prompt
 from rlhf.data.preview import example, learned, lengths
-from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import StageData, load_stage
+from rlhf.data.records import Message, Row
+from rlhf.data.stage_dataset import StageData, load_stage
 
 ROW = Row((Message("user", "a"),), "a", "b", None, None, "")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import DataConfig, Stage
-from rlhf.data import reasons
-from rlhf.data.encoding import encode_conversation
-from rlhf.data.reasons import REMEDIES, remedy
-from rlhf.data.rows import Message
-from rlhf.data.tokenization import StageData, load_stage
+from rlhf.config.schema import DataConfig, Stage
+from rlhf.data import drop_reasons
+from rlhf.data.drop_reasons import REMEDIES, remedy
+from rlhf.data.prompt_encoding import encode_conversation
+from rlhf.data.records import Message
+from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
 
 
@@ -28,7 +28,7 @@ def load(tokenizer: Any, *datasets: dict[str, Any], stage: Stage = "sft", **data
 
 
 def test_every_reason_has_its_own_remedy() -> None:
-    named = [value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)]
+    named = [value for name, value in vars(drop_reasons).items() if name.isupper() and isinstance(value, str)]
     assert len(named) > 15
     assert [reason for reason in named if remedy(reason) != REMEDIES[reason]] == []
     with pytest.raises(StopIteration):

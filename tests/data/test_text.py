@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from accelerators import ShapePolicy
-from rlhf.config import DataConfig, Stage
+from rlhf.config.schema import DataConfig, Stage
 from rlhf.data.batches import collate_sft
-from rlhf.data.tokenization import StageData, load_stage
+from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
 
 TEXTS = [" A cow  says moo.\n", "= A title =", *(f"Line {n}." for n in range(40))]

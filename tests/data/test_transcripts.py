@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.data.formats import Columns
-from rlhf.data.rows import Message, parse
+from rlhf.data.records import Message, parse
 
 PROMPT = Columns(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import DataConfig, Stage
-from rlhf.data.tokenization import StageData, load_stage
-from rlhf.data.tokenizer import build_tokenizer
+from rlhf.config.schema import DataConfig, Stage
+from rlhf.data.stage_dataset import StageData, load_stage
+from rlhf.data.toy_tokenizer import build_tokenizer
 from rlhf.errors import DataError
 
 # Without merges each letter is a token: <user>Hi<eos><assistant> has 5.

@@ -9,11 +9,11 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
 from accelerators import Accelerator, Precision
-from rlhf.config import OptimizerConfig, build_config
-from rlhf.engine.training import TrainingEngine
+from rlhf.config.schema import OptimizerConfig, build_config
+from rlhf.engine.engine import TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.lora import add_adapters
-from rlhf.roles import holdings
+from rlhf.roles.roles import holdings
 from tests.helpers import llama
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))

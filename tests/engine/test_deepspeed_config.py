@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from rlhf.config import build_config
+from rlhf.config.schema import build_config
 from rlhf.engine import deepspeed_config
 from rlhf.engine.deepspeed_config import OWN, check, check_disk
 from rlhf.errors import ConfigError
-from rlhf.roles import holdings
-from tests.engine.test_training import build, train
+from rlhf.roles.roles import holdings
+from tests.engine.test_engine import build, train
 from tests.in_process import held
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import ranks
+from rlhf.launchers import local
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ except BaseException as error:
 def on_two_ranks(folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
     """What each rank came to, in a process group whose collectives wait for two seconds."""
     script = SCRIPT.format(root=str(ROOT), folder=str(folder), takes_long=takes_long, then=then)
-    ranks.start(2, [sys.executable, "-c", script])
+    local.start(2, [sys.executable, "-c", script])
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]
 
 
@@ -77,5 +77,5 @@ Path({folder!r}, f"rank{{os.environ['RANK']}}").write_text(str(found))
 @pytest.mark.slow
 def test_a_rank_may_begin_a_session_before_rank_0_does(tmp_path: Path) -> None:
     script = SESSIONS.format(root=str(ROOT), folder=str(tmp_path))
-    assert ranks.start(2, [sys.executable, "-c", script]) is None
+    assert local.start(2, [sys.executable, "-c", script]) is None
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[[2, 0], [2, 1]]"] * 2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.checkpoint.export import save_model
 from rlhf.engine.ema import EMA
-from rlhf.models.export import save_model
 from tests.engine import averages, halves
 from tests.engine.averages import DECAY, IDS, Plain, build, masters, step
 from tests.helpers import weights

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from accelerators.backends.cpu.backend import CPU
-from rlhf.engine import checkpoint
-from rlhf.engine.training import freeze
-from rlhf.run import RunDirectory
-from tests.engine.test_training import IDS, build, train, weights_of
+from rlhf.checkpoint import training_state
+from rlhf.engine.engine import freeze
+from rlhf.runs.directory import RunDirectory
+from tests.engine.test_engine import IDS, build, train, weights_of
 from tests.helpers import llama
 from tests.in_process import bytes_held, held
 
@@ -75,9 +75,9 @@ def test_a_checkpoint_continues_wherever_its_state_waited(accelerator, tmp_path,
     first, whole = (build(accelerator, zero_stage, offload=before) for _ in range(2))
     place = RunDirectory(tmp_path).stage("sft")
     followed(first, 2)
-    checkpoint.save(place, 2, {"model": first}, {})
+    training_state.save(place, 2, {"model": first}, {})
     resumed = build(accelerator, zero_stage, offload=after)
-    assert checkpoint.restore(place, {"model": resumed}) == (2, {})
+    assert training_state.restore(place, {"model": resumed}) == (2, {})
     assert resumed.steps == 2
     expected = followed(whole)[2:]
     assert followed(resumed, 2) == pytest.approx(expected, rel=1e-6 if zero_stage == 3 else 0)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.config import LoraConfig, OptimizerConfig, build_config
+from rlhf.config.schema import LoraConfig, OptimizerConfig, build_config
+from rlhf.engine.engine import TrainingEngine
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
-from rlhf.engine.training import TrainingEngine
 from rlhf.models.lora import add_adapters
-from rlhf.roles import holdings
+from rlhf.roles.roles import holdings
 
 
 def rates(**settings):

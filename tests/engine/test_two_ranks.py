@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf import ranks
+from rlhf.launchers import local
 from tests.engine import two_ranks
 from tests.helpers import weights
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.engine import two_ranks"
-    outcome = ranks.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
+    outcome = local.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
     assert outcome is None, outcome.line
     return folder
 

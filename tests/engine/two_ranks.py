@@ -9,10 +9,10 @@ import torch
 
 import accelerators
 from accelerators import Accelerator
+from rlhf.checkpoint.export import save_model
 from rlhf.engine import distributed
 from rlhf.engine.ema import EMA
-from rlhf.engine.overflow import step_together
-from rlhf.models.export import save_model
+from rlhf.engine.fp16 import step_together
 from tests.engine import halves
 from tests.engine.averages import DECAY, IDS, Plain, build, loss, masters
 from tests.helpers import build_tokenizer

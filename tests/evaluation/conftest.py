@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rlhf.evaluation.models import Device
-from tests.metrics.test_keys import table
+from tests.trainers.test_keys import table
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from rlhf.config import load_config
-from rlhf.metrics.progress import format_number
+from rlhf.config.schema import load_config
+from rlhf.reporting.progress import format_number
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
-from tests.metrics.test_keys import table
+from tests.trainers.test_keys import table
 
 KEYS = [key for _, key, _ in table("`rlhf compare`")]
 PROMPTS = ["red cow", "please moo", "blue owl go away", "no", "dog woof woof thanks", "green"]
@@ -349,7 +349,7 @@ def test_numbers_are_shown_even_where_the_file_cannot_be_written(
 
 def test_ctrl_c_is_one_line(run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf.evaluation import compare as comparing
-    from rlhf.outcome import Interrupted
+    from rlhf.launchers.exit_status import Interrupted
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

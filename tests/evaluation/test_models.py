@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from accelerators import Precision, ShapePolicy
-from rlhf.config import Config, build_config
-from rlhf.data.encoding import conversation_row
-from rlhf.data.tokenization import load_stage
+from rlhf.config.schema import Config, build_config
+from rlhf.data.prompt_encoding import conversation_row
+from rlhf.data.stage_dataset import load_stage
 from rlhf.data.transcripts import Message
 from rlhf.errors import ModelError, OutOfMemory, RunError
-from rlhf.evaluation.folders import model_folder as folder_of
-from rlhf.evaluation.folders import reward_model_folder, run_of, trained_format
 from rlhf.evaluation.models import Device, load_judge, load_writer
-from rlhf.run import RunDirectory
+from rlhf.evaluation.resolve import model_folder as folder_of
+from rlhf.evaluation.resolve import reward_model_folder, run_of, trained_format
+from rlhf.runs.directory import RunDirectory
 from tests.evaluation.conftest import by_transformers, reward_model
 from tests.helpers import build_tokenizer, llama
 from tests.models.test_deepspeed_chat import saved
@@ -164,7 +164,7 @@ def test_a_score_that_is_no_number_is_an_error(
 def test_the_tokenizer_of_another_model_is_refused(
     device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
-    from rlhf.data.tokenizer import world_tokenizer
+    from rlhf.data.toy_tokenizer import world_tokenizer
 
     other = world_tokenizer()
     other.save_pretrained(tmp_path / "other")

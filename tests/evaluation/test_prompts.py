@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config, build_config
+from rlhf.config.schema import Config, build_config
 from rlhf.errors import DataError
 from rlhf.evaluation.prompts import drawn, read_lines, read_prompts
 

@@ -67,7 +67,7 @@ class Family:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         from accelerators.kernels import beyond_sdpa
-        from rlhf.models.support import lacks_attention
+        from rlhf.models.compatibility import lacks_attention
 
         config = self.configuration()
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

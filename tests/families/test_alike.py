@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config import ModelConfig, SamplingConfig
+from rlhf.config.schema import ModelConfig, SamplingConfig
+from rlhf.generation.decoder import Decoder
+from rlhf.models.compatibility import check_support
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.models.scalar_head import made_class
-from rlhf.models.support import check_support
-from rlhf.rollout.decoder import Decoder
 from tests.families.table import BY_NAME, FAMILIES, SIZES, build
 
 NAMES = [family.name for family in FAMILIES]

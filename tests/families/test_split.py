@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.rollout.tensor_parallel import split, why_not
+from rlhf.generation.tensor_parallel import split, why_not
 from tests.families.table import BY_NAME, FAMILIES, build
-from tests.rollout.two_ranks import biased
+from tests.generation.two_ranks import biased
 
 SPLIT = {
     "OPT",

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf import pipeline, preflight
-from rlhf.config import STAGES, build_config
+from rlhf.config.schema import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
-from rlhf.rl import updates
-from rlhf.run import RunDirectory
-from rlhf.stages import leaving
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers import outputs, pipeline, preflight
+from rlhf.trainers.ppo import updates
 from tests.families.each import EACH
 from tests.families.table import Family
 from tests.helpers import weights
@@ -80,7 +79,7 @@ def trained(
 
     ends: dict[str, torch.Tensor] = {}
     ratios: list[torch.Tensor] = []
-    save, loss = leaving.save_model, updates.policy_loss
+    save, loss = outputs.save_model, updates.policy_loss
 
     def saved(engine: Any, own: Any, path: Path) -> None:
         ends[f"{path.parent.name}/{path.name}"] = numbers(engine.module, len(tokenizer))
@@ -90,7 +89,7 @@ def trained(
         ratios.append(((log_probs - old) * mask).exp().detach())
         return loss(log_probs, old, advantages, mask, **options)
 
-    monkeypatch.setattr(leaving, "save_model", saved)
+    monkeypatch.setattr(outputs, "save_model", saved)
     monkeypatch.setattr(updates, "policy_loss", watched)
 
     def run(family: Family) -> tuple[Path, dict[str, torch.Tensor], list[torch.Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf import ranks
+from rlhf.launchers import local
 from tests.families.table import BY_NAME
 from tests.matrix import rehearsal
 from tests.matrix.points import OFTEN, POINTS, STEPS, Point
@@ -75,7 +75,7 @@ def folder(
         patch.setenv("PYTHONPATH", os.pathsep.join([str(base / "site"), str(ROOT)]))
         patch.setenv("RLHF_PLUGINS", plugin)
         script = "from tests.matrix import rehearsal, two_ranks; two_ranks.main({!r}, 'rehearsal', rehearsal.watch)"
-        outcome = ranks.start(2, [sys.executable, "-c", script.format(str(base))])
+        outcome = local.start(2, [sys.executable, "-c", script.format(str(base))])
     assert outcome is None, outcome.line
     return base
 

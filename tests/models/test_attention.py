@@ -11,7 +11,7 @@ import transformers
 
 import accelerators
 from accelerators import KernelImpl, Support
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.attention import Choice, choose_attention, describe
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.forward import ScalarHead, sequence_scores
 from rlhf.models.loading import load_causal_lm, load_scalar_head, outline

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rlhf.config import LoraConfig
+from rlhf.config.schema import LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import check_dropout, set_dropout
 from rlhf.models.forward import ScalarHead

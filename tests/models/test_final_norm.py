@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config import LoraConfig, ModelConfig, build_config
+from rlhf.config.schema import LoraConfig, ModelConfig, build_config
 from rlhf.errors import ConfigError
 from rlhf.models.final_norm import final_norm, reset_final_norm, was_reset
 from rlhf.models.forward import ScalarHead

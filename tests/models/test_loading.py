@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.loading import check_same_vocabulary, load_causal_lm, load_model_tokenizer, load_scalar_head
 from rlhf.models.tokenizers import load_tokenizer

@@ -10,7 +10,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from rlhf.config import LoraConfig, ModelConfig, load_config
+from rlhf.config.schema import LoraConfig, ModelConfig, load_config
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.lora import (

@@ -12,15 +12,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from accelerators.quantized import KINDS, QuantizedWeights
-from rlhf.config import LoraConfig, ModelConfig, OptimizerConfig
-from rlhf.engine.training import TrainingEngine
-from rlhf.models import sources
-from rlhf.models.export import save_model
+from rlhf.checkpoint.export import save_model
+from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from rlhf.engine.engine import TrainingEngine
+from rlhf.models import lazy_tensors
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.lora import TRAINED, adapted_layers, add_adapters, change, check_targets
 from rlhf.models.quantized import count, quantize, quantized_layers, quantizing, unpacked
-from rlhf.models.weights import into
+from rlhf.models.weight_loading import into
 from tests.families.table import BY_NAME
 from tests.helpers import build_tokenizer, llama, weights
 from tests.in_process import bytes_held, held, scalar_llama
@@ -147,14 +147,14 @@ def test_inputs_are_cast_where_autocast_says_so():
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_packed_as_they_are_read_and_the_whole_weights_lie_in_one_place(model_folder, kind, monkeypatch):
     places: list[int] = []
-    copy_of = sources.copy
+    copy_of = lazy_tensors.copy
 
     def watched(source, out, *given):
         if out.dim() == 2 and out.shape != (len(build_tokenizer()), 32):
             places.append(out.untyped_storage().data_ptr())
         return copy_of(source, out, *given)
 
-    monkeypatch.setattr(sources, "copy", watched)
+    monkeypatch.setattr(lazy_tensors, "copy", watched)
     put = quantizing(into(torch.bfloat16), kind, PACKING, torch.device("cpu"))
     model = load_causal_lm(ModelConfig(path=str(model_folder)), build_tokenizer(), attention="sdpa", put=put)
     assert len(places) == len(quantized_layers(model)) == 14 and len(set(places)) <= 2  # it grows once

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
+from rlhf.models.compatibility import check_support
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head, outline
 from rlhf.models.scalar_head import MadeHere, made_class, note, write_note
-from rlhf.models.support import check_support
 from tests.families import table
 from tests.helpers import build_tokenizer, llama
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rlhf.config import LoraConfig, ModelConfig
+from rlhf.config.schema import LoraConfig, ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models import shared_base
 from rlhf.models.loading import empty

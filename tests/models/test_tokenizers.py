@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.models.loading import load_causal_lm, load_model_tokenizer
 from rlhf.models.tokenizers import end_tokens, load_tokenizer
 from tests.helpers import build_tokenizer, llama

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rlhf.config import ModelConfig
-from rlhf.models import loading, sources
+from rlhf.checkpoint.safetensors_writer import Writer
+from rlhf.config.schema import ModelConfig
+from rlhf.models import lazy_tensors, loading
+from rlhf.models.lazy_tensors import Grown, Held, Made, Stored, mean_row, whole
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.sources import Grown, Held, Made, Stored, mean_row, whole
-from rlhf.models.weights import into, make_real, source_of
-from rlhf.models.writing import Writer
+from rlhf.models.weight_loading import into, make_real, source_of
 from tests.families.each import EACH
 from tests.families.table import build
 from tests.helpers import build_tokenizer, llama
@@ -131,12 +131,12 @@ def test_weights_that_are_loaded_whole_are_not_so_in_silence(folder, monkeypatch
 
 
 def test_what_is_computed_is_computed_once_however_large_it_is(monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 8)
+    monkeypatch.setattr(lazy_tensors, "CHUNK", 8)
     tensor, calls = torch.randn(10, 7), []
     made = Made(lambda: calls.append(1) or tensor, tensor.shape, tensor.dtype)
     assert torch.equal(whole(made, torch.float32), tensor) and len(calls) == 1
     assert torch.equal(mean_row(made), mean_row(Held(tensor))) and len(calls) == 2
-    assert sources.equal(made, Held(tensor)) and not sources.equal(made, Held(tensor + 1))
+    assert lazy_tensors.equal(made, Held(tensor)) and not lazy_tensors.equal(made, Held(tensor + 1))
 
 
 def test_loading_takes_no_more_memory_than_the_weights_that_are_kept(model_folder, tmp_path):
@@ -144,9 +144,9 @@ def test_loading_takes_no_more_memory_than_the_weights_that_are_kept(model_folde
     llama(300, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2).save_pretrained(tmp_path)
     script = f"""
 import re, torch
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.weights import into
+from rlhf.models.weight_loading import into
 from tests.helpers import build_tokenizer
 def status(key): return int(re.search(rf"{{key}}:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 def load(path):

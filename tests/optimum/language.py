@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.examples import Prompt
-from rlhf.data.rows import Message, Row
+from rlhf.data.records import Message, Row
 
 WORDS = ("<end>", "a", "b", "c")
 END = 0  # also the padding

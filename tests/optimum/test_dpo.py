@@ -18,8 +18,8 @@ from torch import Tensor
 
 from accelerators import Accelerator
 from rlhf.data.examples import Pair
-from rlhf.data.tokenization import StageData
-from rlhf.stages import dpo
+from rlhf.data.stage_dataset import StageData
+from rlhf.trainers import dpo
 from tests.helpers import llama
 from tests.in_process import ROW, stage_context
 from tests.optimum.language import (

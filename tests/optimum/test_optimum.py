@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from accelerators import Accelerator
-from rlhf.data.tokenization import StageData
-from rlhf.rl.trainer import PPO, Models
+from rlhf.data.stage_dataset import StageData
+from rlhf.trainers.ppo.trainer import PPO, Models
 from tests.helpers import llama
 from tests.in_process import given, scalar_llama, stage_context
 from tests.optimum.language import (

@@ -20,7 +20,7 @@ ERRORS = {
     "RewardError",
     "Unknown",  # rlhf.rewards: of a plugin's function
     "Unusable",  # rlhf.rewards: of any function, in its own process
-    "error",  # rlhf.hub: of a model or of a data set
+    "error",  # rlhf.models.hub: of a model or of a data set
     "ValueError",  # in the schema: pydantic turns it into a ConfigError
 }
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf.config import EVERY_STAGE, STAGES, load_config
-from rlhf.data.known import known
+from rlhf.config.paths import is_path
+from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
+from rlhf.data.known_datasets import known
 from rlhf.data.splits import blend
-from rlhf.names import is_path
-from rlhf.planning.report import told
-from rlhf.planning.surroundings import described, parse_bytes
+from rlhf.memory.environment import described, parse_bytes
+from rlhf.memory.report import told
 from tests.recipes import toys
 
 RECIPES = toys.recipes()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Stage, load_config
-from rlhf.planning.report import told
-from rlhf.planning.surroundings import described, parse_bytes
+from rlhf.config.schema import Stage, load_config
+from rlhf.memory.environment import described, parse_bytes
+from rlhf.memory.report import told
 
 EXAMPLES = Path(__file__).parents[2] / "example_scripts"
 HEAD = "| recipe | devices | SFT | reward model | PPO | DPO |"

@@ -20,7 +20,7 @@ printf '%s\\n' --set "$3.batch_size=$HL_GBS"
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Prints the arguments of rlhf, or for rlhf.migration.variables an option that shows its own."""
+    """Prints the arguments of rlhf, or for rlhf.contrib.deepspeed_chat.variables an option that shows its own."""
     path = tmp_path / "python"
     path.write_text(STUB)
     path.chmod(0o755)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf.config import STAGES, Config, Stage, load_config
+from rlhf.config.schema import STAGES, Config, Stage, load_config
 from tests.forks import Forks
 from tests.recipes import toys
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from rlhf.config import Config, load_config
-from rlhf.config_data import DatasetConfig
-from rlhf.data.known import known
-from rlhf.starts import ALL
-from tests.data.test_known import SETS
+from rlhf.config.data import DatasetConfig
+from rlhf.config.schema import Config, load_config
+from rlhf.data.known_datasets import known
+from rlhf.roles.lineage import ALL
+from tests.data.test_known_datasets import SETS
 from tests.helpers import WORDS, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ ROWS = {1: 8, 2: 16, 3: 30}
 """Of a source, by the number of stages that share them."""
 
 WITHOUT_NAME = {"smollm2": "smollm2-135m"}
-"""Of recipes whose model is a folder that a script makes: its shape in rlhf/planning/known.yaml."""
+"""Of recipes whose model is a folder that a script makes: its shape in rlhf/models/known.yaml."""
 SMALL = {
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("ffn_dim", "intermediate_size"), 24),
@@ -72,7 +72,7 @@ def toy_model(shape: str, folder: Path) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        values: dict[str, Any] = yaml.safe_load((ROOT / "rlhf/planning/known.yaml").read_text())[shape]
+        values: dict[str, Any] = yaml.safe_load((ROOT / "rlhf/models/known.yaml").read_text())[shape]
         small = values | {key: value for key, value in SMALL.items() if key in values}
         if small.get("word_embed_proj_dim") and not small["do_layer_norm_before"]:
             small["word_embed_proj_dim"] = 8  # narrower than the rest, as in OPT-350M alone
@@ -149,6 +149,6 @@ def _change(values: Any, path: list[str], words: str) -> None:
 
 
 def shape(recipe: Path, name: str) -> str:
-    """The name in rlhf/planning/known.yaml of what a recipe calls `name`."""
+    """The name in rlhf/models/known.yaml of what a recipe calls `name`."""
     folder = recipe.parent.name
     return WITHOUT_NAME.get(folder) or Path(name).name.lower().removesuffix("-hf")

@@ -2,8 +2,8 @@
 
 `sft`, `reward` and `ppo` are the three steps as their papers define them, in float64: a loop over rows, each row alone
 and unpadded through a model of transformers; a loop over tokens; autograd for the gradients; AdamW, LoRA and the
-learning rate by hand (`network`, `adamw`). No batch, no mask, no DeepSpeed, no peft, and no code of `rlhf.stages`,
-`rlhf.objectives` or `rlhf.engine`: what the configuration's keys mean is taken from their descriptions.
+learning rate by hand (`network`, `adamw`). No batch, no mask, no DeepSpeed, no peft, and no code of `rlhf.trainers`,
+`rlhf.losses` or `rlhf.engine`: what the configuration's keys mean is taken from their descriptions.
 
 The tests take one to three steps with the real stage (its loop, its engines, its batches, its records) and with the
 reference, from the same weights and rows, and compare every recorded number and every weight. Only three things

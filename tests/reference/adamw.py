@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf.config import OptimizerConfig
+from rlhf.config.schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:

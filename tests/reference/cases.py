@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.config import Config, build_config
+from rlhf.config.schema import Config, build_config
 from rlhf.data.examples import Demonstration, Pair, Prompt
-from rlhf.data.rows import Message, Row
-from rlhf.data.tokenization import StageData
+from rlhf.data.records import Message, Row
+from rlhf.data.stage_dataset import StageData
 from tests.helpers import llama
 
 Weights = dict[str, Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rlhf.config import PPOConfig
+from rlhf.config.schema import PPOConfig
 
 PerAction = list[list[float]]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rlhf.config import Config
+from rlhf.config.schema import Config
 from rlhf.data.examples import Demonstration
 from rlhf.models.lora import add_adapters
 from tests.reference import dpo, ppo, reward, sft

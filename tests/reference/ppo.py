@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf.config import PPOConfig
+from rlhf.config.schema import PPOConfig
 from tests.reference import estimators
 from tests.reference.adamw import AdamW
 from tests.reference.network import Network

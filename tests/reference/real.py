@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator, ShapePolicy
-from rlhf.config import Config
+from rlhf.config.schema import Config
 from rlhf.data import pretraining
 from rlhf.engine import distributed
-from rlhf.engine.training import TrainingEngine
-from rlhf.metrics.recorder import Recorder
+from rlhf.engine.engine import TrainingEngine
 from rlhf.models import loading
-from rlhf.run import RunDirectory
-from rlhf.stage_directory import StageDirectory
-from rlhf.stages import dpo, ppo, reward, sft
-from rlhf.stages.context import StageContext
+from rlhf.reporting.recorder import Recorder
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import StageDirectory
+from rlhf.trainers import dpo, reward, sft
+from rlhf.trainers.context import StageContext
+from rlhf.trainers.ppo import stage as ppo
 from tests.helpers import weights
 from tests.in_process import given
 from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
@@ -163,7 +164,7 @@ def _state(engine: TrainingEngine) -> Weights:
 
 
 def _context(accelerator: Accelerator, config: Config, stage: Any, folder: Path) -> StageContext:
-    """As `rlhf.pipeline.run` makes it."""
+    """As `rlhf.trainers.pipeline.run` makes it."""
     run = RunDirectory(folder)
     place, world = run.stage(stage), distributed.world()
     checkpoint = place.latest_checkpoint

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf.config import RewardConfig
+from rlhf.config.schema import RewardConfig
 from tests.reference.adamw import AdamW
 from tests.reference.network import Network
 

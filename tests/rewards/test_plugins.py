@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import RewardFunctionConfig
+from rlhf.config.schema import RewardFunctionConfig
 from rlhf.errors import RewardError
 from rlhf.rewards.process import RewardProcess, Sample
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import RewardFunctionConfig
+from rlhf.config.schema import RewardFunctionConfig
 from rlhf.errors import RewardError
 from rlhf.rewards.process import RewardProcess, Sample
 
@@ -326,7 +326,7 @@ def test_it_ends_when_it_is_closed_and_when_it_is_forgotten(begin, functions: Pa
 
 PARENT = """
 import sys
-from rlhf.config import RewardFunctionConfig
+from rlhf.config.schema import RewardFunctionConfig
 from rlhf.rewards.process import RewardProcess, Sample
 process = RewardProcess([RewardFunctionConfig(function=sys.argv[1])], 60)
 process([Sample("p", "c", {"pids": sys.argv[2]})])

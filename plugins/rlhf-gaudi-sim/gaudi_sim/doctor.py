@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rlhf.config import Config
+    from rlhf.config.schema import Config
 
 # Steps in which compilations are expected. At ZeRO 3, DeepSpeed reads values in the first evaluation and in two steps,
 # while it records the order of its parameters: the third step is the first whole graph, and so is the last evaluation.
@@ -82,7 +82,7 @@ def shapes(
     Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
     """
     from rlhf.cli.tables import print_json
-    from rlhf.config import load_config
+    from rlhf.config.schema import load_config
 
     recipe = load_config(config, overrides or ())
     reports = examine(recipe, _all(stages or ["ppo"]), steps, _say if not as_json else lambda line: None)
@@ -200,7 +200,7 @@ def events_between(
     """
     rounding = 0.0005  # records have milliseconds
     between = [event for event in events if first["time"] + rounding < event["time"] <= last["time"] + rounding]
-    return [event for event in between if "rlhf/engine/checkpoint.py:" not in event["line"]]
+    return [event for event in between if "rlhf/checkpoint/training_state.py:" not in event["line"]]
 
 
 def _print(reports: Sequence[StageReport]) -> None:
@@ -237,10 +237,10 @@ def main() -> None:
     """Entry point of the `gaudi-sim` script."""
     from typer.main import get_command
 
-    from rlhf import quiet
-    from rlhf.outcome import Outcome
+    from rlhf.launchers.exit_status import Outcome
+    from rlhf.reporting import verbosity
 
-    quiet.command(debug=False)
+    verbosity.command(debug=False)
     try:
         code = get_command(app).main(prog_name="gaudi-sim", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 
 LAYERS, HEADS, HIDDEN, INNER = 2, 4, 64, 128

@@ -37,17 +37,16 @@ def spoil(loss: Callable[..., Any], faults: list[str]) -> Callable[..., Any]:
 
 
 def main(recipe: str, output: str, *faults: str) -> None:
-    from rlhf.config import load_config
-    from rlhf.launch import select
-    from rlhf.run import RunDirectory
+    from rlhf.config.schema import load_config
+    from rlhf.runs.directory import RunDirectory
+    from rlhf.trainers.run import select
 
     config = load_config(Path(recipe), [f"output={output}", "precision=bf16", "engine.zero_stage=2"])
     selection = select(config, "hpu")
     from rlhf.engine import distributed  # imports torch, which must find what `select` has set
 
     with distributed.session(selection) as accelerator:
-        from rlhf import pipeline
-        from rlhf.stages import sft
+        from rlhf.trainers import pipeline, sft
 
         sft.negative_log_likelihood = spoil(sft.negative_log_likelihood, list(faults))
         pipeline.run(config, accelerator, RunDirectory(Path(output)), ["sft"])

@@ -33,7 +33,7 @@ def toy(recipe: Path, folder: Path, words: Path) -> list[str]:
     """The options that put a toy of the family, with the tokenizer of `words`, in the place of a recipe's models."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 
-    from rlhf.config import load_config
+    from rlhf.config.schema import load_config
 
     architecture, sizes = FAMILIES[recipe.parent.name]
     tokenizer = AutoTokenizer.from_pretrained(words)

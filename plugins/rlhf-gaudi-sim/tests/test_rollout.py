@@ -14,9 +14,9 @@ accelerator = accelerators.select(sys.argv[1], environ={}).create()
 accelerator.bind(0)
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from rlhf.config import SamplingConfig
+from rlhf.config.schema import SamplingConfig
 from rlhf.models.quantized import quantize
-from rlhf.rollout.decoder import Decoder
+from rlhf.generation.decoder import Decoder
 
 torch.manual_seed(0)
 ids = torch.randint(2, 60, (3, 6))

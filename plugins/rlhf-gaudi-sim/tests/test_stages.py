@@ -10,7 +10,7 @@ import pytest
 from conftest import Run, Runs
 from proof import STAGES
 
-from rlhf.metrics.phases import of_the_machine
+from rlhf.reporting.timers import of_the_machine
 
 CASES = [
     pytest.param(zero, lora, ranks, id=f"zero{zero}{'-lora' * (lora > 0)}-{ranks}", marks=marks)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from gaudi_sim.toy import shrink, toy_copy
 
-from rlhf.config import ModelConfig
+from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 
 FAMILIES = ["Llama", "GPT2", "OPT", "Bloom", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi", "GPTNeoX"]

@@ -104,7 +104,7 @@ class DeviceOutOfMemory(RuntimeError):
 
 
 if FAULT == "none, but rlhf has a defect":
-    from rlhf.rollout.session import Session
+    from rlhf.generation.decode_state import Session
 
     Session._step = defective
 

@@ -1,0 +1,1 @@
+"""The Python interface: a session, PPO driven step by step, texts in and out."""

@@ -1,0 +1,286 @@
+"""PPO whose loop is the user's own: steps, texts in and out, scores, checkpoints, and the policy that is left.
+
+`rlhf.api.session.Session.ppo` makes it. What a step does is `rlhf.trainers.ppo.trainer.PPO`'s, and how it is timed,
+recorded and resumed
+is the same as in the stage (`rlhf.trainers.loop`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from rlhf.api.texts import Conversation, Texts, shown
+from rlhf.config.schema import Config
+from rlhf.data.examples import Prompt
+from rlhf.data.records import Row
+from rlhf.engine.engine import Batch
+from rlhf.engine.metric_sums import Numbers
+from rlhf.errors import DataError, RunError
+from rlhf.launchers.exit_status import shortage
+from rlhf.losses.log_probs import masked
+from rlhf.trainers import loop, oom, pipeline
+from rlhf.trainers.context import StageContext
+from rlhf.trainers.evaluation_schedule import Found, record
+from rlhf.trainers.outputs import leave
+from rlhf.trainers.ppo import stage as stage
+from rlhf.trainers.ppo.trainer import PPO
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+    from rlhf.runs.directory import RunDirectory
+
+Reward = Callable[[str, str, dict[str, Any]], float]
+"""(prompt, completion, row of the data) -> score, as `ppo.reward_functions` have it, but in this process."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the models make of one completion.
+
+    `reward` is its score, by the reward model and `ppo.reward_functions`. `log_prob` is the policy's, in nats, summed
+    over the completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely
+    the completion is to the policy than to its reference, log p - log p_ref.
+    """
+
+    reward: float
+    kl: float
+    log_prob: float
+    tokens: int
+
+
+class Learner:
+    """PPO, one step at a time.
+
+    Under several ranks, each calls the same methods in the same order, `generate` and `score` with as many texts.
+
+    Attributes:
+        trainer: the algorithm, for what is not here: tensors, engines (`rlhf.trainers.ppo.trainer.PPO`).
+        done: steps that are done, those before a checkpoint included.
+        steps: steps that the learning rates' schedules are made for, `ppo.steps` or those of `ppo.epochs`.
+    """
+
+    def __init__(self, context: StageContext, needs: pipeline.PolicyNeeds, planned: dict[str, Any]) -> None:
+        self._context, self._planned = context, planned
+        self._tokenizer, self._data, self._judge = needs.tokenizer, needs.data, needs.judge
+        self.trainer = PPO(context, needs.models, needs.tokenizer, needs.data)
+        self.steps = self.trainer.steps
+        self._texts = Texts(self.trainer, needs.data.prompt_format)
+        self._measured: list[Found] = []
+        self._ended, self._saved = "", False
+        context.directory.check_steps(self.steps)
+        self.done = loop.begin(context, self.trainer.engines, self.trainer.load_state)
+
+    @classmethod
+    @contextmanager
+    def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[Learner]:
+        """The PPO of a run's folder that is open for it (`rlhf.trainers.run.opened`), until the block is left."""
+        with pipeline.surroundings("ppo", config, accelerator, directory) as context:
+            planned = pipeline.prepare(context)
+            with oom.explained(context):
+                learner = cls(context, pipeline.policy_needs(context), planned)
+            try:
+                yield learner
+            finally:
+                learner._end("the session has ended or begun another PPO; go on with session.ppo()")
+                del learner.trainer, learner._texts  # the engines' memory, for what comes next
+                context.models.clear()
+                context.bases.clear()
+                pipeline.free(accelerator)
+
+    def step(self, index: int | None = None, *, reward: Reward | None = None) -> Numbers:
+        """One rollout of `ppo.batch_size` completions and the updates that follow from it; recorded.
+
+        Args:
+            index: the step's number from 0, to be sure of it; default: the next.
+            reward: scores this rollout's completions in place of the reward model and `ppo.reward_functions`:
+                (prompt, completion, row of the data) -> number.
+
+        Returns:
+            The step's numbers (`reward`, `kl`, `policy_loss`, ...), the same on all ranks; docs/metrics.md
+            says what each is.
+
+        Raises:
+            RLHFError: it is not the next step, or there is none, or `reward` gives no finite number, or a number of the
+                step is not finite.
+            KeyboardInterrupt: Ctrl-C, or a notebook's stop button; the step was finished first, so the next may follow.
+                A second one does not wait, and what it leaves is to be begun anew with `session.ppo()`.
+        """
+        self._check(index)
+        trainer, context = self.trainer, self._context
+        number = self.done
+        rewards = trainer.rewards
+        if reward:
+            trainer.rewards = self._by(reward)
+        with self._working(), loop.ending_signals() as arrived:
+            try:
+                numbers = loop.measured(context, number, trainer.step, trainer.engines, "tokens")
+            finally:
+                trainer.rewards = rewards
+            self.done += 1
+            context.recorder.log(self.done, numbers)
+            context.settle()
+            if loop.anywhere(arrived, context):
+                raise KeyboardInterrupt
+        return numbers
+
+    @overload
+    def generate(self, prompts: Sequence[Conversation]) -> list[str]: ...
+    @overload
+    def generate(self, prompts: Batch) -> Batch: ...
+    def generate(self, prompts: Sequence[Conversation] | Batch) -> list[str] | Batch:
+        """The policy's completion of each prompt, sampled as `ppo.sampling` says.
+
+        Args:
+            prompts: texts, each what a user says, or a conversation of `{"role": ..., "content": ...}`; they are
+                written as the training data is (chat template, transcript or plain). Or tensors: what
+                `PPO.generate` takes.
+
+        Returns:
+            Texts without control tokens; of tensors, what `PPO.generate` gives.
+
+        Raises:
+            RLHFError: a prompt is longer than `data.max_prompt_length`, or the chat template refuses it.
+        """
+        self._check_open()
+        with self._working():
+            if isinstance(prompts, dict):
+                return self.trainer.generate(prompts)
+            examples = [self._texts.prompt(prompt) for prompt in prompts]
+            found: list[str] = []
+            for place, batch in self._texts.batches(examples):
+                found += self._texts.completions(self.trainer.generate(batch))[: len(examples[place])]
+            self.trainer.decoder.make_room()
+            return found
+
+    @overload
+    def score(self, prompts: Sequence[Conversation], completions: Sequence[str]) -> list[Score]: ...
+    @overload
+    def score(self, prompts: Batch) -> Batch: ...
+    def score(self, prompts: Sequence[Conversation] | Batch, completions: Sequence[str] = ()) -> list[Score] | Batch:
+        """What the reward model and functions, the policy and its reference make of completions.
+
+        Args:
+            prompts: as `generate` takes them. Or tensors: what `PPO.generate` gives.
+            completions: a text for each prompt; its end-of-sequence token is added.
+
+        Returns:
+            A `Score` for each pair; of tensors, what `PPO.score` gives.
+
+        Raises:
+            RLHFError: there are more of one than of the other, or a text is too long.
+        """
+        self._check_open()
+        with self._working():
+            if isinstance(prompts, dict):
+                return self.trainer.score(prompts)
+            if len(prompts) != len(completions):
+                raise DataError(f"score: {len(prompts)} prompts and {len(completions)} completions; give one for each")
+            examples = [self._texts.prompt(prompt) for prompt in prompts]
+            replies = [self._texts.reply(*pair) for pair in zip(examples, completions)]
+            batches = self._texts.batches(examples)
+            return [score for place, batch in batches for score in self._judged(batch, examples[place], replies[place])]
+
+    def evaluate(self) -> Numbers:
+        """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
+
+        Returns:
+            Means of `reward`, `kl`, `entropy`, `response_length`, `distinct_2`, ... (docs/metrics.md).
+        """
+        self._check_open()
+        with self._working():
+            when = f"after {self.done:,} steps" if self.done else "before"
+            found = stage.measure(self._context, self.trainer, self._data, when, self._judge)
+            record(self._context, self.done, found)
+        self._measured.append(found)
+        return found.numbers
+
+    def checkpoint(self) -> None:
+        """Save all that a later `session.ppo()` needs to go on from here as if nothing had been between."""
+        self._check_open()
+        with self._working():
+            loop.save(self._context, self.done, self.trainer.engines, self.trainer.save_state)
+
+    def save(self) -> Path:
+        """Save the policy as `lora.save` says and complete the stage; `rlhf chat` finds it in the run's folder."""
+        self._check_open()
+        context, trainer = self._context, self.trainer
+        summary: dict[str, Any] = {"steps": self.done, **self._data.written}
+        if self._measured:
+            summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
+        with self._working():
+            leave(context, trainer.actor, self._tokenizer, context.directory.path, trainer.critic)
+            pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
+            context.settle()
+        self._saved = True
+        return context.directory.model
+
+    def _end(self, why: str) -> None:
+        self._ended = why
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise RunError(f"this PPO is over: {self._ended}")
+
+    def _check(self, index: int | None) -> None:
+        """Raise `RunError` where step `index` cannot be taken now."""
+        self._check_open()
+        if self._saved:
+            raise RunError("the policy is saved, and PPO complete; begin anew with session.ppo(overwrite=True)")
+        if index not in (None, self.done):
+            raise RunError(
+                f"step {index}: {self.done} steps are done, so the next is {self.done}; "
+                "begin anew with session.ppo(), or leave the number out"
+            )
+        if self.done >= self.steps:
+            raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Lacks of memory, disk or rights in this block become one line that says what to do."""
+        try:
+            with oom.explained(self._context):
+                yield
+        except OSError as error:
+            if lack := shortage(error, self._context.run.path):
+                raise lack from error
+            raise
+
+    def _judged(self, prompts: Batch, examples: Sequence[Prompt], replies: Sequence[list[int]]) -> list[Score]:
+        """Scores of replies to the real rows of a batch."""
+        sequences = self._texts.sequences(prompts, replies)
+        scored, mask = self.trainer.score(sequences, examples), sequences["action_mask"]
+        log_probs = masked(scored["log_probs"], mask)
+        kl = log_probs - masked(scored["ref_log_probs"], mask)
+        columns = scored["scores"].tolist(), kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
+        return [Score(*values) for values in zip(*columns)]
+
+    def _by(self, reward: Reward) -> Callable[[Batch, Batch, Sequence[Prompt]], Batch]:
+        """What scores a rollout by `reward`, in the place of `rlhf.trainers.ppo.scores.Rewards`."""
+
+        def rewards(scored: Batch, sequences: Batch, examples: Sequence[Prompt]) -> Batch:
+            texts = self._texts.completions(sequences)
+            found = [_number(reward, example.row, text) for example, text in zip(examples, texts, strict=True)]
+            return {**scored, "scores": torch.tensor(found, dtype=torch.float32, device=sequences["input_ids"].device)}
+
+        return rewards
+
+
+def _number(reward: Reward, row: Row, completion: str) -> float:
+    value = reward(row.text, completion, row.as_dict())
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"reward: gave {value!r} for the completion {shown(completion)} of {shown(row.text)}; "
+            "it must give a finite number"
+        )
+    return number

@@ -1,0 +1,219 @@
+"""RLHF from Python: a session has the accelerator, the run's folder and the processes of a run; the loop is yours.
+
+Settings flow in, as the command line takes them; out come the stages' results in the run's folder, and PPO as an
+object whose steps you take yourself. example_scripts/python/README.md shows it all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import yaml
+
+from rlhf.config.schema import STAGES, Config, Stage, load_config
+from rlhf.errors import RunError
+from rlhf.utils.process_info import here
+
+if TYPE_CHECKING:
+    from rlhf.api.ppo_learner import Learner
+
+
+def session(
+    settings: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    config: str | Path | None = None,
+    output: str | Path | None = None,
+    accelerator: str | None = None,
+    quiet: bool = True,
+) -> Session:
+    """Begin a session: everything around training, for a program or a notebook of your own.
+
+        import rlhf
+
+        with rlhf.session(["ppo.steps=20"], output="runs/mine") as session:
+            session.run("sft", "reward")
+            ppo = session.ppo()
+            for step in range(ppo.steps):
+                numbers = ppo.step(step)
+                print(step, numbers["reward"], ppo.generate(["Which animal says moo?"]))
+            session.save()
+
+    Without a model or data of your own in the settings, the embedded example is trained. In a notebook leave `with`
+    out, and call `session.close()` at the end. Under a launcher (torchrun, `srun`, `mpirun`) every process runs the
+    same program, and the session is one of all.
+
+    Args:
+        settings: keys of `rlhf config` as `["ppo.steps=20"]`, `{"ppo.steps": 20}` or `{"ppo": {"steps": 20}}`, above
+            those of `config`.
+        config: a YAML file of settings, a recipe.
+        output: folder of the run; default: that of the settings, or a temporary one that goes with the session.
+        accelerator: backend to run on, as `rlhf accelerators list` names it; default: that of the settings.
+        quiet: libraries tell errors only. Your own logging stays as it is.
+
+    Raises:
+        RLHFError: a setting is wrong; one line says which, and what to do.
+    """
+    options = {"output": str(output) if output else None, "accelerator": accelerator}
+    return Session(load_config(Path(config) if config else None, _overrides(settings), options=options), quiet=quiet)
+
+
+class Session:
+    """A run's settings and folder, and PPO in a loop of your own; `rlhf.session` makes it.
+
+    A process has one PPO at a time: what another session of it has open ends when this one begins to work.
+
+    Attributes:
+        config: every setting, as it will be recorded.
+        output: the run's folder.
+    """
+
+    _working: ClassVar[Session | None] = None  # the one whose PPO holds this process's devices
+
+    def __init__(self, config: Config, *, quiet: bool = True) -> None:
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if "output" not in config.model_fields_set:
+            if here().size > 1:
+                raise RunError("output: a run of several processes needs a folder that all of them see; name one")
+            self._temporary = tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True)
+            config = config.model_copy(update={"output": Path(self._temporary.name)})
+        self.config, self.output = config, config.output
+        self._quiet, self._closed = quiet, False
+        self._learner: Learner | None = None
+        self._held = ExitStack()  # what PPO holds
+        self._around = ExitStack()  # and the session
+        atexit.register(self.close)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that talks: rank 0, or the only one."""
+        return here().rank == 0
+
+    def run(self, *stages: Stage, overwrite: bool = False) -> dict[Stage, dict[str, Any]]:
+        """Run stages to their end, as `rlhf` does; without names all three: SFT, reward model, PPO.
+
+        What is complete is not run again, and what was stopped goes on from its newest checkpoint.
+
+        Args:
+            overwrite: begin them anew.
+
+        Returns:
+            Each stage's summary: `before` and `after` with the held-out numbers, `steps`, `seconds`, ...
+
+        Raises:
+            RLHFError: something that you can fix.
+            rlhf.launchers.exit_status.Interrupted: it was interrupted; call it again to go on.
+        """
+        from rlhf.runs.directory import RunDirectory
+        from rlhf.trainers import run as launch
+
+        self._ready()
+        wanted: Sequence[Stage] = stages or STAGES
+        resume = not overwrite and any(RunDirectory(self.output).stage(stage).begun for stage in wanted)
+        directory = launch.run(self.config, stages=wanted, resume=resume, overwrite=overwrite)
+        return {stage: directory.stage(stage).summary() for stage in wanted}
+
+    def ppo(self, *, overwrite: bool = False) -> Learner:
+        """PPO, ready for its first step: `step`, `generate`, `score`, `evaluate` (see `help` of what it gives).
+
+        It starts from the settings' models or from what `run("sft", "reward")` has left, and goes on from the newest
+        checkpoint of `ppo.checkpoint()`. Another call ends the PPO before it, whose unsaved steps are lost.
+
+        Args:
+            overwrite: replace a PPO stage that is in the folder; it is brought back if none of the new one's steps is
+                recorded.
+
+        Raises:
+            RLHFError: a model or data cannot be used, the folder holds a complete PPO stage, or another process
+                writes to it; nothing was changed then.
+        """
+        from rlhf.runs.directory import RunDirectory
+        from rlhf.trainers import run as launch
+
+        self._ready()
+        directory = RunDirectory(self.output)
+        resume = not overwrite and directory.stage("ppo").begun
+        with ExitStack() as held:
+            found = launch.opened(self.config, ("ppo",), resume=resume, overwrite=overwrite)
+            config, accelerator = held.enter_context(found)
+            from rlhf.api.ppo_learner import Learner  # imports DeepSpeed, which has been told about the device
+
+            self._learner = held.enter_context(Learner.of(config, accelerator, directory))
+            self._held = held.pop_all()
+            Session._working = self
+        return self._learner
+
+    def save(self) -> Path:
+        """Save PPO's policy as a plain transformers model, complete the stage, and give the model's folder.
+
+        Raises:
+            RLHFError: there is no PPO, or no room.
+        """
+        if self._learner is None:
+            raise RunError("save: there is no policy yet; begin with ppo = session.ppo()")
+        return self._learner.save()
+
+    def close(self) -> None:
+        """End the session: the folder is free for others, a temporary one is gone. Another call does nothing."""
+        self._close(None)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        atexit.unregister(self.close)
+        self._closed = True
+        try:
+            self._leave_ppo(error)
+        finally:
+            self._around.close()
+            if self._temporary:
+                self._temporary.cleanup()
+
+    def _leave_ppo(self, error: BaseException | None) -> None:
+        """End PPO; where it ends by an error, what it was to replace comes back as far as nothing took its place."""
+        if Session._working is self:
+            Session._working = None
+        held, self._held, self._learner = self._held, ExitStack(), None
+        held.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def _ready(self) -> None:
+        if self._closed:
+            raise RunError("the session is closed; begin another with rlhf.session(...)")
+        if self._quiet:
+            from rlhf.reporting import verbosity as quiet
+
+            self._around.enter_context(quiet.session())
+            self._quiet = False
+        if Session._working:
+            Session._working._leave_ppo(None)
+
+
+def _overrides(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Settings as the command line's `--set` takes them."""
+    if isinstance(settings, Mapping):
+        return [f"{key}={_yaml(value)}" for key, value in _flat(settings)]
+    return [settings] if isinstance(settings, str) else list(settings)
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(str(value) if isinstance(value, Path) else value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("...").strip()

@@ -1,0 +1,100 @@
+"""Texts for PPO's models: conversations and replies become batches of the shapes that training has, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from rlhf.data.completions import completion_ids, completion_texts
+from rlhf.data.examples import Prompt
+from rlhf.data.prompt_encoding import PromptFormat, conversation_row, encode_conversation, encode_replies
+from rlhf.data.records import Message
+from rlhf.engine.engine import Batch
+from rlhf.errors import DataError
+from rlhf.models.tokenizers import end_tokens
+from rlhf.trainers.ppo.trainer import PPO
+
+Conversation = str | Sequence[Mapping[str, str]]
+"""What a user says, or the turns so far as `{"role": "user", "content": "..."}`."""
+
+
+class Texts:
+    """Encodes and decodes for one `PPO`; prompts are written in the form of its data."""
+
+    def __init__(self, trainer: PPO, form: PromptFormat) -> None:
+        self._trainer, self._tokenizer, self._form = trainer, trainer.tokenizer, form
+        self._lengths = trainer.context.config.data
+        self._ends = end_tokens(trainer.tokenizer, trainer.actor.module.generation_config)
+
+    def prompt(self, conversation: Conversation) -> Prompt:
+        """A conversation up to where the policy replies.
+
+        Raises:
+            DataError: it is longer than `data.max_prompt_length`, or the chat template refuses it.
+        """
+        turns = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
+        messages = [Message(turn["role"], turn["content"]) for turn in turns]
+        ids, most = encode_conversation(self._tokenizer, messages, self._form), self._lengths.max_prompt_length
+        if len(ids) > most:
+            raise DataError(
+                f"{shown(messages[-1].content)}: a prompt of {len(ids)} tokens, and data.max_prompt_length is {most}; "
+                "shorten it, or begin a session with more"
+            )
+        return Prompt(ids, conversation_row(messages, self._form))
+
+    def reply(self, prompt: Prompt, text: str) -> list[int]:
+        """The tokens of a reply to `prompt`, its end included.
+
+        Raises:
+            DataError: they are more than `data.max_completion_length`.
+        """
+        (ids,) = encode_replies(
+            self._tokenizer,
+            [prompt.row],
+            [text],
+            [prompt.prompt_ids],
+            chat_template=self._form == "template",
+            end_ids=self._ends,
+        )
+        most = self._lengths.max_completion_length
+        if ids is None or len(ids) > most:
+            what = "the chat template refuses it" if ids is None else f"{len(ids)} tokens with its end"
+            raise DataError(
+                f"{shown(text)}: {what}, and data.max_completion_length is {most}; "
+                "shorten it, or begin a session with more"
+            )
+        return ids
+
+    def batches(self, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, Batch]]:
+        """The places of `prompts`, batch by batch, and what `PPO.generate` takes; rows fill up the last one."""
+        rows = self._trainer.batch_rows
+        for start in range(0, len(prompts), rows):
+            part = prompts[start : start + rows]
+            filled = [*part, *[part[0]] * (rows - len(part))]
+            batch = self._trainer.collate(filled, len(part))
+            yield slice(start, start + len(part)), self._trainer.accelerator.to_device(batch)
+
+    def sequences(self, prompts: Batch, replies: Sequence[list[int]]) -> Batch:
+        """What `PPO.generate` would give, had the policy drawn `replies` to the first rows of `prompts`."""
+        filled = [*replies, *[replies[0]] * (len(prompts["prompt_ids"]) - len(replies))]
+        width = self._trainer.context.shapes.length(max(map(len, filled)), self._lengths.max_completion_length)
+        pad = self._tokenizer.pad_token_id
+        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in filled])
+        mask = (torch.arange(width) < torch.tensor([len(row) for row in filled])[:, None]).long()
+        ids, mask = self._trainer.accelerator.to_device((ids, mask))
+        return {
+            "input_ids": torch.cat([prompts["prompt_ids"], ids], dim=1),
+            "attention_mask": torch.cat([prompts["prompt_mask"], mask], dim=1),
+            "action_mask": (mask * prompts["row_mask"].unsqueeze(1)).float(),
+            "ended": prompts["row_mask"].float(),
+        }
+
+    def completions(self, sequences: Batch) -> list[str]:
+        """The completion of each row of `PPO.generate`'s sequences."""
+        return completion_texts(self._tokenizer, completion_ids(sequences))
+
+
+def shown(text: str) -> str:
+    """A text for messages."""
+    return repr(text if len(text) <= 60 else f"{text[:59]}…")

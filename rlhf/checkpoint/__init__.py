@@ -1,0 +1,1 @@
+"""Files that training writes: its state, models for transformers, LoRA adapters."""

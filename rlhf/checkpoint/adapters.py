@@ -1,0 +1,96 @@
+"""An adapter in a folder of its own, as peft writes and reads it: `adapter_config.json`, `adapter_model.safetensors`.
+
+A trained engine flows in; out comes what training has changed, unmerged: peft's adapters, and beside them the scalar
+head and what else was trained, each as peft keeps modules that are trained whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from peft import LoraConfig as PeftConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf.engine import distributed
+from rlhf.models.forward import ScalarHead
+from rlhf.models.lora import TRAINED, peft_config, trained_modules
+from rlhf.roles.base_sharing import record_base
+from rlhf.utils.atomic_io import atomic_directory
+
+if TYPE_CHECKING:
+    from rlhf.engine.engine import TrainingEngine
+
+_PREFIX = "base_model.model."  # what peft wraps a model in
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: str | None = None) -> None:
+    """Write what training has changed to `path`, complete or not at all; every rank calls it.
+
+    Args:
+        base: the folder or hub name of the model that was trained; None: it was made for this run.
+        merged: the folder of the model that has it merged; None: there is none.
+    """
+    model = engine.module.model if isinstance(engine.module, ScalarHead) else engine.module
+    named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    with (
+        _gathered([parameter for _, parameter in trained], engine.zero_stage),
+        distributed.on_main(f"saving {path}") as main,
+    ):
+        if main:
+            host = engine.accelerator.host_device()
+            # Tied weights are one tensor with two names; safetensors takes no tensor twice.
+            tensors = {_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
+            with atomic_directory(path) as folder:
+                save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+                _config(model, engine, base).save_pretrained(str(folder))
+                record_base(folder, base, merged)
+
+
+def read_config(path: Path) -> PeftConfig:
+    """What peft is told of the adapter at `path`; modules that were trained whole are ordinary ones to it."""
+    config = PeftConfig.from_pretrained(str(path))
+    config.modules_to_save, config.bias, config.inference_mode = None, "none", False
+    return config
+
+
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of the adapter at `path` as a model has them whose adapters are called `name`."""
+    found = load_file(path / _WEIGHTS)
+    return {
+        key.removeprefix(_PREFIX)
+        .replace(".lora_A.weight", f".lora_A.{name}.weight")
+        .replace(".lora_B.weight", f".lora_B.{name}.weight"): tensor
+        for key, tensor in found.items()
+    }
+
+
+def _config(model: Any, engine: TrainingEngine, base: str | None) -> PeftConfig:
+    lora = engine.holding.lora
+    config = peft_config(model, lora)
+    config.task_type = "SEQ_CLS" if engine.holding.role.scalar_head else "CAUSAL_LM"
+    config.base_model_name_or_path = base
+    config.modules_to_save = trained_modules(model) or None
+    config.bias = "all" if "biases" in lora.also_train else "none"
+    config.inference_mode = True
+    return config
+
+
+def _peft_name(name: str) -> str:
+    return _PREFIX + name.replace(f".{TRAINED}.", ".")
+
+
+@contextmanager
+def _gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[None]:
+    if zero_stage < 3:
+        yield
+        return
+    with GatheredParameters(parameters):
+        yield

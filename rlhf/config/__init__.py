@@ -1,0 +1,1 @@
+"""The one schema of settings, for YAML files, `--set` and Python."""

@@ -1,0 +1,101 @@
+"""What a schema finds wrong with the values given to it, as one line in the words of whoever wrote them."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from rlhf.config.loader import origin_of
+
+_LONGEST = 60  # characters of a value that are shown
+
+# pydantic's name of a problem: what was expected instead.
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_too_short": "a name",
+    "path_type": "a path",
+    "literal_error": "{expected}",
+    "tuple_type": "a list",
+    "model_type": "keys and values",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "too_short": "at least {min_length} item",
+    "too_long": "{max_length} items",
+}
+
+
+def at(key: str, text: str) -> PydanticCustomError:
+    """What a section raises that finds `key`, below it, to be wrong."""
+    return PydanticCustomError("at_key", "{text}", {"key": key, "text": text})
+
+
+def explained(error: ValidationError, schema: type[BaseModel], values: Any, source: str) -> str:
+    """The first problem with `values`: where it was given (else `source`), the key's full path, what is wrong.
+
+    An unknown key comes with the nearest that `schema` knows.
+    """
+    problem = error.errors()[0]
+    location = problem["loc"]
+    if problem["type"] == "at_key":
+        location += tuple(problem["ctx"]["key"].split("."))
+    if problem["type"] == "missing" and isinstance(location[-1], int):  # an item of a list of fixed length
+        location = location[:-1]
+    key = ".".join(str(part) for part in location)
+    origin = origin_of(values, location)
+    text = _text(problem, key, schema)
+    if problem["type"] != "extra_forbidden" and key and not (origin and origin.key == key):
+        text = f"{key}: {text}"
+    return f"{origin.text if origin else source}: {text}"
+
+
+def shown(value: Any) -> str:
+    """A value in one line, its beginning where it is long."""
+    if value is None:
+        return "nothing"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def _text(problem: ErrorDetails, key: str, schema: type[BaseModel]) -> str:
+    kind, location, given = problem["type"], problem["loc"], problem["input"]
+    if kind == "extra_forbidden":
+        known = _known_keys(schema, location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
+    if kind in ("value_error", "at_key"):
+        return problem["msg"].removeprefix("Value error, ")
+    if kind == "missing" and isinstance(location[-1], str):
+        return "missing; give it a value"
+    if kind == "missing":
+        return f"expected more items, found {shown(given)}"
+    if kind not in _EXPECTED:
+        return f"{problem['msg']}, found {shown(given)}"
+    expected = _EXPECTED[kind].format(**problem.get("ctx", {}))
+    quote = "; put it in quotes" if expected in ("text", "a path") and isinstance(given, bool | int | float) else ""
+    return f"expected {expected}, found {shown(given)}{quote}"
+
+
+def _known_keys(section: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
+    """Keys of the section at `location` in `section`."""
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = section.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        section = next(c for c in candidates if isinstance(c, type(BaseModel)))  # on Python 3.10 list[str] is a type
+    return list(section.model_fields)

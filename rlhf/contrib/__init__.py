@@ -1,0 +1,1 @@
+"""Optional tools that nothing else imports."""

@@ -1,0 +1,337 @@
+"""A model under DeepSpeed: trained (`TrainingEngine`) or frozen (`freeze`).
+
+The engine turns a list of micro-batches and a loss into one optimizer step. Losses arrive already
+divided by the totals of the global batch, so the gradient is a sum over micro-batches and ranks and does
+not depend on how rows are split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+
+from rlhf.config.schema import OptimizerConfig
+from rlhf.engine import distributed
+from rlhf.engine.cpu_offload import park
+from rlhf.engine.deepspeed_config import deepspeed_config
+from rlhf.engine.deepspeed_patches import spare
+from rlhf.engine.fp32_weights import keep_precision, restore_precision
+from rlhf.engine.metric_sums import Sums
+from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
+from rlhf.models import quantized
+from rlhf.models.placement import place, place_buffers
+from rlhf.models.weight_loading import forget
+from rlhf.reporting import verbosity
+from rlhf.roles.roles import Holding
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Precision
+    from rlhf.engine.ema import EMA
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
+"""(model, micro-batch) -> (its part of the global loss, statistics that add up over micro-batches and ranks)."""
+
+# deepspeed 0.19 calls collectives by the names they had before torch 2.13, hundreds of times a step.
+warnings.filterwarnings("ignore", message=".*(reduce_scatter|all_gather).* is deprecated", category=FutureWarning)
+
+
+class TrainingEngine:
+    """A model, its optimizer and its learning-rate schedule."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        *,
+        accelerator: Accelerator,
+        precision: Precision,
+        holding: Holding,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        micro_batch_size: int,
+        accumulation: int,
+    ) -> None:
+        self.name = name
+        self.accelerator = accelerator
+        self.holding = holding
+        self.optimizer_config = optimizer
+        self._adapter_factor = adapter_factor(optimizer, holding.lora)
+        self.total_steps = total_steps
+        self.left_out = 0  # steps of the schedule that were not taken
+        self.zero_stage = holding.zero_stage
+        self.precision = precision
+        self.ema: EMA | None = None
+        # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
+        self._clips_itself = self.zero_stage == 0 and precision.name == "fp32"
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._norm: Tensor = torch.zeros(())
+        self._scale = 1.0
+        self._trained = False
+        self.overflows_always = False
+        """Gradients have overflowed at the lowest loss scale there is: what fp16 can hold is too little for them."""
+        self.parameter_counts = _parameter_counts(model)
+        fuse_layers(model, accelerator)
+        place_buffers(model, accelerator.device())
+        keep_precision(model, precision.dtype)
+        # Where the optimizer's state waits on the host, its step is taken there too.
+        on_host = holding.offloads_optimizer
+        adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
+        with verbosity.unheard():  # operators that DeepSpeed compiles
+            self.engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=adamw(
+                    parameter_groups(model, optimizer.weight_decay, self._adapter_factor),
+                    # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
+                    lr=0.0,
+                    betas=optimizer.betas,
+                    eps=optimizer.eps,
+                ),
+                config=deepspeed_config(
+                    holding,
+                    accelerator,
+                    precision,
+                    micro_batch_size,
+                    accumulation,
+                    max_grad_norm=None if self._clips_itself else optimizer.max_grad_norm,
+                    trained=self.parameter_counts["trainable"],
+                ),
+            )
+        _forget_setup_step(self.engine)
+        if self.zero_stage == 0:
+            spare(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
+        restore_precision(self.engine)
+        accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
+
+    @property
+    def module(self) -> nn.Module:
+        """The bare model."""
+        return self.engine.module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's, around the accelerator's."""
+        return self.engine.optimizer
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, `skipped` ones among them."""
+        return self.engine.global_steps
+
+    @property
+    def skipped(self) -> int:
+        """Optimizer steps not taken because gradients overflowed."""
+        return self.engine.skipped_steps
+
+    @property
+    def scheduled_rate(self) -> float:
+        """Learning rate of the next step; like Adam's moments it knows nothing of steps that were skipped."""
+        steps = self.steps + self.left_out - self.skipped
+        return learning_rate(self.optimizer_config, steps, self.total_steps)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates of the next step, by the names under which they are recorded."""
+        rate = self.scheduled_rate
+        adapters = {"lora_learning_rate": self._adapter_factor * rate} if self.holding.lora.rank else {}
+        return {"learning_rate": rate} | adapters
+
+    def train(self) -> None:
+        """Have the forward passes from here on be training passes; `backward` sees to that itself."""
+        self.engine.train()
+        self._record_order()
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
+        """One optimizer step over this rank's micro-batches of one global batch.
+
+        Returns:
+            The statistics of `loss`, summed on the device; the loss itself is one of them.
+        """
+        sums = self.backward(micro_batches, loss)
+        self.apply()
+        return sums
+
+    def backward(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
+        """The first part of `step`: the gradients, for `apply` to use.
+
+        A loss may be of forward passes that were made before (`train`), with these weights: below ZeRO-3 of all
+        micro-batches, at ZeRO-3 of one, as it gathers weights in the order of a pass and its backward pass.
+        """
+        world_size = distributed.world().size
+        boundary = self.accelerator.step_boundary
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = group["factor"] * self.scheduled_rate
+        self.train()
+        sums = Sums()
+        for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches):
+            boundary(f"{self.name}/before-forward")
+            with self.precision.autocast():
+                value, statistics = loss(self.engine, batch)
+            boundary(f"{self.name}/loss")
+            # deepspeed 0.19.8 ends a micro-batch, and what it counts of one, where the next forward pass begins
+            # (DeepSpeedEngine.forward); that of this one may have been made before.
+            if isinstance(self.optimizer, ZeROOptimizer):
+                self.optimizer.clear_backward_seen_flag()
+            # DeepSpeed averages over ranks; the loss is a part of a sum.
+            self._scale = self._missing_scale()
+            self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)
+            boundary(f"{self.name}/backward")
+            if left:
+                self.engine.step()  # counts the micro-batch
+                boundary(f"{self.name}/step")
+            sums.add(loss=value, **statistics)
+        return sums
+
+    def apply(self) -> None:
+        """The second part of `step`: change the weights, unless gradients overflowed."""
+        if self._clips_itself:
+            clip = self.accelerator.kernel("clip_grad_norm", required=True)
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            self._norm = clip(trained, self._max_grad_norm)
+        skipped = self.skipped
+        if self.precision.loss_scaling:
+            self._step_in_fp16()
+        else:
+            self.engine.step()
+        self.accelerator.step_boundary(f"{self.name}/step")
+        if self.ema and self.skipped == skipped:
+            self.ema.follow()
+            self.accelerator.step_boundary(f"{self.name}/average")
+
+    def grad_norm(self) -> float:
+        """Norm of the last step's gradient, before clipping."""
+        norm: Tensor | float = self._norm if self._clips_itself else self.engine.get_global_grad_norm()
+        return float(norm) / self._scale
+
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by, so that fp16 can hold its gradients."""
+        return float(self.engine.optimizer.loss_scale)
+
+    def _step_in_fp16(self) -> None:
+        """DeepSpeed's step; it sees where the loss scale cannot fall any further.
+
+        There deepspeed 0.19.8 raises a bare `Exception` at ZeRO 1-3 (`DynamicLossScaler`), and at ZeRO 0 skips each
+        step from then on (`FP16_UnfusedOptimizer`, whose own `loss_scale_config` is its scaler).
+        """
+        optimizer, before = self.engine.optimizer, self.loss_scale()
+        scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+        lowest = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None)
+        if lowest is None:  # a scale that stays as it is
+            self.engine.step()
+            return
+        scaler.raise_error_at_min_scale = False
+        self.engine.step()
+        if before <= lowest and scaler.last_overflow_iter == scaler.cur_iter - 1:
+            self.overflows_always = True
+
+    def _missing_scale(self) -> float:
+        """At ZeRO 0, DeepSpeed 0.19 divides fp16 gradients by the loss scale without having multiplied the loss."""
+        return self.loss_scale() if self.precision.loss_scaling and self.zero_stage == 0 else 1.0
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[nn.Module]:
+        """The bare model with whole weights on every rank, for reading and for generation.
+
+        At ZeRO 0-2 the weights are used where they are. At ZeRO-3 they are gathered once for the block, and
+        DeepSpeed's hooks, which would release them after every layer, are off meanwhile.
+        """
+        if self.zero_stage < 3:
+            yield self.module
+            return
+        with GatheredParameters(list(self.module.parameters())), _hooks_off(self.engine.optimizer.parameter_offload):
+            yield self.module
+
+    def _record_order(self) -> None:
+        """Have DeepSpeed record the order in which layers need their weights from the first training pass on.
+
+        At ZeRO-3 it records whatever pass comes first and gathers weights ahead in that order. Of a scoring pass it
+        would learn nothing about backward: every training pass would end the recording, and every next one make the
+        ranks compare their orders anew, with values read on the host.
+        """
+        if self.zero_stage == 3 and not self._trained:
+            coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+        self._trained = True
+
+
+@contextlib.contextmanager
+def _hooks_off(offload: Any) -> Iterator[None]:
+    """The model without ZeRO-3's hooks. They come back as they were: new ones would make DeepSpeed record anew."""
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    taken = []
+    for handle in sorted(handles, key=lambda handle: handle.id):  # the order in which they were registered and run
+        hooks = handle.hooks_dict_ref()
+        taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
+
+
+def freeze(
+    model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding, shared: bool = False
+) -> nn.Module:
+    """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3.
+
+    Weights that stay on the device are in the form that it reads best, which may be one of its own.
+
+    Args:
+        shared: weights of it are those of another model, and stay as they are.
+    """
+    model.requires_grad_(False).eval()
+    forget(model)
+    fuse_layers(model, accelerator)
+    if holding.zero_stage < 3 and holding.offloads_parameters:
+        return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
+    if holding.zero_stage < 3:
+        place(model, accelerator.device(), precision.dtype)
+        if not shared and (prepare := accelerator.kernel("inference_weights")):
+            # Not the output layer: its product may be made in parts, together with what is made of it.
+            prepare(getattr(model, "base_model", model), keep=False)
+        return model
+    place_buffers(model, accelerator.device())
+    frozen, *_ = deepspeed.initialize(
+        model=model, config=deepspeed_config(holding, accelerator, precision, micro_batch_size=1, accumulation=1)
+    )
+    frozen.eval()
+    return frozen
+
+
+def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
+    """Layers that the device has a fused form of are computed in it (operation `fused_layers`)."""
+    if fuse := accelerator.kernel("fused_layers"):
+        fuse(model)
+
+
+def _parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Numbers that a model is trained in, and all that it holds."""
+    parameters = list(model.parameters())
+    sizes = [
+        getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters
+    ]  # of a sharded one, the whole
+    return {
+        "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
+        "all": sum(sizes) + quantized.count(model),
+    }
+
+
+def _forget_setup_step(engine: Any) -> None:
+    """Undo the step with zero gradients that DeepSpeed's 16-bit wrapper takes at ZeRO 0 to allocate states.
+
+    It would shift Adam's bias correction by one (deepspeed 0.19: FP16_UnfusedOptimizer); with a learning
+    rate of 0 it changes no weight.
+    """
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    for state in getattr(optimizer, "state", {}).values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].zero_()

@@ -1,0 +1,61 @@
+"""One decision about fp16's overflow for several engines: where the gradients of one overflow, none takes its step.
+
+A policy that moves while its critic stands still, or the other way round, is an update that no algorithm has; so
+DeepSpeed-Chat skips both (its `--align_overflow`). Engines with gradients flow in; either all of them step or none
+does. Each lowers its own loss scale only: that of an engine whose gradients fitted cost no step, and halving it would
+round away gradients for the thousand steps until it rises again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf.engine.engine import Loss, TrainingEngine
+from rlhf.engine.metric_sums import Sums
+
+Work = tuple[TrainingEngine, Loss, Sequence[Any]]
+"""(engine, loss, micro-batches): what one optimizer step is made of."""
+
+
+def step_together(work: Sequence[Work]) -> list[Sums]:
+    """One optimizer step of each engine over its micro-batches, or with loss scaling perhaps of none.
+
+    Without it each engine steps before the next one's gradients are there: those of one model are in memory at a time.
+
+    Returns:
+        For each engine what `TrainingEngine.step` returns.
+    """
+    if len(work) == 1 or not any(engine.precision.loss_scaling for engine, *_ in work):
+        return [engine.step(parts, loss) for engine, loss, parts in work]
+    sums = [engine.backward(parts, loss) for engine, loss, parts in work]
+    overflowed = [_overflows(engine.optimizer) for engine, *_ in work]
+    for (engine, *_), own in zip(work, overflowed):
+        with _decided(engine.optimizer, skip=any(overflowed), lower=own):
+            engine.apply()
+    return sums
+
+
+# In deepspeed 0.19.8 an optimizer decides in `has_overflow`, for all ranks (DeepSpeedZeroOptimizer, its Stage3) or of
+# gradients that all ranks have (`overflow_checker`: FP16_UnfusedOptimizer, FP16_Optimizer), and learns from it in
+# `_update_scale`. The norm, which it looks at too, is a number wherever all fp16 gradients are.
+
+
+def _overflows(optimizer: Any) -> bool:
+    """Whether the gradients that wait for a step have numbers that are not finite; every rank asks."""
+    checker = getattr(optimizer, "overflow_checker", None)
+    return bool(optimizer.has_overflow() if checker is None else checker.check())
+
+
+@contextmanager
+def _decided(optimizer: Any, *, skip: bool, lower: bool) -> Iterator[None]:
+    """In this block the optimizer skips its step, or does not, as it is told; its loss scale sees what `lower` says."""
+    checker = getattr(optimizer, "overflow_checker", optimizer)
+    update = optimizer._update_scale
+    checker.has_overflow = lambda *arguments, **options: skip
+    optimizer._update_scale = lambda *arguments: update(lower)
+    try:
+        yield
+    finally:
+        del checker.has_overflow, optimizer._update_scale

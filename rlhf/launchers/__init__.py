@@ -1,0 +1,1 @@
+"""Start one process per device, watch them, and report how they ended."""

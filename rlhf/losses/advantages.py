@@ -1,0 +1,111 @@
+"""Advantages of actions: how much better than expected each turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlhf.config.schema import PPOConfig
+
+Estimate = Callable[[Tensor, Tensor, Tensor, "PPOConfig"], tuple[Tensor, Tensor]]
+"""(rewards, values, mask, settings) -> (advantages, returns); all tensors [B, A], float32, 0 past a row's last action.
+
+Completions of one prompt are neighbours: rows k * n to (k + 1) * n are of prompt k, n being
+`settings.method.completions`. `values` are 0 where there is no critic. Returns are what a critic learns, and else the
+rewards from each action on; those of the last action's successors may be anything. An entry of
+`rlhf.config.estimators.ESTIMATORS` names the function.
+"""
+
+_LEAST_STD = 1e-4  # beside it, rewards that differ by rounding alone do not come to differ by deviations
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation with a critic; see `advantages_and_returns`."""
+    return advantages_and_returns(values, rewards, 0, gamma=settings.gamma, lam=settings.lam)
+
+
+def advantages_and_returns(
+    values: Tensor, rewards: Tensor, start: int, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16).
+
+    Args:
+        values, rewards: [B, T-1], 0 past each row's last action.
+        start: column of the first action, P - 1.
+
+    Returns:
+        advantages and returns, [B, A] float32 each, detached.
+    """
+    values, rewards = values[:, start:].detach().float(), rewards[:, start:].detach().float()
+    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    advantages = _to_go(deltas, gamma * lam)
+    return advantages, advantages + values
+
+
+def rloo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """REINFORCE, leave one out (arXiv:2402.14740, section 3.1): each action earns its whole completion's reward.
+
+    That is the sum of its tokens' rewards, the KL penalty among them, less the mean of the other completions' of the
+    prompt. As R - (S - R) / (n - 1) = n / (n - 1) * (R - S / n), no sum is taken apart again.
+    """
+    groups = _groups(rewards, settings)
+    size = groups.shape[1]
+    advantages = (groups - groups.mean(1, keepdim=True)) * (size / (size - 1))
+    return advantages.view(-1, 1) * mask, _to_go(rewards, 1.0)
+
+
+def grpo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages under outcome supervision (arXiv:2402.03300, section 4.1.2).
+
+    A completion's reward less the mean of the prompt's, over their deviation (of a sample: n - 1) unless
+    `settings.group_std` is false (Dr. GRPO, arXiv:2503.20783, section 3.2). Completions that all earn the same teach
+    nothing.
+    """
+    groups = _groups(rewards, settings)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if settings.group_std:
+        advantages = advantages / (groups.std(1, keepdim=True) + _LEAST_STD)
+    return advantages.view(-1, 1) * mask, _to_go(rewards, 1.0)
+
+
+def reinforce_plus_plus(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (arXiv:2501.03262, section 3): the discounted rewards from each action on.
+
+    The batch's normalization of them is `whiten`'s, afterwards.
+    """
+    returns = _to_go(rewards, settings.gamma)
+    return returns * mask, returns
+
+
+def _groups(rewards: Tensor, settings: PPOConfig) -> Tensor:
+    """[B, A] -> [B / n, n] float32: the reward of each completion, a prompt's in a row."""
+    return rewards.detach().float().sum(1).view(-1, settings.method.completions)
+
+
+def _to_go(rewards: Tensor, decay: float) -> Tensor:
+    """[B, A] -> [B, A] float32: the recursion G_t = r_t + decay * G_(t+1), written out as one product."""
+    rewards = rewards.detach().float()
+    columns = torch.arange(rewards.shape[1], device=rewards.device)
+    distance = columns.unsqueeze(1) - columns
+    powers = torch.full_like(distance, decay, dtype=torch.float32).pow(distance.clamp_min(0))
+    return rewards @ torch.where(distance >= 0, powers, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
+    """Scale masked values to mean 0 and deviation 1; masked-out positions become 0.
+
+    The mean is taken off before the squares are summed: E[x^2] - E[x]^2 has no digits left where the mean is large.
+
+    Args:
+        values, mask: [B, A].
+        all_sum: adds a tensor up over the parts of a batch that other ranks hold.
+    """
+    count, total = all_sum(torch.stack([mask.sum().float(), (values * mask).sum()]))
+    centred = (values - total / count.clamp_min(1)) * mask
+    variance = all_sum((centred**2).sum()) / count.clamp_min(1)
+    return centred * torch.rsqrt(variance + 1e-8)

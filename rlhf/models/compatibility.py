@@ -1,0 +1,169 @@
+"""What a model must be able to do, found out from its configuration before any weight is read.
+
+The name of a model flows in; an error of one line comes out where a stage would fail on it, or do something else
+than it says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.config.schema import ModelConfig
+from rlhf.errors import ModelError
+from rlhf.models.hf_errors import reason, unreachable
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
+
+_STATIC_ALL_THE_SAME = frozenset(("ctrl", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
+"""Architectures of which transformers says that a static cache stops their compilation, and which are right with one
+(tests/families); GPT-Neo with the help of `rlhf.generation.gpt_neo`."""
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+
+
+def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False) -> PretrainedConfig:
+    """The configuration of the model at `path`, if that can be trained.
+
+    Args:
+        attention: transformers' name of the attention implementation that it will run with.
+        scalar_head: whether the model is, or will become, one with a scalar head (reward model, critic).
+
+    Raises:
+        ModelError: its configuration cannot be read, or its architecture lacks something.
+    """
+    found = read_config(path, config)
+    why = _missing(found, config, attention, scalar_head)
+    if why:
+        raise ModelError(
+            f"{path}: the architecture {found.model_type} is not supported yet: {why}; "
+            "choose another decoder-only architecture"
+            + (", or call this one in a function of ppo.reward_functions" if scalar_head else "")
+        )
+    return found
+
+
+def check_positions(
+    path: str,
+    found: PretrainedConfig,
+    max_length: int,
+    keys: str = "data.max_prompt_length + data.max_completion_length",
+) -> None:
+    """Raise `ModelError` where sequences of `max_length` tokens, which `keys` say, have no room in the model."""
+    positions = max_positions(found)
+    if positions is not None and max_length > positions:
+        raise ModelError(
+            f"{path}: has {positions} positions, fewer than {keys} = {max_length}; "
+            "lower that or choose a model with more"
+        )
+
+
+def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The configuration of the model at `path`.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    gguf = {"gguf_file": config.gguf_file} if config.gguf_file and path == config.path else {}
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, **gguf)
+    except Exception as error:
+        if not Path(path).exists():
+            raise unreachable(path, error) from error
+        raise ModelError(f"{path}: its configuration cannot be read ({reason(error)}); check config.json") from error
+
+
+def generation_settings(path: str, config: ModelConfig) -> GenerationConfig:
+    """How the model at `path` generates: what ends its replies, above all."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # it has no settings of its own
+        return GenerationConfig.from_model_config(read_config(path, config))
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The most tokens a sequence may have; None where the configuration names no limit."""
+    text = config.get_text_config(decoder=True)
+    found = (getattr(text, name, None) for name in _POSITIONS)
+    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+
+
+def model_class(found: PretrainedConfig, config: ModelConfig) -> Any:
+    """The class of the language model that a configuration describes; None where only loading tells."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if config.trust_remote_code and (own := getattr(found, "auto_map", None)):
+        try:
+            return get_class_from_dynamic_module(own["AutoModelForCausalLM"], found.name_or_path)
+        except Exception:  # loading says what is wrong
+            return None
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+
+
+def lacks_attention(architecture: Any, attention: str) -> str:
+    """Why a class of transformers does not run with an attention implementation; empty where it does.
+
+    Args:
+        architecture: a model's class; of None nothing is said.
+        attention: transformers' name of the implementation.
+    """
+    if architecture is None or attention == "eager":
+        return ""
+    if "flash" in attention:
+        has = architecture._supports_flash_attn
+    elif attention in ("sdpa", "flex_attention"):
+        has = architecture._supports_sdpa if attention == "sdpa" else architecture._supports_flex_attn
+    elif architecture._supports_attention_backend or architecture._can_set_attn_implementation():
+        return ""
+    else:  # it would fail while it is built (Falcon), or take its own in silence (BLOOM)
+        return f"{architecture.__name__} takes none that is registered with transformers"
+    return "" if has else f"{architecture.__name__} has none"
+
+
+def _cannot_generate(found: Any, language_model: Any) -> str:
+    """Why a model cannot generate with a static cache; empty where it can."""
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    try:
+        layers = StaticCache(config=found, max_cache_len=1).layers
+    except Exception as error:
+        return f"no static cache can be made for it ({reason(error)})"
+    if not any(isinstance(layer, StaticLayer) for layer in layers):
+        return "it keeps a recurrent state and no keys and values, so a static cache cannot hold its past"
+    if language_model._can_compile_fullgraph or found.model_type in _STATIC_ALL_THE_SAME:
+        return ""
+    if getattr(found, "is_decoder", True) is False:  # BERT and its kin, which see what follows
+        return "it is no decoder-only language model"
+    if language_model._is_stateful:
+        return "it keeps a recurrent state in a cache of its own, which a static cache cannot hold"
+    return "transformers' code of it cannot generate with a static cache"
+
+
+def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool) -> str | None:
+    """What the architecture lacks."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config.trust_remote_code and getattr(found, "auto_map", None):
+        return None  # its classes are in code that only loading runs
+    language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+    if language_model is None or found.is_encoder_decoder:
+        return "it is no decoder-only language model"
+    if why := lacks_attention(language_model, attention):
+        return f"of {attention} attention, {why}"
+    if why := _cannot_generate(found, language_model):
+        return why
+    if scalar_head:
+        from rlhf.models.scalar_head import made_class
+
+        try:
+            made_class(found)
+        except ValueError as error:
+            return str(error)
+    return None

@@ -1,0 +1,259 @@
+"""A checkpoint's weights under the names that its model has for them, and filling a model with them one by one.
+
+A model on torch's meta device and the tensors of its checkpoint flow in; `prepare` says of each parameter where its
+numbers come from and makes what no checkpoint holds (a new head, buffers); `fill` puts real parameters in their place,
+of any type and place, so that no more than one exists twice. What stands in a file is read once, and rounded once.
+
+Names and conversions (experts that a model holds stacked, ...) are transformers' own; 5.17 to 5.23 have them alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.models import lazy_tensors
+from rlhf.models.lazy_tensors import Held, Made, Source
+
+Put = Callable[[str, nn.Module, nn.Parameter], nn.Parameter | None]
+"""(name, module, parameter that waits to be filled) -> the one that takes its place; None: the module has it already.
+
+The name ends with the module's own name of it. `source_of` the parameter says what it is to hold.
+"""
+
+
+class Checkpoint:
+    """The tensors of a checkpoint under the names of the model that they are for."""
+
+    def __init__(self, model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None = None) -> None:
+        """`model` is on the meta device; `keys` is transformers' `key_mapping`: patterns of names -> the model's."""
+        self._sources = _named(model, tensors, keys)
+
+    def covers(self, model: Any) -> bool:
+        """Whether it has all that transformers found for `model` when it made it on the meta device."""
+        mine = {id(parameter) for name, parameter in _parameters(model).items() if name in self}
+        return all(
+            id(parameter) in mine for parameter in model.parameters() if getattr(parameter, "_is_hf_initialized", False)
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def source(self, name: str) -> Source:
+        return self._sources[name]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        found = self._sources[name]
+        return found.read().view(found.shape)
+
+
+def source_of(parameter: Tensor) -> Source | None:
+    """Where the numbers of a parameter came from, unrounded; None where that is not known."""
+    found: Source | None = getattr(parameter, "source", None)
+    return found
+
+
+def remember(parameter: Tensor, source: Source | None) -> None:
+    """Note where the numbers of a parameter come from. It is kept through wrapping, renaming and sharding."""
+    parameter.source = source
+
+
+def forget(model: nn.Module) -> None:
+    """Let go of all numbers that are held in memory beside the parameters that were made of them."""
+    for parameter in model.parameters():
+        if not isinstance(source_of(parameter), lazy_tensors.Stored):
+            remember(parameter, None)
+
+
+def prepare(model: Any, checkpoint: Checkpoint) -> None:
+    """Make all of `model`, which is on the meta device, but the parameters that `checkpoint` holds; note their source.
+
+    Parameters that the checkpoint lacks, or has in another shape, are drawn in float32 from torch's generator, and
+    buffers computed, as transformers does it. Tied weights are tied.
+    """
+    held = {name: checkpoint.source(name) for name in checkpoint.names}
+    _tie(model, held)
+    owners = dict(model.named_modules(remove_duplicate=False))
+    for name, parameter in _parameters(model).items():
+        found = held.get(name)
+        if found is not None and found.shape == parameter.shape and source_of(parameter) is None:
+            remember(parameter, found)
+    real: dict[int, nn.Parameter] = {}
+    for name, parameter in _parameters(model).items():
+        parameter._is_hf_initialized = source_of(parameter) is not None
+        if source_of(parameter) is None:
+            owner, key = _place(owners, name)
+            fresh = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            owner._parameters[key] = real.setdefault(id(parameter), fresh)
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        owner, key = _place(owners, name)
+        found = held.get(name)
+        if found is None:
+            owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        else:
+            owner._buffers[key] = lazy_tensors.whole(found, buffer.dtype)
+            owner._buffers[key]._is_hf_initialized = True
+    for module in owners.values():
+        module._is_hf_initialized = False
+    model.initialize_weights()  # of parameters and buffers that are not marked
+
+
+def make_real(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Read the parameters that `module` itself has, so that they can be looked at, and changed, before `fill`."""
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        if (found := source_of(parameter)) is not None:
+            module._parameters[key] = nn.Parameter(lazy_tensors.whole(found, dtype))
+
+
+def fill(model: Any, put: Put) -> Any:
+    """Replace each parameter of a prepared model by what `put` makes of it; tied ones by one.
+
+    Returns:
+        The model.
+    """
+    made: dict[int, nn.Parameter | None] = {}
+    owners = dict(model.named_modules(remove_duplicate=False))
+    for name, parameter in _parameters(model).items():
+        owner, key = _place(owners, name)
+        if id(parameter) not in made:
+            if source_of(parameter) is None:
+                remember(parameter, Held(parameter.detach()))
+            made[id(parameter)] = put(name, owner, parameter)
+        if (new := made[id(parameter)]) is not None:
+            owner._parameters[key] = new
+    return model
+
+
+def into(dtype: torch.dtype, device: torch.device | None = None) -> Put:
+    """A `Put`: parameters in memory, numbers that are not whole in `dtype`."""
+
+    def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
+        found = source_of(parameter)
+        assert found is not None
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        if isinstance(found, Held) and found.dtype == kind and device in (None, found.tensor.device):
+            tensor, found = found.tensor, None
+        else:
+            tensor = lazy_tensors.whole(found, kind, device)
+        new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        remember(new, found)
+        return new
+
+    return put
+
+
+def grow(model: Any, rows: int) -> None:
+    """Add rows to the embeddings of a prepared model, each the mean of the old ones: the same wherever it is computed.
+
+    The mean's logit is the mean of all logits, so a new token is never likelier than the average one. Rows drawn at
+    random would have a logit near 0, which in a model whose logits are all far below (GPT-2) takes all probability.
+    """
+    before = {key: source_of(parameter) or Held(parameter.detach()) for key, parameter in _embeddings(model)}
+    with torch.random.fork_rng(devices=[]):  # rows are drawn, then replaced
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    for key, parameter in _embeddings(model):
+        if key in before and parameter.shape[0] > before[key].shape[0]:
+            remember(parameter, lazy_tensors.Grown(before[key], rows, lazy_tensors.mean_row(before[key])))
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By all of their names: one that is tied has several."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _embeddings(model: Any) -> list[tuple[str, nn.Parameter]]:
+    layers = {"in": model.get_input_embeddings(), "out": model.get_output_embeddings()}
+    return [
+        (f"{place}.{key}", parameter)
+        for place, layer in layers.items()
+        if layer is not None
+        for key, parameter in layer.named_parameters(recurse=False)
+    ]
+
+
+def _tie(model: Any, held: dict[str, Source]) -> None:
+    """Tie weights that a checkpoint holds twice and that are to be one; those that differ stay two."""
+    for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
+        if target not in held or source not in held:
+            continue  # transformers has tied them
+        if lazy_tensors.equal(held[target], held[source]):
+            owner, key = _place(dict(model.named_modules(remove_duplicate=False)), target)
+            owner._parameters[key] = model.get_parameter(source)
+        else:
+            model.all_tied_weights_keys.pop(target)
+
+
+def _place(owners: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return owners[path], key
+
+
+def _named(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
+    """`tensors` by the model's names, as transformers' `convert_and_load_state_dict_in_model` finds them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    state, prefix = model.state_dict(), model.base_model_prefix
+    mapping = get_model_conversion_mapping(model, dict(keys) if keys else None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, Source] = {}
+    conversions: dict[str, _Conversion] = {}
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name not in state:
+            continue
+        if pattern is None:
+            found.setdefault(name, tensors[key])
+        else:
+            new = _Conversion(model, name, of_pattern[pattern])
+            conversions.setdefault(name, new).parts.append((key, pattern, tensors[key]))
+    for conversion in conversions.values():
+        found |= conversion.sources()
+    return found
+
+
+class _Conversion:
+    """Some tensors of a checkpoint, and what transformers makes of them for the model."""
+
+    def __init__(self, model: Any, name: str, converter: Any) -> None:
+        self._model, self._name, self._converter = model, name, converter
+        self._made: dict[str, Tensor] = {}
+        self.parts: list[tuple[str, str, Source]] = []
+
+    def sources(self) -> dict[str, Source]:
+        """What it makes, by the model's names."""
+        outlines = self._convert(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        return {
+            name: Made(partial(self._result, name), tensor.shape, tensor.dtype) for name, tensor in outlines.items()
+        }
+
+    def _result(self, name: str) -> Tensor:
+        if name not in self._made:  # others wait for their turn, which is next
+            self._made = self._convert(lambda source: source.read().view(source.shape))
+        return self._made.pop(name)
+
+    def _convert(self, read: Callable[[Source], Tensor]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._converter)
+        for key, pattern, source in self.parts:
+            converter.add_tensor(self._name, key, pattern, partial(read, source))
+        results = converter.convert(self._name, model=self._model, config=self._model.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in results.items()}

@@ -1,0 +1,107 @@
+"""The end of a run in one look: a table of what each stage changed, and answers before and after PPO.
+
+The stages' summaries (what `stage.json` holds) flow in; a text for the terminal comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.reporting.progress import format_number, format_seconds
+
+STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO", "ppo": "PPO"}
+_SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
+
+
+def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print the closing table and, where a stage has `samples`, prompts with their answers.
+
+    Each summary is `{"stage", "before": {measure: number}, "after": {measure: number}, "seconds",
+    "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
+    "samples": [{"prompt", "before", "after"}]}`; a measure may be missing on one side.
+    """
+    console.print()
+    console.print(summary_table(summaries))
+    for summary in summaries:
+        if summary.get("samples"):
+            console.print(_samples(summary["stage"], summary["samples"]))
+
+
+def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
+    """A section for each stage, a row for each measure of its `before` and `after`."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("", overflow="fold")
+    for side in ("before", "after"):
+        table.add_column(side, justify="right", no_wrap=True)
+    for position, summary in enumerate(summaries):
+        before, after = summary.get("before", {}), summary.get("after", {})
+        table.add_row(Text(STAGE_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
+        for name in dict.fromkeys([*before, *after]):
+            values = (shown_value(name, before.get(name)), shown_value(name, after.get(name)))
+            table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
+        if best := summary.get("kept", {}).get("metric"):
+            kept = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
+            table.add_row(Text(kept, style="dim"), "", "")
+        costs = [line for line in (_phases(summary), _cost(summary)) if line]
+        for line in costs:
+            last = line is costs[-1] and position < len(summaries) - 1
+            table.add_row(Text("  " + line, style="dim"), "", "", end_section=last)
+    return table
+
+
+def _cost(summary: dict[str, Any]) -> str:
+    parts = []
+    if "steps" in summary:
+        parts.append(f"{summary['steps']:,} steps")
+    if "seconds" in summary:
+        parts.append(format_seconds(summary["seconds"]))
+    if summary.get("peak_memory"):
+        parts.append(f"{format_bytes(summary['peak_memory'])} peak")
+    if speed := summary.get("tflops"):
+        share = f" ({100 * summary['peak_share']:.0f} % of its peak)" if "peak_share" in summary else ""
+        parts.append(f"{float(f'{speed:.2g}'):,g} TFLOP/s{share}")
+    return " · ".join(parts)
+
+
+def _phases(summary: dict[str, Any]) -> str:
+    """The share of each of several phases; of one alone, nothing."""
+    phases = summary.get("phases", {})
+    shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
+    return ", ".join(f"{name} {share} %" for name, share in shares.items() if share) if len(phases) > 1 else ""
+
+
+def format_bytes(count: float) -> str:
+    """A size in MiB below one GiB, in GiB from there."""
+    mebibytes = count / 2**20
+    return f"{mebibytes:,.0f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:,.1f} GiB"
+
+
+def shown_value(name: str, value: float | None) -> str:
+    """A number as a person reads it, a share as a percentage; empty where there is none."""
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}%" if name.endswith(_SHARES) else format_number(value)
+
+
+def _samples(stage: str, samples: Sequence[dict[str, str]]) -> RenderableType:
+    parts: list[RenderableType] = [
+        Text(),
+        Rule(Text(f"the same prompts, before and after {STAGE_NAMES.get(stage, stage)}", style="dim"), align="left"),
+    ]
+    for sample in samples:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(overflow="fold")
+        grid.add_row("prompt", Text(sample["prompt"].strip(), style="italic"))
+        grid.add_row("before", Text(sample["before"].strip() or "(empty)"))
+        grid.add_row("after", Text(sample["after"].strip() or "(empty)", style="green"))
+        parts.append(Padding(grid, (0, 0, 1, 0)))
+    return Group(*parts)

@@ -1,0 +1,1 @@
+"""Run folders: stages, resuming, backups, disk space."""

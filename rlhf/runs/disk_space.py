@@ -1,0 +1,69 @@
+"""Whether a run's disk has room for what the run will leave there: checkpoints while a stage trains, and its model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rlhf.config.schema import Config, Stage
+from rlhf.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accelerators import Precision
+
+# Bytes a parameter: two moments of AdamW, and the weight in float32 once more, where it has fewer bits or is sharded.
+_MOMENTS, _MASTER = 8, 4
+
+
+class Need(NamedTuple):
+    """What a stage writes: checkpoints of the models that it trains, and when it is done the first of them, or both."""
+
+    models: Sequence[nn.Module]
+    steps: int
+
+
+def check_room(config: Config, folder: Path, needs: Mapping[Stage, Need], precision: Precision) -> None:
+    """Raise `RunError` where less is free than the stages are sure to write to `folder`.
+
+    Args:
+        needs: of each stage that is still to be run; models are left out that are small, as the embedded one.
+    """
+    needed = bytes_needed(config, needs, precision)
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    held = sum(path.stat().st_size for stage in needs for path in (folder / stage).rglob("*") if path.is_file())
+    free = shutil.disk_usage(place).free + held  # what is there of these stages gives way
+    if needed > free:
+        raise RunError(
+            f"{folder}: checkpoints and models will take {_size(needed)}, and its disk has {_size(free)} free; "
+            "make room, choose another --output, or write fewer checkpoints (<stage>.checkpoint_every)"
+        )
+
+
+def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precision) -> int:
+    """Bytes on disk at the fullest moment: the models that are left, and the checkpoints of a stage."""
+    width = precision.dtype.itemsize
+    state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)
+    left, most = 0, 0
+    for stage, need in needs.items():
+        counts = [sum(parameter.numel() for parameter in model.parameters()) for model in need.models]
+        adapters_only = config.lora.rank > 0  # little beside the weights, which the checkpoints leave out
+        checkpoint = 0 if adapters_only else state * sum(counts)
+        every = getattr(config, stage).checkpoint_every
+        written = -(-need.steps // every) if every else 1
+        averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
+        checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
+        # The newest two stay, and a third is written beside them; the model comes when two are left.
+        critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
+        trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
+        best = trained if getattr(config, stage).kept_by else 0  # lies there while others are tried
+        most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
+        left += trained
+    return most
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

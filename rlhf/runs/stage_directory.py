@@ -1,0 +1,168 @@
+"""One stage's folder in a run: what it holds, and whether the stage is complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.schema import Stage
+from rlhf.errors import RunError
+from rlhf.utils.atomic_io import PARTIAL, atomic_write_json, read_json
+
+STATE = "state-rank{rank}.pt"
+"""In a checkpoint, what a rank has saved beside its engines."""
+
+CRITIC = "critic"
+"""The folder of PPO's critic, beside that of its model."""
+
+AVERAGE = "-ema"
+"""What follows the name of a model's folder, or its adapter's, in that of its moving average."""
+
+
+@dataclass(frozen=True)
+class StageDirectory:
+    """One stage's folder in a run."""
+
+    path: Path
+    name: Stage
+
+    @property
+    def model(self) -> Path:
+        """The trained model, in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def critic(self) -> Path:
+        """The model of values that PPO trained beside it, in the same format with a scalar head."""
+        return self.path / CRITIC
+
+    @property
+    def average(self) -> Path:
+        """The moving average of the trained model, in the same format, where one was asked for."""
+        return self.path / f"model{AVERAGE}"
+
+    @property
+    def averages(self) -> list[str]:
+        """Names of the folders of moving averages that are here: of the model, of its adapter."""
+        return sorted(path.name for path in self.path.glob(f"*{AVERAGE}"))
+
+    @property
+    def best(self) -> Path:
+        """Models that may be kept, while the stage trains; each in a folder named by its step."""
+        return self.path / "best"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def console(self) -> Path:
+        """What the terminal showed, as text."""
+        return self.path / "console.log"
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
+        return self.done or self.latest_checkpoint is not None or self._has_trained
+
+    @property
+    def done(self) -> bool:
+        """Whether the stage ran to its end: `finish` was called."""
+        return self._summary.is_file()
+
+    @property
+    def all_checkpoints(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return max(self.all_checkpoints, default=None)
+
+    def check_checkpoint(self, ranks: int) -> None:
+        """Raise `RunError` where the newest checkpoint was not written by `ranks` ranks, or is not whole."""
+        path = self.latest_checkpoint
+        if path is None:
+            return
+        wrote = len(list(path.glob(STATE.format(rank="*"))))
+        if wrote not in (0, ranks):
+            raise RunError(f"{path}: written by {wrote} ranks, resumed by {ranks}; resume with --ranks {wrote}")
+        for file in sorted(path.rglob("*.pt")):
+            if not zipfile.is_zipfile(file):  # what torch.save writes ends with the list of its parts
+                raise self.unreadable(f"{file.name} is damaged or cut short")
+
+    def unreadable(self, why: str) -> RunError:
+        """The error that the newest checkpoint cannot be read, with what else there is."""
+        path = self.latest_checkpoint
+        earlier = [other.name for other in self.all_checkpoints if other != path]
+        what = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage anew; there is no other"
+        return RunError(f"{path}: cannot be read ({why}); move this folder away to {what}")
+
+    def check_steps(self, steps: int) -> None:
+        """Raise `RunError` where the newest checkpoint is of a later step than the last of `steps`."""
+        path = self.latest_checkpoint
+        if path and (saved := step_of(path)) > steps:
+            raise RunError(
+                f"{path}: {saved} steps of {self.name} are done, and {steps} are asked for; "
+                f"ask for {saved} or more, or train anew with --overwrite"
+            )
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
+
+        The checkpoints go, and models that are not kept: a complete stage is not trained further, not by `--resume`
+        with more steps either, and its model is in `model`.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(self._summary, summary | ({"average": self.averages} if self.averages else {}))
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.best, ignore_errors=True)
+
+    def summary(self) -> dict[str, Any]:
+        """What `finish` was given.
+
+        Raises:
+            RunError: the stage is not complete.
+        """
+        if not self.done:
+            raise RunError(f"{self.path}: the {self.name} stage is not complete; run `rlhf {self.name}` first")
+        return read_json(self._summary)
+
+    @property
+    def _summary(self) -> Path:
+        return self.path / "stage.json"
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether a step is recorded; evaluation before the first one is step 0."""
+        try:
+            with self.metrics.open("rb") as lines:
+                return any(_step(line) > 0 for line in lines)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def step_of(checkpoint: Path) -> int:
+    """The last step that a checkpoint holds."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _step(line: bytes) -> int:
+    """The step of a record; 0 where a crash cut it short."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return 0

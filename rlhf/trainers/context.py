@@ -1,0 +1,220 @@
+"""What a stage runs in: settings, hardware, place among the ranks, where results go; and the models it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rlhf.config.schema import Config, OptimizerConfig, TrainingConfig
+from rlhf.data.batches import Batches
+from rlhf.engine import distributed
+from rlhf.engine.engine import TrainingEngine, freeze
+from rlhf.engine.metric_sums import Numbers
+from rlhf.errors import ConfigError
+from rlhf.models.dropout import set_dropout
+from rlhf.models.flops import Products
+from rlhf.models.forward import ScalarHead
+from rlhf.models.loading import Loader
+from rlhf.models.lora import add_adapters, merges
+from rlhf.models.quantized import count, quantize
+from rlhf.models.shape import Shape, shape_from
+from rlhf.models.shared_base import Base
+from rlhf.reporting.progress import console
+from rlhf.reporting.recorder import Recorder
+from rlhf.reporting.timers import Phases
+from rlhf.roles.roles import Holding, Name, holdings
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Precision, ShapePolicy
+    from rlhf.runs.directory import RunDirectory
+    from rlhf.runs.stage_directory import StageDirectory
+
+
+Trial = Callable[["StageContext", Callable[[int], Numbers]], None]
+"""(context, what takes step number N from 0 and gives its numbers); raises to end the stage."""
+
+
+class Clock:
+    """Seconds spent on a stage, those of earlier processes included."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self.earlier = 0.0
+
+    def seconds(self) -> float:
+        return self.earlier + time.perf_counter() - self._begun
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Everything around a stage: settings, hardware, place among the ranks, and where results go."""
+
+    config: Config
+    accelerator: Accelerator
+    precision: Precision
+    shapes: ShapePolicy
+    world: distributed.World
+    run: RunDirectory
+    directory: StageDirectory
+    recorder: Recorder
+    clock: Clock = field(default_factory=Clock)
+    models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
+    """What `engine` and `frozen` have made, by role."""
+    bases: dict[str, Base] = field(default_factory=dict)
+    """What other models may stand on: the frozen weights of those that `engine` has made with LoRA, by role."""
+    trial: Trial | None = None
+    """Takes a few steps in place of the stage's own, and ends the stage (`rlhf.cli.profiler`)."""
+
+    def say(self, line: str) -> None:
+        """Print a line, once for all ranks."""
+        if self.world.is_main:
+            console.print(line, markup=False, soft_wrap=True)
+
+    def settle(self) -> None:
+        """Let go of what this stage replaces, once it has something to show."""
+        if self.world.is_main:
+            self.run.settle(self.directory)
+
+    @cached_property
+    def holdings(self) -> dict[Name, Holding]:
+        """How each model of this stage is held."""
+        return holdings(self.config, self.directory.name)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """What the stage's steps take."""
+        return Phases(self.accelerator, self.precision, self.world.size)
+
+    def configuration(self, name: Name) -> Any:
+        """transformers' configuration of a role's model, once it is loaded; None: it is none of transformers'."""
+        model: Any = getattr(self.models[name], "module", self.models[name])  # under DeepSpeed
+        return getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
+
+    def shape(self, name: Name) -> Shape:
+        """The shape of a role's model, once it is loaded.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        config = self.configuration(name)
+        return shape_from(config.to_dict() if config else {}, name)
+
+    @cached_property
+    def products(self) -> dict[Name, Products] | None:
+        """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
+        found = {}
+        for name, holding in self.holdings.items():
+            try:
+                shape = self.shape(name)
+            except ConfigError:
+                return None
+            found[name] = Products.of(shape, scalar_head=holding.role.scalar_head, rank=holding.lora.rank)
+        return found
+
+    def engine(
+        self,
+        name: Name,
+        load: Loader,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        batch_size: int,
+        micro_batch_size: int,
+        more: int = 0,
+    ) -> TrainingEngine:
+        """The role's model, loaded and held as `holdings` says, under an engine for batches of `batch_size` rows.
+
+        Args:
+            more: micro-batches of each optimizer step on a rank beside those of these rows.
+
+        Raises:
+            RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
+        """
+        holding = self.holdings[name]
+        lora, model = holding.lora, self._loaded(holding, load)
+        if holding.dropout is not None:
+            set_dropout(model, holding.dropout)
+        if holding.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora.rank:
+            add_adapters(model, lora, seed=self.config.seed)
+            if self.directory.name == "ppo" and lora.share_base is not False and holding.zero_stage < 3:
+                self.bases[name] = Base(model)
+        engine = self.models[name] = TrainingEngine(
+            name,
+            ScalarHead(model) if holding.role.scalar_head else model,
+            accelerator=self.accelerator,
+            precision=self.precision,
+            holding=holding,
+            optimizer=optimizer,
+            total_steps=total_steps,
+            micro_batch_size=micro_batch_size,
+            accumulation=batch_size // (micro_batch_size * self.world.size) + more,
+        )
+        if lora.rank:
+            trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
+            self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
+            merged, why = merges(model, lora, self.accelerator.memory().total)
+            if name == "actor" and not merged and why:
+                self.say(f"{name}: adapters run beside the weights in rollouts: {why}")
+        return engine
+
+    def frozen(self, name: Name, load: Loader) -> nn.Module:
+        """The role's model for scoring only; see `freeze`."""
+        holding = self.holdings[name]
+        model = self._loaded(holding, load)
+        shared = self._on_a_base(model)
+        if holding.offloads_parameters and shared:
+            if self.accelerator.host_device() != self.accelerator.device():
+                self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
+            holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
+        self.models[name] = freeze(
+            ScalarHead(model) if holding.role.scalar_head else model,
+            accelerator=self.accelerator,
+            precision=self.precision,
+            holding=holding,
+            shared=shared,
+        )
+        return self.models[name]
+
+    def _loaded(self, holding: Holding, load: Loader) -> Any:
+        """A role's model, its frozen weights quantized where they are to be."""
+        model = load(holding)
+        if kind := holding.quantization:
+            packing = self.accelerator.kernel("quantized_weights", required=True)
+            quantize(model, kind, packing, exported=holding.role.trained)  # what `load` has not packed yet
+            if not self._on_a_base(model):  # or else it has been said of that
+                self.say(f"{holding.role.name}: the {count(model):,} frozen weights of its linear layers are in {kind}")
+        return model
+
+    def _on_a_base(self, model: nn.Module) -> bool:
+        """Whether weights of a model are those of one that is trained."""
+        theirs = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
+        return any(id(parameter) in theirs for parameter in model.parameters())
+
+    def batches(
+        self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: Any
+    ) -> Batches:
+        """This rank's share of the global batches over `examples`."""
+        return Batches(
+            examples,
+            collate,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=self.config.seed,
+            **options,
+        )
+
+    def evaluation_batches(
+        self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
+    ) -> Batches:
+        """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
+        size, examples = rows * self.world.size, examples[: training.eval_rows]
+        return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)

@@ -1,0 +1,81 @@
+"""What a run will do: in one line the models that it starts from, and what `--dry-run` shows.
+
+That is for each stage its models, its rows, their lengths, and one row as the model sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.config.schema import Config, Stage
+from rlhf.data.preview import example, learned, lengths
+from rlhf.data.report import lines
+from rlhf.data.truncation import longest_completion
+from rlhf.reporting.summary import STAGE_NAMES
+from rlhf.roles.lineage import starts
+
+if TYPE_CHECKING:
+    from rlhf.trainers.base_models import Origin
+    from rlhf.trainers.preflight import StagePlan
+
+_EMBEDDED = "embedded tiny Llama, from scratch"
+
+
+def models(config: Config, pending: Sequence[Stage]) -> str:
+    """What the `pending` stages of a run start from, in one line; not what they hand on to each other."""
+    values = config.model_dump()
+    found = []
+    for start in (start for stage in pending for start in starts(values, stage)):
+        if named := start.named(values):
+            found.append(named if start.key == "model.path" else f"{named} ({start.key})")
+        elif start.earlier is None:
+            found.append(_EMBEDDED)
+        elif start.earlier not in pending:
+            found.append(f"this run's {start.earlier} model")
+    return ", ".join(dict.fromkeys(found))
+
+
+def print_plan(plan: StagePlan, config: Config, memory: Sequence[str], console: Console) -> None:
+    """Print what a stage will do; `plan.data` holds all of its rows, `memory` says what it will take."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for found in plan.origins:
+        table.add_row(found.start.key, Text(_origin(found)))
+    if plan.parameters is not None:
+        table.add_row("parameters", f"{plan.parameters:,} in {plan.origins[0].start.key}")
+    for line in lines(plan.data.reports):
+        table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
+    table.add_row("steps", _steps(plan, config))
+    for line in memory:
+        table.add_row("memory", Text(line.removeprefix(f"{plan.stage}: plan: ")))
+    completion = max(longest_completion(row.row, row.prompt_ids, config.data) for row in plan.data.train)
+    limits = {"prompt": config.data.max_prompt_length}
+    for part, (median, high, longest) in lengths(plan.data).items():
+        allowed = limits.get(part, completion)
+        table.add_row(f"{part} tokens", f"median {median}, 95 % up to {high}, longest {longest} (at most {allowed})")
+    learns = learned(plan.data, loss_on=config.sft.loss_on)
+    for part, text in example(plan.data, plan.tokenizer):
+        table.add_row(f"example {part}", Text.assemble(text, ("  (in the loss)" if part in learns else "", "dim")))
+    console.print()
+    console.print(Text(STAGE_NAMES[plan.stage], style="bold"))
+    console.print(table)
+
+
+def _origin(found: Origin) -> str:
+    path = found.path or _EMBEDDED
+    return f"{path}, after {' and '.join(found.through)} of this run" if found.through else path
+
+
+def _steps(plan: StagePlan, config: Config) -> str:
+    if plan.stage == "ppo":
+        rows, each = config.ppo.batch_size, config.ppo.method.completions
+        said = f"{plan.steps(config):,} rollouts of {rows // each} prompts"
+        return said if each == 1 else f"{said}, {each} completions of each"
+    section = config.supervised(plan.stage)
+    return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"

@@ -1,0 +1,73 @@
+"""What a stage leaves when it has trained: its model, its adapter, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.checkpoint.adapters import save_adapter
+from rlhf.checkpoint.export import save_model
+from rlhf.roles.base_sharing import ADAPTER
+from rlhf.roles.lineage import starts
+from rlhf.runs.stage_directory import AVERAGE, CRITIC
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engine.engine import TrainingEngine
+    from rlhf.trainers.context import StageContext
+
+_LAST = ("dpo", "ppo")  # stages from which no other starts by itself
+
+
+def leave(
+    context: StageContext,
+    engine: TrainingEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    critic: TrainingEngine | None = None,
+) -> None:
+    """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
+
+    A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
+    models can stand on one base. Beside all that, the same of the weights' moving average where there is one, and the
+    critic, if `ppo.save_critic` says so.
+    """
+    if critic and context.config.ppo.save_critic:
+        save_model(critic, tokenizer, folder / CRITIC)
+    _write(context, engine, tokenizer, folder, "")
+    if engine.ema:
+        with engine.ema.in_place():
+            _write(context, engine, tokenizer, folder, AVERAGE)
+
+
+def _write(
+    context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path, suffix: str
+) -> None:
+    save, stage, model = context.config.lora.save, context.directory.name, folder / f"model{suffix}"
+    adapted = engine.holding.lora.rank > 0
+    merged = None if adapted and save == "adapter" and stage in _LAST else str(model)
+    if merged:
+        save_model(engine, tokenizer, model)
+    if adapted and (save != "merged" or stage == "reward"):
+        save_adapter(engine, folder / f"{ADAPTER}{suffix}", _start(context), merged)
+
+
+def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
+    """Say where `leave` writes more than `lora.save` asks for."""
+    stage = context.directory.name
+    if engine.ema:
+        folders = " and ".join(f"{context.directory.path / name}" for name in context.directory.averages)
+        context.say(f"{stage}: the moving average of its weights is left in {folders}")
+    if engine.holding.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
+        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
+
+
+def _start(context: StageContext) -> str | None:
+    """The folder or hub name of the model that the stage trained; None: it was made for this run."""
+    values = context.config.model_dump()
+    first = starts(values, context.directory.name)[0]
+    if named := first.named(values):
+        return named
+    earlier = context.run.stage(first.earlier) if first.earlier else None
+    return str(earlier.model) if earlier and earlier.done else None

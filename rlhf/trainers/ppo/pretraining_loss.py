@@ -1,0 +1,82 @@
+"""The mixed pre-training loss: raw text that the policy goes on to model while it learns from rewards.
+
+A part of each update's micro-batches is of this text; its loss enters the same gradient and the same optimizer step as
+the policy's (arXiv:2203.02155, equation 2: PPO-ptx).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.data import pretraining
+from rlhf.engine.engine import Batch, Loss
+from rlhf.models.flops import Texts
+from rlhf.models.forward import completion_log_probs
+from rlhf.trainers.context import StageContext
+
+
+class Pretraining:
+    """This rank's rows of raw text for each update, and their loss."""
+
+    def __init__(self, context: StageContext, rows: Sequence[list[int]]) -> None:
+        """`rows`: those of all ranks, of equal length."""
+        settings, length = context.config.ppo, len(rows[0])
+        self.texts = Texts.of([length] * settings.pretraining_rows, settings.pretraining_rows * (length - 1))
+        """Those of one update, over all ranks."""
+        self._to_device = context.accelerator.to_device
+        self._coefficient = settings.ptx_coef
+        self._targets = self.texts.outputs
+        # A row's first token is predicted from nothing, and no target.
+        self.batches = context.batches(
+            rows,
+            _collate,
+            batch_size=settings.pretraining_rows,
+            micro_batch_size=settings.pretraining(context.world.size)[1],
+            endless=True,
+        )
+
+    @classmethod
+    def read(cls, context: StageContext, tokenizer: Any) -> Pretraining | None:
+        """The texts that the settings name; None: none, and no loss.
+
+        Raises:
+            DataError: they cannot be read, or are too few.
+        """
+        config = context.config
+        if not config.ppo.ptx_coef:
+            return None
+        documents = pretraining.read(config, show=context.world.is_main)
+        rows = pretraining.pack(config, documents, tokenizer)
+        context.say(
+            f"ppo: {len(rows):,} rows of {rows.length} tokens to go on modelling, of {len(documents):,} documents; "
+            f"{config.ppo.pretraining_rows} in each update"
+        )
+        return cls(context, rows)
+
+    def micro_batches(self, update: int) -> list[Batch]:
+        """This rank's micro-batches for update `update` of the run: `input_ids` [B, L]."""
+        return [self._to_device(batch) for batch in self.batches.step(update)]
+
+    def beside(self, loss: Loss) -> Loss:
+        """The loss of a list of parts some of which are of raw text; `loss` is that of the others."""
+
+        def mixed(model: nn.Module, part: Any) -> tuple[Tensor, Batch]:
+            return self._loss(model, part) if isinstance(part, dict) else loss(model, part)
+
+        return mixed
+
+    def _loss(self, model: nn.Module, part: Batch) -> tuple[Tensor, Batch]:
+        """A part of the mean of -log p over all tokens of the update but each row's first, weighted."""
+        ids = part["input_ids"]
+        log_probs = completion_log_probs(model, ids, torch.ones_like(ids), ids.shape[1] - 1).log_probs
+        value = -log_probs.sum() / self._targets
+        return self._coefficient * value, {"ptx_loss": value}
+
+
+def _collate(rows: Sequence[list[int]], real: int) -> Batch:
+    """Endless batches have no rows that only fill them up."""
+    return {"input_ids": torch.tensor(list(rows))}

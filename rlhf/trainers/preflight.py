@@ -1,0 +1,313 @@
+"""What can be known before the first step, asked of the part that knows it: folder, batches, models, data, disk.
+
+`check` loads nothing and runs in the launcher too; `examine` runs beside the accelerator, on rank 0. Each question is
+answered by the part that would meet the problem later, with the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.data import pretraining, readers
+from rlhf.engine import zeropp
+from rlhf.errors import ConfigError, RunError
+from rlhf.generation.strategy import check as check_rollouts
+from rlhf.models.folder import check_model_folder
+from rlhf.rewards.process import check as check_rewards
+from rlhf.roles import base_sharing
+from rlhf.roles.lineage import starts
+from rlhf.roles.roles import check as check_roles
+from rlhf.roles.roles import holdings
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.resume import Fingerprints
+from rlhf.trainers.base_models import Origin, Tokenizers, origin
+from rlhf.utils.process_info import here
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from accelerators import Accelerator
+    from rlhf.data.cache import StageCache
+    from rlhf.data.load_sources import SourceRows
+    from rlhf.data.stage_dataset import StageData
+    from rlhf.models.attention import Choice
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage will do: the models that it starts from, and its rows.
+
+    `data` holds a sample of the rows, unless all were asked for. `parameters` counts those of the model that the
+    stage trains; None for the embedded one.
+    """
+
+    stage: Stage
+    origins: tuple[Origin, ...]
+    parameters: int | None
+    tokenizer: PreTrainedTokenizerBase
+    data: StageData
+
+    def steps(self, config: Config) -> int:
+        """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
+        rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
+        if self.stage == "ppo":
+            return config.ppo.total_steps(rows)
+        section = config.supervised(self.stage)
+        return section.total_steps(-(-rows // section.batch_size))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `examine` found: a plan for each stage, what the rows of each source are, and each model's attention."""
+
+    plans: tuple[StagePlan, ...]
+    data: Fingerprints
+    attention: dict[str, Choice]
+
+
+def check(
+    config: Config, stages: Sequence[Stage], ranks: int, *, resume: bool = False, overwrite: bool = False
+) -> list[Stage]:
+    """Find out what can be known without loading anything.
+
+    Returns:
+        Those of `stages` that are still to be run.
+
+    Raises:
+        RLHFError: the run's folder is not to be written to, a batch cannot be divided over `ranks`, or a model or
+            data that the stages name is not there, or is what `overwrite` replaces.
+    """
+    directory = RunDirectory(config.output)
+    if here().rank == 0:
+        RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
+    pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
+    _check_batches(config, pending, ranks)
+    _check_judge(config, pending)
+    check_roles(config, pending, ranks)
+    zeropp.check(config, ranks)
+    if "ppo" in pending:
+        check_rollouts(config, ranks)
+        pretraining.check(config, ranks)
+        if here().rank == 0:
+            check_rewards(config, ranks)
+    if overwrite:
+        _check_nothing_needed_goes(config, directory, stages)
+    base_sharing.check(config, pending, directory)
+    values = config.model_dump()
+    for stage in pending:
+        for start in starts(values, stage):
+            if path := start.named(values):
+                check_model_folder(path)
+            elif start.earlier and start.earlier not in stages:
+                directory.model_of(start.earlier, start.key)
+        for source in config.data.datasets:
+            if stage in source.stages:
+                readers.check(source.path)
+                readers.check(source.heldout or source.path)
+        if not overwrite:
+            directory.stage(stage).check_checkpoint(ranks)
+    return pending
+
+
+def examine(
+    config: Config,
+    pending: Sequence[Stage],
+    directory: RunDirectory,
+    accelerator: Accelerator,
+    *,
+    overwrite: bool = False,
+    whole: bool = False,
+) -> Findings:
+    """Find out whether the stages still to be run can do with their models and rows. Writes nothing.
+
+    Args:
+        overwrite: what is there of the stages will be replaced.
+        whole: all rows are tokenized, so that their numbers and lengths can be shown; else a sample is.
+
+    Raises:
+        RLHFError, AcceleratorError: a stage would fail on a model, its tokenizer, LoRA layers, rows or the disk.
+    """
+    from rlhf.data.stage_dataset import check_stage, load_stage
+    from rlhf.engine import deepspeed_config
+    from rlhf.runs.disk_space import Need, check_room
+
+    precision = accelerator.precision(config.precision)
+    accelerator.kernel("adamw", required=True)
+    if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("adamw_cpu_offload", required=True)
+    if any(held.quantization for stage in pending for held in holdings(config, stage).values()):
+        accelerator.kernel("quantized_weights", required=True)
+    deepspeed_config.check(config)
+    deepspeed_config.check_disk(config, accelerator)
+    zeropp.check_operators(config, accelerator)
+    accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
+    accelerator.kernel("attention", required=True)
+    models = _Models(config, accelerator)
+    values = config.model_dump()
+    origins = {
+        stage: tuple(origin(directory, start, values, pending) for start in starts(values, stage)) for stage in pending
+    }
+    for stage in pending:
+        models.check(stage, origins[stage])
+    caches = {stage: models.cache(stage, origins[stage][0]) for stage in pending}
+    kept, read = _kept(caches, config, show=True)
+    documents = pretraining.read(config, show=True) if "ppo" in pending else []
+    load = load_stage if whole else check_stage
+    plans = []
+    for stage, cache in caches.items():
+        tokenizer, ends = cache.tokenizer, cache.end_ids
+        data = kept.get(stage) or load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
+        if stage == "ppo" and documents:
+            pretraining.pack(config, documents, tokenizer, most=config.ppo.pretraining_rows)
+        plan = StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data)
+        if not overwrite:
+            directory.stage(stage).check_steps(plan.steps(config))
+        plans.append(plan)
+    needs = {plan.stage: Need(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
+    check_room(config, directory.path, needs, precision)
+    found = read.fingerprints() | pretraining.fingerprint(documents)
+    for data in kept.values():
+        found |= data.fingerprints
+    return Findings(tuple(plans), found, models.attention)
+
+
+def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
+    """What `stages` get from their sources, one by one, all rows tokenized; no weights are loaded, no run is looked at.
+
+    Args:
+        show: tell of reading that takes long.
+
+    Raises:
+        RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
+    """
+    from rlhf.data.stage_dataset import load_stage
+
+    tokenizers, values, directory = Tokenizers(config), config.model_dump(), RunDirectory(config.output)
+    firsts = {stage: origin(directory, starts(values, stage)[0], values, EVERY_STAGE) for stage in stages}
+    caches = {stage: tokenizers.cache(stage, first) for stage, first in firsts.items()}
+    kept, read = _kept(caches, config, show=show)
+    for stage, cache in caches.items():
+        tokenizer, ends = cache.tokenizer, cache.end_ids
+        data = kept.get(stage) or load_stage(
+            config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read
+        )
+        yield StagePlan(stage, (firsts[stage],), None, tokenizer, data)
+
+
+def _kept(
+    caches: Mapping[Stage, StageCache], config: Config, *, show: bool
+) -> tuple[dict[Stage, StageData], SourceRows]:
+    """The examples of the stages that were tokenized before, and the rows of the sources that the others need."""
+    from rlhf.data.load_sources import read_sources
+
+    kept = {stage: data for stage, cache in caches.items() if (data := cache.find())}
+    others = [stage for stage in caches if stage not in kept]
+    return kept, read_sources(config.data, others, seed=config.seed, show=show)
+
+
+class _Models(Tokenizers):
+    """The models and tokenizers that the stages start from, each looked at once and without its weights."""
+
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        super().__init__(config)
+        self._accelerator = accelerator
+        self.attention: dict[str, Choice] = {}
+        self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
+
+    def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
+        """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
+        from rlhf.generation.strategy import check_model
+        from rlhf.models.compatibility import check_positions
+        from rlhf.models.dropout import check_dropout
+        from rlhf.models.final_norm import check_final_norm
+        from rlhf.models.loading import check_fits, check_same_vocabulary
+        from rlhf.models.lora import check_targets
+        from rlhf.models.toy_model import build_outline
+
+        for found in origins:
+            outline = self.outline(found)
+            if outline is None or found.path is None:
+                continue
+            check_positions(found.path, outline.config, self._config.data.max_length)
+            if found.start.key == "ppo.actor" and self._config.ppo.ptx_coef:
+                check_positions(found.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
+            check_fits(self.tokenizer(found), outline, found.path)
+            held = [one for one in holdings(self._config, stage).values() if one.role.start == found.start.key]
+            for one in held:
+                check_dropout(outline, one.dropout, f"{stage}.{'critic_' * (one.role.name == 'critic')}dropout")
+            if stage == "reward":
+                check_final_norm(outline, self._config.reward.reset_final_norm)
+            if any(one.lora.rank for one in held):
+                check_targets(outline, self._config.lora)
+        if stage == "ppo":
+            actor, *scorers = origins
+            for scorer in scorers:
+                where = scorer.path or "the embedded model"
+                check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
+            check_model(self.outline(actor) or build_outline(self.tokenizer(actor)), self._config.ppo, here().size)
+
+    def outline(self, found: Origin) -> PreTrainedModel | None:
+        """The model without its weights; None for the embedded one."""
+        from rlhf.models.attention import EMBEDDED, choose_attention
+        from rlhf.models.loading import outline
+
+        name = found.path or EMBEDDED
+        if name not in self.attention:
+            self.attention[name] = choose_attention(self._accelerator, found.path, self._config.model)
+        if found.path is None:
+            return None
+        # A head may be drawn anew but for PPO's reward model, which some stage has left.
+        trained = not found.start.scalar_head or not (found.start.new_head or found.through)
+        key = found.path, found.start.scalar_head, trained
+        if key not in self._outlines:
+            self._outlines[key] = outline(
+                found.path,
+                self._config.model,
+                attention=self.attention[name].name,
+                scalar_head=found.start.scalar_head,
+                trained=trained,
+            )
+        return self._outlines[key]
+
+    def trained(self, stage: Stage, origins: Sequence[Origin]) -> list[PreTrainedModel]:
+        """Of the models that the stage trains, those that are read from somewhere."""
+        keys = {held.role.start for held in holdings(self._config, stage).values() if held.role.trained}
+        found = (self.outline(origin) for origin in origins if origin.start.key in keys)
+        return [outline for outline in found if outline is not None]
+
+    def parameters(self, found: Origin) -> int | None:
+        outline = self.outline(found)
+        return None if outline is None else outline.num_parameters()
+
+
+def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
+    for stage in stages:
+        if stage == "ppo":
+            config.ppo.minibatch(ranks)
+        else:
+            config.supervised(stage).micro_batch(ranks, section=stage)
+
+
+def _check_judge(config: Config, stages: Sequence[Stage]) -> None:
+    judged = any(dataset.path == readers.WORLD for dataset in config.data.datasets)
+    if "ppo" in stages and config.ppo.kept_by == "approved_share" and not judged:
+        raise ConfigError(
+            "ppo.keep: best(approved_share) needs a judge, which only the embedded data have; use best(reward), or last"
+        )
+
+
+def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+    values = config.model_dump()
+    named = {"model.tokenizer": config.model.tokenizer}
+    named |= {start.key: start.named(values) for stage in stages for start in starts(values, stage)}
+    for key, path in named.items():
+        for stage in stages:
+            if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):
+                raise RunError(
+                    f"{key}: {path} lies in the {stage} stage that --overwrite replaces; "
+                    "copy it elsewhere, or choose another --output"
+                )

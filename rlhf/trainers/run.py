@@ -1,0 +1,291 @@
+"""From a configuration to a running pipeline: what can be checked is checked, the accelerator chosen, stages run.
+
+`run` works in this process, alone or as one rank of those that a launcher (`rlhf.launchers.local`, torchrun)
+started. It may
+be called again, and from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from rlhf.config.schema import STAGES, Config, Stage
+from rlhf.errors import ConfigError, RunError
+from rlhf.models import hub
+from rlhf.reporting.progress import console
+from rlhf.reporting.summary import print_summary
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.resume import disagreement
+from rlhf.trainers import dry_run as plan
+from rlhf.trainers import preflight
+from rlhf.trainers.interruption import Ending
+from rlhf.utils import file_lock, signals
+from rlhf.utils.atomic_io import read_json
+from rlhf.utils.process_info import here
+from rlhf.version import __version__
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Selection
+
+
+def run(
+    config: Config,
+    *,
+    stages: Sequence[Stage] = STAGES,
+    accelerator: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    ranks: int | None = None,
+    recipe: Path | None = None,
+) -> RunDirectory:
+    """Run `stages` in this process, which may be one rank of several.
+
+    Everything that can be known beforehand is checked before the first of them; see `rlhf.trainers.preflight`.
+
+    Args:
+        accelerator: the command line's choice of backend, above that of `config`.
+        resume: continue stages that the run directory holds already.
+        overwrite: replace them.
+        dry_run: check, show what each stage would do, and write nothing.
+        ranks: how many there would be, for a dry run in one process.
+        recipe: the file that `config` comes from, to be shown.
+
+    Raises:
+        RLHFError, AcceleratorError: something that the user can fix; the message says how.
+        Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
+        Defect: anything else; its traceback is in the run directory.
+    """
+    if accelerator:  # what goes on from here later asks for the same
+        config = config.model_copy(update={"accelerator": accelerator})
+    directory = RunDirectory(config.output)
+    request = Request(stages, resume, overwrite, dry_run)
+    size = here().size if here().launcher else ranks or 1
+    pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite)
+    if not pending:
+        if here().rank == 0:
+            console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
+            print_summary([stage.summary() for stage in directory.stages if stage.done], console)
+        return directory
+    ending = Ending(directory, stages)
+    with _left_as_found(), signals.terminal_that_may_close(), signals.heard(_interrupt):
+        selection = select(config, accelerator)
+        if here().rank == 0:
+            _announce(config, selection, stages, pending, recipe)
+        with ending.explained(), _opened(config, selection, directory, request, pending) as found:
+            if not dry_run:
+                from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
+
+                pipeline.run(*found, directory, stages)
+    return directory
+
+
+@contextmanager
+def opened(
+    config: Config, stages: Sequence[Stage], *, resume: bool = False, overwrite: bool = False
+) -> Iterator[tuple[Config, Accelerator]]:
+    """What `run` does around the stages, for code that runs `stages` itself: `rlhf.api.session`.
+
+    While the block runs the folder is locked, and the environment is what the accelerator wants; signals are nobody's.
+    Gives the configuration with what the plan decided in it, and the accelerator.
+
+    Raises:
+        RLHFError, AcceleratorError: as `run`; or the stages are complete.
+    """
+    directory = RunDirectory(config.output)
+    pending = preflight.check(config, stages, here().size, resume=resume, overwrite=overwrite)
+    if not pending:
+        raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
+    request = Request(stages, resume, overwrite, dry_run=False)
+    with _left_as_found(), _opened(config, select(config), directory, request, pending) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be done with a run's folder."""
+
+    stages: Sequence[Stage]
+    resume: bool
+    overwrite: bool
+    dry_run: bool
+
+
+def select(config: Config, accelerator: str | None = None) -> Selection:
+    """Choose the backend and set the environment that it and DeepSpeed want, before torch is imported.
+
+    Raises:
+        AcceleratorError: no backend can be chosen; the message says why.
+    """
+    import accelerators
+
+    selection = accelerators.select(accelerator, config.accelerator)
+    selection.export(os.environ, config.model_dump(mode="json"))
+    # DeepSpeed compiles with the `ninja` of this environment, which need not be activated.
+    programs = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [programs, path]))
+    return selection
+
+
+@contextmanager
+def _opened(
+    config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
+) -> Iterator[tuple[Config, Accelerator]]:
+    """The ranks brought together, and the folder that they write to, once it is clear that nothing will stop them."""
+    from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
+
+    with distributed.session(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
+        settings = config.model_dump(mode="json")
+        if differing := disagreement(distributed.all_gather_objects(settings)):
+            raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
+        config = _decided(config, pending, directory, accelerator)
+        choose_kernels(config, accelerator)
+        selection.check_run(accelerator, config.model_dump(mode="json"))
+        with distributed.on_main("checking the run", takes_long=True) as main:
+            if main:
+                findings = preflight.examine(
+                    config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
+                )
+                wishes = {name: value for name, value in vars(request).items() if name != "dry_run"}
+                report = _report(accelerator, selection, config)
+                report["attention"] = {model: asdict(choice) for model, choice in findings.attention.items()}
+                found: dict[str, Any] = {"accelerator": report, "data": findings.data}
+                if request.dry_run:
+                    RunDirectory.check(config, **wishes, **found)
+                    _show(config, findings, accelerator)
+                else:
+                    held.enter_context(directory.opened(config, **wishes, **found))
+                del findings  # rows that nobody needs any more
+        if not request.dry_run:
+            _check_shared(directory)
+        yield config, accelerator
+
+
+def choose_kernels(config: Config, accelerator: Accelerator) -> None:
+    """Make the accelerator use the implementations that `engine.kernels` names.
+
+    Raises:
+        ConfigError: it has none of that name.
+    """
+    from accelerators import AcceleratorError
+
+    for operation, name in config.engine.kernels.items():
+        try:
+            accelerator.choose(operation, name)
+        except AcceleratorError as error:
+            raise ConfigError(f"engine.kernels.{error}") from error
+
+
+def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:
+    """The configuration with what the plan decides in place of each `auto` of `engine`, the same on all ranks."""
+    from rlhf.engine import distributed
+    from rlhf.memory.auto import decided
+
+    found, ranks = None, distributed.world().size
+    with distributed.on_main("planning the run") as main:
+        if main:
+            begun = [stage for stage in pending if directory.stage(stage).begun]
+            then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
+            local = here().local_size or ranks
+            found, line = decided(config, pending, accelerator, ranks, local, then.get("engine", {}))
+            if line:
+                console.print(line, markup=False, soft_wrap=True)
+    return distributed.all_gather_objects(found)[0]
+
+
+def _check_shared(directory: RunDirectory) -> None:
+    """Raise `RunError` where other machines do not see the folder that rank 0 has locked: later stages read from it."""
+    from rlhf.engine import distributed
+
+    if here().local_size == here().size:
+        return
+    owner = distributed.all_gather_objects(file_lock.named(directory.path))[0]
+    found = distributed.all_gather_objects((socket.gethostname(), file_lock.seen(directory.path, owner)))
+    with distributed.on_main("looking for the run's folder") as main:
+        if main and (blind := list(dict.fromkeys(host for host, sees in found if not sees))):
+            raise RunError(
+                f"{directory.path}: {', '.join(blind)} has another folder there than {found[0][0]}; "
+                "choose an --output that all machines share"
+            )
+
+
+def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
+    from rlhf.memory.auto import stage_plan
+
+    ranks, attention = here().size, findings.attention.values()
+    for stage in findings.plans:
+        _, memory = stage_plan(
+            config,
+            stage.stage,
+            accelerator,
+            {found.start.key: found.path for found in stage.origins},
+            ranks=ranks,
+            local=here().local_size or ranks,
+            fused=all(choice.name != "eager" for choice in attention),
+        )
+        plan.print_plan(stage, config, memory, console)
+    console.print("\nnothing found that would stop this run; nothing was written", markup=False)
+
+
+def _announce(
+    config: Config, selection: Selection, stages: Sequence[Stage], pending: Sequence[Stage], recipe: Path | None
+) -> None:
+    """Say what is about to happen, before the first slow import."""
+    sources = ", ".join(
+        "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
+    )
+    facts = {
+        "stages": ", ".join(stage if stage in pending else f"{stage} (complete)" for stage in stages),
+        **({"recipe": str(recipe)} if recipe else {}),
+        "model": plan.models(config, pending),
+        "data": sources,
+        "accelerator": f"{selection.name} ({selection.summary})",
+        "output": str(config.output),
+    }
+    if "ppo" in stages and "reward" in pending and not config.ppo.reward_weight:
+        facts["note"] = "ppo.reward_weight is 0: PPO makes no use of the reward model (`rlhf sft`, `rlhf ppo`: none)"
+    console.print(f"[bold]rlhf {__version__}[/]")
+    for name, value in facts.items():
+        console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)
+
+
+def _report(accelerator: Accelerator, selection: Selection, config: Config) -> dict[str, Any]:
+    """What `run.json` says of the accelerator."""
+    precision = accelerator.precision(config.precision)
+    return {
+        "name": selection.name,
+        "provider": selection.provider,
+        "reason": selection.reason,
+        "device": asdict(accelerator.info()),
+        "precision": {"name": precision.name, "reason": precision.reason},
+        "capabilities": {name: asdict(support) for name, support in accelerator.capabilities().items()},
+    }
+
+
+@contextmanager
+def _left_as_found() -> Iterator[None]:
+    """The environment is what it was when the block is left: the caller's program may go on."""
+    environment = dict(os.environ)
+    try:
+        with hub.as_found():
+            os.environ.update(here().variables())  # before a runtime that reads them is loaded
+            yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,192 @@
+"""Checkpoints: whole or absent on every rank, two of them, and what is said of one that cannot be read."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.checkpoint import training_state
+from rlhf.config.schema import OptimizerConfig
+from rlhf.engine import distributed
+from rlhf.engine.engine import TrainingEngine
+from rlhf.errors import RunError
+from rlhf.launchers import local
+from rlhf.models.forward import completion_log_probs
+from rlhf.runs.directory import RunDirectory
+from tests.helpers import llama
+from tests.in_process import held
+
+IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+ROOT = Path(__file__).parents[2]
+
+
+def place(folder: Path):
+    return RunDirectory(folder).stage("sft")
+
+
+def build(accelerator, zero_stage=1, precision="fp32", accumulation=1):
+    return TrainingEngine(
+        "test",
+        llama(60),
+        accelerator=accelerator,
+        precision=accelerator.precision(precision),
+        holding=held(zero_stage),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        total_steps=10,
+        micro_batch_size=len(IDS) // accumulation,
+        accumulation=accumulation,
+    )
+
+
+def train(engine, accumulation=1):
+    def loss(model, ids):
+        return -completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs.sum() / 32, {}
+
+    engine.step(IDS.split(len(IDS) // accumulation), loss)
+
+
+def names(folder):
+    return sorted(path.name for path in place(folder).checkpoints.iterdir())
+
+
+@pytest.fixture(scope="module")
+def engine(accelerator):
+    return build(accelerator)
+
+
+def test_the_newest_two_are_kept(engine, tmp_path):
+    for step in (1, 2, 3):
+        training_state.save(place(tmp_path), step, {"model": engine}, {"number": step})
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert training_state.restore(place(tmp_path), {"model": engine}) == (3, {"number": 3})
+
+
+def test_a_checkpoint_that_cannot_be_read_is_answered_with_the_one_before_it(engine, tmp_path):
+    for step in (1, 2):
+        training_state.save(place(tmp_path), step, {"model": engine}, {})
+    newest = place(tmp_path).latest_checkpoint
+    (newest / "state-rank0.pt").write_bytes(b"cut off")
+    with pytest.raises(RunError, match=r"step-00000002: cannot be read .*; move this folder away to .*step-00000001"):
+        training_state.restore(place(tmp_path), {"model": engine})
+    newest.rename(tmp_path / "away")
+    assert training_state.restore(place(tmp_path), {"model": engine}) == (1, {})
+
+
+def test_the_only_checkpoint_is_not_said_to_have_one_before_it(engine, tmp_path):
+    training_state.save(place(tmp_path), 5, {"model": engine}, {})
+    (place(tmp_path).latest_checkpoint / "state-rank0.pt").write_bytes(b"cut off")
+    with pytest.raises(RunError, match="to start the sft stage anew; there is no other") as found:
+        training_state.restore(place(tmp_path), {"model": engine})
+    assert "remove" not in str(found.value) and "earlier" not in str(found.value)
+
+
+def test_a_checkpoint_without_the_states_of_its_ranks_is_not_said_to_be_of_other_ranks(engine, tmp_path):
+    training_state.save(place(tmp_path), 1, {"model": engine}, {})
+    (place(tmp_path).latest_checkpoint / "state-rank0.pt").unlink()
+    with pytest.raises(RunError, match="step-00000001: cannot be read"):
+        training_state.restore(place(tmp_path), {"model": engine})
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory."), PermissionError(13, "denied")])
+def test_what_is_no_fault_of_the_checkpoint_is_not_blamed_on_it(engine, tmp_path, monkeypatch, error):
+    training_state.save(place(tmp_path), 1, {"model": engine}, {})
+
+    def load(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(engine.engine, "load_checkpoint", load)
+    with pytest.raises(type(error)):
+        training_state.restore(place(tmp_path), {"model": engine})
+
+
+@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_stage, tmp_path):
+    settings = (accelerator, zero_stage, "bf16", 2)
+    whole = build(*settings)
+    train(whole, 2)
+    training_state.save(place(tmp_path), 1, {"model": whole}, {})
+    train(whole, 2)
+    resumed = build(*settings)
+    training_state.restore(place(tmp_path), {"model": resumed})
+    train(resumed, 2)
+    with whole.whole_weights() as one, resumed.whole_weights() as other:
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_checkpoint_goes_on_in_smaller_micro_batches(accelerator, zero_stage, tmp_path):
+    whole = build(accelerator, zero_stage)
+    train(whole)
+    training_state.save(place(tmp_path), 1, {"model": whole}, {})
+    train(whole)
+    resumed = build(accelerator, zero_stage, accumulation=2)
+    training_state.restore(place(tmp_path), {"model": resumed})
+    train(resumed, 2)
+    assert resumed.steps == whole.steps == 2
+    with whole.whole_weights() as one, resumed.whole_weights() as other:
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_rank_names_its_own_error_where_the_others_are_gone(monkeypatch):
+    def gone(value):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(distributed, "all_gather_objects", gone)
+    with pytest.raises(OSError, match="No space left"), distributed.together("writing"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(RuntimeError, match="connection closed"), distributed.together("writing"):
+        pass
+
+
+SLOW_RANK = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from rlhf.engine import checkpoint
+from rlhf.runs.directory import RunDirectory
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Engine:  # DeepSpeed's, as far as a checkpoint asks it
+    def save_checkpoint(self, folder, tag, **options):
+        time.sleep({delay} * rank)  # a slow disk on the second machine
+        Path(folder, tag).mkdir(parents=True, exist_ok=True)
+        Path(folder, tag, f"shard{{rank}}").write_text("weights")
+        if rank == {failing}:
+            raise OSError(28, "No space left on device")
+
+class Holder:
+    engine = Engine()
+
+try:
+    checkpoint.save(RunDirectory(Path("{folder}")).stage("sft"), 3, dict(model=Holder()), dict(rank=rank))
+except BaseException as error:
+    Path("{folder}", f"error{{rank}}").write_text(str(error))
+dist.destroy_process_group()
+"""
+
+
+def save_on_two_ranks(folder, *, delay=0.0, failing=None):
+    script = SLOW_RANK.format(folder=folder, delay=delay, failing=failing)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}"]
+    assert local.start(2, command) is None
+
+
+def test_a_checkpoint_is_published_when_every_rank_has_written_its_files(tmp_path):
+    save_on_two_ranks(tmp_path, delay=1.0)
+    assert not list(tmp_path.glob("error*"))
+    assert names(tmp_path) == ["step-00000003"]
+    found = place(tmp_path).latest_checkpoint
+    assert sorted(path.name for path in (found / "model" / "weights").iterdir()) == ["shard0", "shard1"]
+    assert sorted(path.name for path in found.glob("state-*")) == ["state-rank0.pt", "state-rank1.pt"]
+
+
+def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_every_rank_knows(tmp_path):
+    save_on_two_ranks(tmp_path, failing=1)
+    assert names(tmp_path) == ["step-00000003.partial"]
+    assert (tmp_path / "error0").read_text().startswith("writing the checkpoint failed on rank 1: ")
+    assert "No space left" in (tmp_path / "error1").read_text()

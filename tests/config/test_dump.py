@@ -1,0 +1,84 @@
+"""A configuration printed as a recipe: read again, it is the same, to the last digit and from anywhere."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf.config.dump import recipe_text, to_yaml
+from rlhf.config.schema import Config, LoraConfig, OptimizerConfig, build_config, load_config
+
+
+def test_the_printed_recipe_is_a_recipe() -> None:
+    config = load_config(
+        None, ["model.path='a: b'", "ppo.optimizer.learning_rate=3e-7", "data.datasets=[{path: a}, {path: b}]"]
+    )
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_every_digit_of_a_number_is_printed() -> None:
+    rng = random.Random(0)
+    numbers = [1.25e-5, 3.75e-5, 1e-5, 5e-324, 1e22, 1e16, 0.1 + 0.2, 123456789.123456789, sys.float_info.max]
+    numbers += [rng.uniform(0.1, 1) * 10.0 ** rng.randint(-30, 30) for _ in range(1000)]
+    for number in numbers:
+        printed = to_yaml(OptimizerConfig(learning_rate=number, betas=(number, number / 3)))
+        assert OptimizerConfig.model_validate(yaml.safe_load(printed)) == OptimizerConfig(
+            learning_rate=number, betas=(number, number / 3)
+        )
+
+
+@pytest.mark.parametrize("names", [["a, b", "c"], ["x]", "#y"], ["1.0", "null"]])
+def test_names_in_a_list_are_printed_as_they_are(names: list[str]) -> None:
+    section = LoraConfig(target_modules=tuple(names))
+    assert LoraConfig.model_validate(yaml.safe_load(to_yaml(section))) == section
+
+
+def test_all_words_that_a_key_takes_are_printed() -> None:
+    lines = recipe_text(Config(), "").splitlines()
+    before = lines[lines.index("  share_base: auto") - 1]
+    assert before.endswith("(auto | true | false)")
+
+
+def test_what_a_recipe_is_about_stands_at_its_top() -> None:
+    assert recipe_text(Config(), "The settings of a run. " * 9).startswith("# The settings of a run. The settings")
+    assert "# AdamW and its learning-rate schedule" not in recipe_text(Config(), "x"), "a key's own words are printed"
+    assert load_config(None, [], example=False) == build_config(yaml.safe_load(recipe_text(Config(), "x")))
+
+
+def test_a_recipe_with_absolute_paths_holds_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "model", there / "deep"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    given = load_config(
+        None,
+        [
+            "output=run",
+            "model.path=model",
+            "model.tokenizer=gpt2",
+            "reward.model=org/name",
+            "data.datasets=[a.jsonl, {path: world, heldout: ./x y}, {path: b/c.csv, columns: {prompt: q}}]",
+            "data.stage_split=1:2:3.5",
+            "lora.target_modules=['2:4', '2024-01-01', 1e5, 'on']",
+        ],
+    )
+    whole = Config.model_validate(given.model_dump(mode="json"))
+    assert (whole.output, whole.model.path, whole.model.tokenizer) == (here / "run", str(here / "model"), "gpt2")
+    assert whole.data.datasets[1].path == "world" and whole.data.datasets[1].heldout == str(here / "x y")
+    path = there / "deep" / "recipe.yaml"
+    path.write_text(recipe_text(whole, "Anything."))
+    for folder in (here, there, tmp_path):
+        monkeypatch.chdir(folder)
+        assert load_config(path) == whole
+    assert given.output == Path("run"), "in Python, a path is kept as it was given"
+
+
+def test_settings_in_words_of_another_library_are_printed_as_they_were_given(tmp_path: Path) -> None:
+    deepspeed = {"zero_optimization": {"reduce_bucket_size": 12}, "comms_logger": {"prof_ops": ["all_reduce"]}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"engine": {"deepspeed": deepspeed}}))
+    printed = to_yaml(load_config(tmp_path / "recipe.yaml", ["engine.kernels={graph_capture: none}"]))
+    engine = yaml.safe_load(printed)["engine"]
+    assert engine["deepspeed"] == deepspeed
+    assert engine["kernels"] == {"graph_capture": "none"}

@@ -1,0 +1,116 @@
+"""Names in the settings: which are paths, and where a path leads."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import paths
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: an empty one."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "./a",
+        "../a",
+        ".",
+        "/a",
+        "~/a",
+        "a/b/c",
+        "a/",
+        "x.jsonl",
+        "org/x.JSON",
+        "x.csv",
+        "x.parquet",
+        "x.tsv",
+        "x.jsonl.gz",
+        "a\\b",
+        "my data",
+        "données",
+        "shards/*",
+    ],
+)
+def test_a_path_is_known_by_its_form(name: str) -> None:
+    assert paths.is_path(name)
+    assert os.path.isabs(paths.absolute(name))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "org/name", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "org/model-Q4_0.gguf", "world"]
+)
+def test_other_names_are_a_hubs_and_stay_as_they_are(name: str) -> None:
+    assert not paths.is_path(name)
+    assert paths.absolute(name) == paths.beside("/some/folder", name) == name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_what_exists_here_is_a_path(here: Path, name: str) -> None:
+    (here / name).mkdir(parents=True)
+    assert paths.is_path(name)
+    assert paths.absolute(name) == str(here / name)
+
+
+def test_the_embedded_world_is_no_folder_that_has_its_name(here: Path) -> None:
+    (here / "world").mkdir()
+    assert not paths.is_path("world")
+    assert paths.absolute("world") == paths.beside(str(here), "world") == "world"
+    assert paths.absolute("./world") == str(here / "world")
+
+
+def test_an_absolute_path_is_short_but_leads_to_the_same_place(here: Path, tmp_path: Path) -> None:
+    assert paths.absolute("./a/../b//c") == str(here / "b" / "c")
+    assert paths.absolute("../a") == str(tmp_path / "a")
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (here / "link").symlink_to(tmp_path / "far" / "away")
+    assert Path(paths.absolute("link/../x")).resolve() == tmp_path / "far" / "x"
+
+
+def test_a_name_in_a_file_is_joined_to_its_folder_where_it_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert paths.beside("recipes", "data/x.jsonl") == "recipes/data/x.jsonl"
+    assert paths.beside("recipes/mine", "../x.jsonl") == "recipes/x.jsonl"
+    assert paths.beside("", "./m") == "./m"
+    assert paths.beside("recipes", "./m") == "./recipes/m"
+    assert paths.beside("recipes", "/m") == "/m"
+    assert paths.beside("recipes", "~/m") == "/home/me/m"
+
+
+def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: Path) -> None:
+    (here / "recipes" / "gpt2").mkdir(parents=True)
+    (here / "org").mkdir()
+    assert paths.beside("recipes", "gpt2") == "./recipes/gpt2"
+    assert paths.beside("recipes", "org") == "org", "what exists in the working directory alone is not beside the file"
+
+
+def test_what_exists_in_the_working_directory_alone_is_only_here(here: Path) -> None:
+    (here / "recipes" / "gpt2").mkdir(parents=True)
+    (here / "org" / "name").mkdir(parents=True)
+    (here / "x.jsonl").touch()
+    (here / "world").mkdir()
+    assert paths.only_here("org/name") and paths.only_here(paths.beside("recipes", "org/name"))
+    for name in ("./org/name", paths.beside("recipes", "gpt2"), "x.jsonl", "world", "absent"):
+        assert not paths.only_here(name)
+
+
+def test_who_meant_a_hub_is_told_that_none_is_asked(here: Path) -> None:
+    assert paths.hint("me/data.json") == "; by its ending it is a path, never a hub's name"
+    assert paths.hint("data.json") == paths.hint("./me/data.json") == paths.hint(str(here / "data.json")) == ""
+    (here / "me").mkdir()
+    assert paths.hint("me/data.json") == "", "a slip in the name of a file"
+
+
+def test_who_meant_the_working_directory_is_told(here: Path) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "x.jsonl").touch()
+    assert "; data/x.jsonl is in the working directory" in paths.hint("recipes/data/x.jsonl")
+    assert "; data/x.jsonl is" in paths.hint(str(here / "recipes" / "data" / "x.jsonl"))
+    assert paths.hint("recipes/data/y.jsonl") == paths.hint("y.jsonl") == ""

@@ -1,0 +1,138 @@
+"""What is wrong with settings, in the words of whoever wrote them, and where they wrote it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import build_config, load_config
+from rlhf.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def problem(text: str | None = None, *overrides: str, options: dict[str, Any] | None = None) -> str:
+    """The one line about a recipe and a command line."""
+    path = None if text is None else Path("r.yaml")
+    if path:
+        path.write_text(text or "")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, options=options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("ppo.steps=many", "expected a whole number, found 'many'"),
+        ("ppo.steps=1.5", "expected a whole number, found 1.5"),
+        ("ppo.steps=.inf", "expected a finite number, found inf"),
+        ("sft.optimizer.learning_rate=.nan", "expected a finite number, found nan"),
+        ("ppo.steps=[1]", "expected a whole number, found [1]"),
+        ("ppo.steps=", "expected a whole number, found nothing"),
+        ("ppo.steps=0", "expected a number of at least 1, found 0"),
+        ("ppo.gamma=1.5", "expected a number of at most 1, found 1.5"),
+        ("ppo.gamma=high", "expected a number, found 'high'"),
+        ("ppo.gamma=[1]", "expected a number, found [1]"),
+        ("lora.dropout=1", "expected a number below 1, found 1"),
+        ("lora.alpha=0", "expected a number above 0, found 0"),
+        ("model.trust_remote_code=maybe", "expected true or false, found 'maybe'"),
+        ("model.trust_remote_code=[]", "expected true or false, found []"),
+        ("precision=bf8", "expected 'auto', 'bf16', 'fp16' or 'fp32', found 'bf8'"),
+        ("precision=true", "expected 'auto', 'bf16', 'fp16' or 'fp32', found true"),
+        ("engine.zero_stage=4", "expected 'auto', 0, 1, 2 or 3, found 4"),
+        ("accelerator=7", "expected text, found 7; put it in quotes"),
+        ("accelerator=[7]", "expected text, found [7]"),
+        ("model.path=2024", "expected text, found 2024; put it in quotes"),
+        ("output=2024", "expected a path, found 2024; put it in quotes"),
+        ("output={a: b}", "expected a path, found {'a': 'b'}"),
+        ("data.datasets=[]", "expected at least 1 item, found []"),
+        ("sft.optimizer.betas=0.9", "expected a list, found 0.9"),
+        ("sft.optimizer.betas=[0.9]", "expected more items, found [0.9]"),
+        ("sft.optimizer.betas=[1, 2, 3]", "expected 2 items, found [1, 2, 3]"),
+        ("lora.target_modules=3", "expected auto or names of layers, e.g. [q_proj, v_proj], found 3"),
+        ("ppo=fast", "expected keys and values, found 'fast'"),
+        ("ppo.sampling.temperature=0", "0 draws one answer only, and PPO compares several; use e.g. 1"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told_in_plain_words(override: str, expected: str) -> None:
+    assert problem("seed: 1\n", override) == f"--set {override}: {expected}"
+    key, _, value = override.partition("=")
+    section, *below = key.split(".")
+    for part in reversed(below):
+        value = f"{{{part}: {value}}}"
+    assert problem(f"seed: 1\n{section}: {value}\n") == f"r.yaml:2: {key}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\nsead: 2\n", "r.yaml:2: unknown key 'sead'; did you mean 'seed'?"),
+        ("data:\n\n  dataset: x\n", "r.yaml:3: unknown key 'data.dataset'; did you mean 'datasets'?"),
+        ("data:\n  datasets:\n  - a\n  - {path: b,\n     wait: 2}\n", "r.yaml:5: unknown key 'data.datasets.1.wait'"),
+        ("data:\n  datasets:\n    path: b\n    wait: 2\n", "r.yaml:4: unknown key 'data.datasets.0.wait'"),
+        ("data:\n  datasets:\n  - a\n  - weight: 2\n", "r.yaml:4: data.datasets.1.path: missing; give it a value"),
+        ("data:\n  datasets: [a,\n    3]\n", "r.yaml:3: data.datasets.1: expected keys and values, found 3"),
+        ("data:\n  stage_split: [0, 0, 0]\n", "r.yaml:2: data.stage_split: [0, 0, 0] needs shares"),
+        ("ppo:\n  sampling:\n    temperature: 0\n", "r.yaml:3: ppo.sampling.temperature: 0 draws one answer only"),
+        ("ppo:\n  kl_in: loss\n", "r.yaml:2: ppo.kl_in: k1 in the loss has a gradient of mean 0 and holds nothing"),
+        ("ppo:\n  kl_stop: 1\n", "r.yaml:2: ppo.kl_stop: a rollout has one update, which nothing can follow; raise"),
+        ("ppo:\n  kl_in: loss\n  kl_estimator: k1\n", "r.yaml:3: ppo.kl_estimator: k1 in the loss has a gradient"),
+        ("on: 3\n", "r.yaml:1: unknown key 'on'"),
+        ("12: 3\n", "r.yaml:1: unknown key '12'"),
+        ("? [1]\n: 3\n", "r.yaml:1: not readable as YAML (found unhashable key)"),
+        ("seed: 1\nppo:\n  steps: 3\n  steps: 4\n", "r.yaml:4: 'steps' is given a second time (first in line 3)"),
+        ("sft: &s {epochs: 3}\nreward:\n  <<: *s\n  epochs: 0\n", "r.yaml:4: reward.epochs: expected"),
+        ("sft: &s\n  epochs: 0\n  max_steps: 1\n", "r.yaml:2: sft.epochs: expected"),
+        ("data:\n  datasets:\n    path: ''\n", "r.yaml:3: data.datasets.0.path: expected a name, found ''"),
+        ("data:\n  datasets:\n    path: a\n    columns: [q]\n", "r.yaml:4: data.datasets.0.columns: expected keys and"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_line(text: str, expected: str) -> None:
+    assert problem(text).startswith(expected)
+
+
+def test_what_is_merged_from_elsewhere_may_be_given_again() -> None:
+    Path("r.yaml").write_text("sft: &s {epochs: 3}\nreward: {<<: *s, epochs: 4}\n")
+    config = load_config(Path("r.yaml"))
+    assert (config.sft.epochs, config.reward.epochs) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.dataset=x", "--set data.dataset=x: unknown key 'data.dataset'; did you mean 'datasets'?"),
+        ("ppo={stepz: 5}", "--set ppo={stepz: 5}: unknown key 'ppo.stepz'; did you mean 'steps'?"),
+        ("ppo={steps: 0}", "--set ppo={steps: 0}: ppo.steps: expected a number of at least 1, found 0"),
+        ("ppo={steps: 1, steps: 2}", "--set ppo={steps: 1, steps: 2}: 'steps' is given a second time; keep one"),
+        ("data.datasets.1.weight=2", "--set data.datasets.1.weight=2: data.datasets.1.path: missing"),
+        ("seed.x=1", "--set seed.x=1: 'x' is not a key here"),
+        ("accelerator=[a,\n b]", "--set accelerator=[a, b]: expected text, found ['a', 'b']"),
+    ],
+)
+def test_what_is_wrong_in_an_override_is_not_blamed_on_the_file(override: str, expected: str) -> None:
+    assert problem("seed: 3\ndata: {datasets: a}\n", override).startswith(expected)
+
+
+def test_the_last_to_give_a_value_is_blamed() -> None:
+    assert problem("seed: 1\n", "seed=x").startswith("--set seed=x: expected")
+    assert problem("seed: x\n", "ppo.steps=3").startswith("r.yaml:1: seed: expected")
+    assert problem("seed: 1\n", "seed=x", options={"seed": -1}).startswith("--seed -1: expected")
+    assert problem("precision: x\n", options={"precision": "bf8"}).startswith("--precision bf8: expected 'auto'")
+    assert problem(None, options={"precision": "bf8", "seed": None}).startswith("--precision bf8: expected 'auto'")
+
+
+def test_values_from_python_have_no_origin_but_their_key() -> None:
+    with pytest.raises(ConfigError, match=r"^the configuration: ppo\.steps: expected a whole number, found 'x'$"):
+        build_config({"ppo": {"steps": "x"}})
+    with pytest.raises(ConfigError, match=r"^mine: unknown key 'ppo\.stepz'; did you mean 'steps'\?$"):
+        build_config({"ppo": {"stepz": 1}}, source="mine")
+
+
+def test_a_long_value_is_cut() -> None:
+    assert problem(None, f"seed='{'1' * 5000}'").count("1") < 200
+    assert len(problem(None, f"accelerator=[{'a' * 1000}]")) < 250

@@ -1,0 +1,79 @@
+"""The table has every flag of the originals, and each becomes something that there is here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import deepspeed.launcher
+import pytest
+
+from rlhf.config.schema import Config
+from rlhf.contrib.deepspeed_chat.rules import RULES
+from rlhf.contrib.deepspeed_chat.tables import STEPS, flag_of, flags, implied, variables
+from rlhf.contrib.deepspeed_chat.values import READERS
+from tests.contrib.deepspeed_chat.originals import EARLIER, FLAGS
+
+LAUNCHER = Path(deepspeed.launcher.__file__).with_name("runner.py")
+
+
+def has_key(key: str) -> bool:
+    """Whether the schema has a key; below a mapping of free keys, any."""
+    section: object = Config()
+    for part in key.split("."):
+        if isinstance(section, dict):
+            return True
+        if not hasattr(section, part):
+            return False
+        section = getattr(section, part)
+    return True
+
+
+@pytest.mark.parametrize("program", FLAGS)
+def test_the_table_has_every_flag_of_a_program_with_its_default(program: str) -> None:
+    assert {name: row.of[program] for name, row in flags().items() if program in row.of} == FLAGS[program]
+
+
+def test_names_of_earlier_versions_are_known() -> None:
+    for program, names in EARLIER.items():
+        for before, now in names.items():
+            row = flag_of(program, before)
+            assert row and row.name == now
+
+
+def test_the_table_has_every_flag_of_the_launcher() -> None:
+    """Of the installed version; the table has those of earlier ones too."""
+    there = set(re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"(--\w+)"', LAUNCHER.read_text(encoding="utf-8")))
+    assert len(there) > 20
+    assert [name for name in there if not flag_of("deepspeed", name)] == []
+    for short in re.findall(r'add_argument\(\s*"(-\w)"', LAUNCHER.read_text(encoding="utf-8")):
+        assert flag_of("deepspeed", short), short
+
+
+def test_each_flag_is_one_thing() -> None:
+    for row in flags().values():
+        said = [row.keys, row.option, row.command, row.automatic, row.nothing]
+        assert sum(map(bool, said)) == 1, row.name
+        assert not row.reader or row.reader in READERS, row.name
+        assert not row.rule or row.rule in RULES, row.name
+    assert {row.rule for row in flags().values()} - {""} == set(RULES)
+    assert {row.reader for row in [*flags().values(), *variables().values()]} - {""} == set(READERS)
+
+
+def test_every_key_of_the_tables_is_one_of_ours() -> None:
+    keys = {key for row in flags().values() for step in STEPS if step in row.of for key in row.keys_of(step)}
+    keys |= {one.key for one in implied()}
+    keys |= {key for row in variables().values() for mine in row.keys.values() for key in mine}
+    assert len(keys) > 60
+    assert [key for key in sorted(keys) if not has_key(key)] == []
+
+
+def test_a_variable_stands_for_a_flag_of_the_steps_that_it_is_of() -> None:
+    for row in variables().values():
+        for stage, flag in row.flags.items():
+            assert flag_of(stage, flag), f"{row.name}: {stage} has no {flag}"
+            of_flag = flags()[flag]
+            assert not row.keys or set(row.keys.get(stage, ())) <= {
+                key for name, other in flags().items() if stage in other.of for key in flags()[name].keys_of(stage)
+            } | {"engine.kernels.graph_capture"}, row.name
+            assert row.keys or of_flag.automatic or of_flag.nothing or row.option, row.name

@@ -1,0 +1,406 @@
+"""Command lines of DeepSpeed-Chat become recipes that mean the same training; expected keys are computed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.config.schema import Config, load_config
+from rlhf.contrib.deepspeed_chat.text import text_of
+from rlhf.contrib.deepspeed_chat.translate import translated
+from rlhf.errors import ConfigError
+from rlhf.roles.roles import check
+from tests.contrib.deepspeed_chat import commands
+
+MAIN = {
+    "sft": "step1_supervised_finetuning/main.py --model_name_or_path m",
+    "reward": "step2_reward_model_finetuning/main.py --model_name_or_path m",
+    "dpo": "step2_dpo_finetuning/main.py --model_name_or_path m",
+    "ppo": "step3_rlhf_finetuning/main.py --actor_model_name_or_path a --critic_model_name_or_path c",
+}
+REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+BESIDE = ["norms", "biases", "embeddings"]
+ALWAYS = {"data.chat_template": False, "data.datasets": ["Dahoas/rm-static"]}
+FP16 = {"engine.loss_scale_window": 100}
+
+
+def text(*texts: str, devices: int | None = None, **environment: str) -> str:
+    return text_of(translated(texts, environment, devices))
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def keys(*texts: str, devices: int | None = None, **environment: str) -> dict[str, Any]:
+    """What the recipe holds, as a reader of YAML finds it."""
+    return flat(yaml.safe_load(text(*texts, devices=devices, **environment)))
+
+
+def of(stage: str, rest: str = "", **more: Any) -> dict[str, Any]:
+    return keys(f"deepspeed --num_gpus 1 training/{MAIN[stage]} {rest}", **more)
+
+
+def loaded(recipe: str, folder: Path) -> Config:
+    path = folder / "recipe.yaml"
+    path.write_text(recipe, encoding="utf-8")
+    return load_config(path)
+
+
+def optimizer(section: str, rate: float | None, decay: float | None, warmup: int) -> dict[str, Any]:
+    said = {"learning_rate": rate, "weight_decay": decay, "warmup": warmup, "min_lr_ratio": 0.0}
+    return {f"{section}.{name}": value for name, value in said.items() if value is not None}
+
+
+LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": BESIDE}
+
+EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
+    "OPT_1_3B": (  # 16 x 8 rows in step 1, 16 x 4 pairs in step 2, and in step 3 updates of 16 x 2 completions: 32
+        None,
+        ALWAYS
+        | FP16
+        | LORA
+        | {"lora.alpha": 4.0}  # the square root of 2048 / 128
+        | {"seed": 1234, "model.path": "facebook/opt-1.3b", "data.too_long": "truncate"}
+        | {"roles.sft.lora_rank": 128, "roles.sft.lora_learning_rate": 5e-4}
+        | {"sft.batch_size": 128, "sft.micro_batch_size": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 1e-3, None, 0)
+        | {"reward.model": "facebook/opt-350m", "reward.batch_size": 64, "reward.micro_batch_size": 16}
+        | {"reward.eval_every": "epoch", "reward.dropout": 0.0}
+        | optimizer("reward.optimizer", 5e-5, 0.1, 0)
+        | {"roles.actor.lora_rank": 128, "roles.actor.lora_learning_rate": 5e-4}
+        | {"roles.actor.gradient_checkpointing": True}
+        | {"ppo.minibatch_size": 32, "ppo.micro_batch_size": 16, "ppo.generation_batch_size": 16, "ppo.epochs": 1}
+        | {"ppo.critic_dropout": None, "ppo.whiten_advantages": False}
+        | optimizer("ppo.optimizer", 9.65e-6, None, 100)
+        | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
+    ),
+    "OPT_13B": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 16 x 8 of a rollout and of an update
+        None,
+        FP16
+        | LORA
+        | {"lora.alpha": 6.3}  # the square root of 5120 / 128
+        | {
+            "data.datasets": [
+                {"path": "Dahoas/rm-static", "weight": "all"},
+                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft", "reward"]},
+                {"path": "stanfordnlp/SHP", "weight": "all", "stages": ["reward"]},
+            ]
+        }
+        | {"seed": 1234, "data.chat_template": False, "data.too_long": "truncate"}
+        | {"model.path": "facebook/opt-13b", "reward.model": "facebook/opt-350m"}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
+        | {f"roles.{role}.lora_rank": 128 for role in ("sft", "actor")}
+        | {f"roles.{role}.lora_learning_rate": 5e-4 for role in ("sft", "actor")}
+        | {f"roles.{role}.offload": "all" for role in ("sft", "actor", "critic")}
+        | {f"roles.{role}.zero_stage": 3 for role in ("sft", "actor", "critic", "reference")}  # step 2 says 0
+        | {"roles.reference.offload": "parameters"}
+        | {"sft.micro_batch_size": 4, "sft.epochs": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 1e-4, None, 0)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 5e-5, 0.1, 0)
+        | {"ppo.batch_size": 128, "ppo.minibatch_size": 128, "ppo.micro_batch_size": 16}
+        | {"ppo.generation_batch_size": 16, "ppo.epochs": 1}
+        | {"ppo.generation_weights": "tensor_parallel", "ppo.tensor_parallel": 2}
+        | {"ppo.critic_dropout": None, "ppo.whiten_advantages": False}
+        | optimizer("ppo.optimizer", 5e-4, None, 100)
+        | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
+    ),
+    "LLAMA_2_7B": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 1 x 8 completions
+        8,
+        FP16
+        | {
+            "data.datasets": [
+                {"path": "Dahoas/rm-static", "weight": "all"},
+                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft"]},
+                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "weight": "all", "stages": ["sft"]},
+                {"path": "yitingxie/rlhf-reward-datasets", "weight": "all", "stages": ["sft"]},
+            ]
+        }
+        | {"data.chat_template": False, "data.too_long": "truncate"}
+        | {"seed": 1234, "model.path": "meta-llama/Llama-2-7b-hf", "reward.model": "meta-llama/Llama-2-7b-hf"}
+        | {f"roles.{role}.zero_stage": 3 for role in ("sft", "reward", "actor", "critic", "reference")}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "reward", "actor", "critic")}
+        | {"roles.reward.offload": "all", "roles.reference.offload": "parameters"}
+        | {"sft.micro_batch_size": 4, "sft.epochs": 4, "sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 9.65e-6, None, 0)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 9.65e-6, 0.1, 0)
+        | {"ppo.batch_size": 8, "ppo.minibatch_size": 8, "ppo.micro_batch_size": 1, "ppo.generation_batch_size": 1}
+        | {"ppo.epochs": 1, "ppo.critic_dropout": None, "ppo.whiten_advantages": False}
+        | optimizer("ppo.optimizer", 9.65e-6, 0.1, 100)
+        | optimizer("ppo.critic_optimizer", 5e-6, 0.1, 100),
+    ),
+    "BLOOM": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
+        None,
+        {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
+        | {"data.datasets": [{"path": f"Dahoas/{name}", "weight": "all"} for name in ("rm-static", "full-hh-rlhf")]}
+        | {"data.chat_template": False, "data.too_long": "truncate"}
+        | {f"roles.{role}.zero_stage": 2 for role in ("sft", "reward", "actor", "critic")}
+        | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
+        | {"model.path": "bigscience/bloom-1b1", "reward.model": "bigscience/bloom-560m"}
+        | {"sft.batch_size": 128, "sft.micro_batch_size": 8, "sft.epochs": 4, "sft.dropout": 0.1}
+        | {"sft.eval_every": "epoch", "sft.loss_on": "all"}
+        | optimizer("sft.optimizer", 2e-5, None, 20)
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.epochs": 2, "reward.dropout": 0.0}
+        | {"reward.eval_every": "epoch"}
+        | optimizer("reward.optimizer", 2e-5, None, 0)
+        | {"ppo.minibatch_size": 32, "ppo.micro_batch_size": 2, "ppo.generation_batch_size": 2, "ppo.epochs": 1}
+        | {"ppo.whiten_advantages": False}
+        | optimizer("ppo.optimizer", None, 0.1, 100)
+        | optimizer("ppo.critic_optimizer", 6e-6, 0.1, 100),
+    ),
+    "OPT_350M": (
+        None,
+        ALWAYS
+        | FP16
+        | {"output": "./output", "seed": 1234, "data.too_long": "truncate", "reward.model": "facebook/opt-350m"}
+        | {"reward.batch_size": 64, "reward.micro_batch_size": 16, "reward.eval_every": "epoch", "reward.dropout": 0.0}
+        | optimizer("reward.optimizer", 5e-5, 0.1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_script_of_the_originals_becomes_these_keys_and_no_other(name: str) -> None:
+    devices, expected = EXPECTED[name]
+    assert keys(getattr(commands, name), devices=devices) == expected
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_its_recipe_loads_and_its_models_can_be_held_so(name: str, tmp_path: Path) -> None:
+    recipe = translated([getattr(commands, name)], {}, 8)
+    config = loaded(text_of(recipe), tmp_path)
+    ranks = 1 if name in ("OPT_1_3B", "OPT_350M") else 8
+    check(config, recipe.stages, ranks)  # type: ignore[arg-type]
+    assert config.ppo.minibatch(ranks)[0] == (config.ppo.minibatch_size or 32)
+    assert recipe.options == ([] if ranks == 1 else ["--ranks", "8"])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_flag_that_was_given_is_in_the_text(name: str) -> None:
+    script = getattr(commands, name)
+    shown = text(script, devices=8)
+    given = {word for word in script.split() if word.startswith("--")}
+    assert sorted(flag for flag in given if flag not in shown) == []
+
+
+def test_a_rollout_is_as_large_as_an_update_that_gathers_several() -> None:
+    found = of("ppo", "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3")
+    assert [found[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "micro_batch_size")] == [12, 2, 2]
+    found = of("ppo", "--per_device_generation_batch_size 4 --gradient_accumulation_steps 6")  # updates of 16 x 6
+    assert [found[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "generation_batch_size")] == [96, 96, 4]
+
+
+def test_names_of_earlier_versions_mean_the_same() -> None:
+    before = "--per_device_train_batch_size 4 --per_device_mini_train_batch_size 2 --generation_batch_numbers 3"
+    now = "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3"
+    assert of("ppo", before) == of("ppo", now)
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "expected"),
+    [
+        ("sft", "--offload --zero_stage 3", {"roles.sft.offload": "all"}),
+        ("sft", "--offload --zero_stage 2", {"roles.sft.offload": "optimizer"}),
+        ("ppo", "--offload --actor_zero_stage 2", {"roles.actor.offload": "optimizer"}),
+        ("ppo", "--offload_reward_model", {"roles.reward.offload": "parameters"}),
+        ("sft", "--lr_scheduler_type constant_with_warmup", {"sft.optimizer.schedule": "constant"}),
+        ("sft", "--lr_scheduler_type=polynomial --num_warmup_steps=7",
+         {"sft.optimizer.schedule": "linear", "sft.optimizer.warmup": 7}),
+        ("ppo", "--lr_scheduler_type constant --num_warmup_steps 50",  # transformers' has no warm-up
+         {"ppo.optimizer.schedule": "constant", "ppo.optimizer.warmup": 0, "ppo.critic_optimizer.warmup": 0}),
+        ("ppo", "--lr_scheduler_type constant_with_warmup", {"ppo.optimizer.warmup": 100}),
+        ("ppo", "--enable_test_mode --num_train_epochs 3", {"ppo.epochs": 1}),  # it ends after the first
+        ("sft", "--max_seq_len 1023", {"data.max_prompt_length": 511, "data.max_completion_length": 512}),
+        ("ppo", "--max_prompt_seq_len 100 --max_answer_seq_len 60",
+         {"data.max_prompt_length": 100, "data.max_completion_length": 60}),
+        ("sft", "--data_split 6,2,2", {"data.stage_split": [6, 2, 2]}),
+        ("sft", "--data_path a b --sft_only_data_path c",
+         {"data.datasets": [{"path": "a", "weight": "all"}, {"path": "b", "weight": "all"},
+                            {"path": "c", "weight": "all", "stages": ["sft"]}]}),
+        ("sft", "--data_path local/jsonfile",
+         {"data.datasets": [{"path": "data/train.json", "heldout": "data/eval.json"}]}),
+        ("sft", "--lora_dim 8 --lora_module_name transformer.h. --only_optimize_lora",
+         {"lora.target_modules": [r"re:.*transformer\.h\..*"], "roles.sft.lora_rank": 8, "lora.alpha": 1.0}),
+        ("reward", "--lora_dim 8 --lora_module_name rwtransformer.h.",
+         {"lora.target_modules": [r"re:.*transformer\.h\..*"]}),
+        ("ppo", "--actor_lora_dim 8 --actor_lora_module_name q. --critic_lora_dim 4 --critic_lora_module_name v.",
+         {"lora.target_modules": [r"re:.*(?:q\.|v\.).*"], "roles.critic.lora_rank": 4}),
+        ("dpo", "--beta 0.3 --label_smoothing 0.1", {"dpo.beta": 0.3, "dpo.label_smoothing": 0.1, "dpo.dropout": None}),
+        ("dpo", "", {"dpo.optimizer.learning_rate": 1e-3, "dpo.model": "m"}),
+        ("reward", "--eval_interval 50 --eval_iters 10", {"reward.eval_every": 50, "reward.eval_rows": 160}),
+        ("ppo", "--enable_ema", {"ppo.ema": 0.992}),
+        ("ppo", "--enable_ema --gradient_accumulation_steps 4 --offload_reference_model",  # 0.992 four times an update
+         {"ppo.ema": 0.968382, "ppo.ema_on_host": True}),
+        ("ppo", "--print_answers --print_answers_interval 20", {"ppo.samples_every": 20}),
+        ("ppo", "--enable_test_mode --test_stop_step 10", {"ppo.steps": 10}),
+        ("ppo", "--enable_test_mode --test_stop_step 10 --gradient_accumulation_steps 4", {"ppo.steps": 3}),
+        ("ppo", "--unsupervised_dataset_name wikitext --unsupervised_dataset_config_name wikitext-103-v1",
+         {"data.pretraining": [{"path": "wikitext", "subset": "wikitext-103-v1"}], "ppo.ptx_coef": 27.8}),
+        ("sft", "--add_eot_token", {"model.eos_token": "<|endoftext|>"}),
+        ("sft", "--add_eot_token --eot_token </s>", {"model.eos_token": "</s>"}),
+        ("sft", "--dtype fp16", {"precision": "fp16", "engine.loss_scale_window": 100}),
+        ("ppo", "--disable_critic_dropout", {"ppo.dropout": None}),
+        ("sft", "--seed 3 --seed 4", {"seed": 4}),
+    ],
+)  # fmt: skip
+def test_flags_that_say_something_together(stage: str, flags: str, expected: dict[str, Any]) -> None:
+    found = of(stage, flags)
+    assert {key: found.get(key, "missing") for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "absent", "said"),
+    [
+        ("sft", "--offload", "roles", "--offload: nothing for sft: at ZeRO 0 nothing can wait in the host's memory"),
+        ("sft", "--only_optimize_lora", "lora", "--only_optimize_lora: nothing without adapters"),
+        ("sft", "--lora_learning_rate 1e-3", "lora", "--lora_learning_rate 1e-3: nothing without --lora_dim"),
+        ("ppo", "--unsup_coef 2", "ptx", "--unsup_coef 2: nothing without both --unsupervised_dataset_name"),
+        ("ppo", "--test_stop_step 2", "steps", "--test_stop_step 2: nothing: the test mode needs both of its flags"),
+        ("sft", "--lr_scheduler_type constant --num_warmup_steps 5", "5", "--num_warmup_steps 5: nothing: --lr"),
+        ("ppo", "--print_answers_interval 2", "samples", "--print_answers_interval 2: nothing without --print_answers"),
+        ("ppo", "--enable_mixed_precision_lora", "frozen", "--enable_mixed_precision_lora: nothing: DeepSpeed 0.19's"),
+        ("sft", "--eot_token </s>", "eos", "--eot_token </s>: nothing without --add_eot_token"),
+        (
+            "ppo",
+            "--actor_lora_dim 8 --only_optimize_lora --offload_reference_model",
+            "reference",
+            "--offload_reference_model: nothing: the reference is the actor without its adapters",
+        ),
+        ("dpo", "--offload_reference_model", "reference", "--offload_reference_model: automatic: the reference's"),
+    ],
+)
+def test_what_does_nothing_is_said_and_not_written(stage: str, flags: str, absent: str, said: str) -> None:
+    recipe = text(f"deepspeed --num_gpus 1 {MAIN[stage]} {flags}")
+    assert f"#   {said}" in recipe
+    assert not [line for line in recipe.splitlines() if absent in line.partition("#")[0]]
+
+
+def test_each_key_says_which_flag_it_is_of() -> None:
+    lines = [line.strip() for line in text(f"deepspeed --num_gpus 2 {MAIN['sft']} --seed 5").splitlines()]
+    assert "seed: 5  # --seed 5" in lines
+    assert "learning_rate: 0.001  # --learning_rate 0.001 (default)" in lines
+    assert "loss_on: all  # as there: prompts are learned too" in lines
+    size = "--per_device_train_batch_size 16 (default) x --gradient_accumulation_steps 1 (default) x 2 devices"
+    assert f"batch_size: 32  # {size}" not in lines  # our default too
+    assert "#   --num_gpus 2: --ranks" in lines
+
+
+def test_devices_are_the_launchers_else_said_else_one_with_a_note() -> None:
+    script = f"{MAIN['sft']} --per_device_train_batch_size 4"
+    assert keys(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")["sft.batch_size"] == 64
+    assert keys(f"deepspeed --num_nodes 2 {script}", devices=16)["sft.batch_size"] == 64
+    alone = text(f"deepspeed {script}")
+    assert flat(yaml.safe_load(alone))["sft.batch_size"] == 4
+    assert "here 1 is taken; say how many with" in alone
+    assert "--nodes 2 --node-rank R" in text(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")
+
+
+def test_without_a_path_the_flags_tell_the_step_as_far_as_they_do() -> None:
+    assert translated(["main.py --model_name_or_path m --beta 0.1"], {}, 1).stages == ["dpo"]
+    assert translated(["--model_name_or_path m --eval_interval 5"], {}, 1).stages == ["reward"]
+    assert translated(["--actor_model_name_or_path a --critic_model_name_or_path c"], {}, 1).stages == ["ppo"]
+    unclear = translated(["main.py --model_name_or_path m"], {}, 1)
+    assert unclear.stages == ["sft"]
+    assert unclear.notes[0].startswith("taken for step 1; the flags fit step 2 and step 2 (DPO) too")
+
+
+def test_steps_that_disagree_are_named_with_a_way_out() -> None:
+    texts = [f"deepspeed --num_gpus 1 {MAIN['sft']} --seed 1", f"deepspeed --num_gpus 1 {MAIN['reward']} --seed 2"]
+    recipe = translated(texts, {})
+    assert recipe.settings["seed"].value == 1
+    assert recipe.notes == [
+        "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward by itself, with --set seed=2"
+    ]
+
+
+def test_a_frozen_reward_model_that_step_3_would_shard_is_such_a_case() -> None:
+    shares, said = sorted(translated([commands.OPT_13B], {}).notes)
+    assert shares.startswith("Dahoas/full-hh-rlhf, stanfordnlp/SHP: of some steps alone, which have all of its rows")
+    assert said.startswith(
+        "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3, the reward"
+    )
+
+
+def test_a_whole_script_may_be_given() -> None:
+    script = r"""
+    #!/bin/bash
+    OUTPUT=$1
+    if [ "$OUTPUT" == "" ]; then
+        OUTPUT=./output
+    fi
+    Lr=${RATE:-2e-5}
+    mkdir -p $OUTPUT && echo "started; wait"
+    deepspeed --num_gpus 1 step1_supervised_finetuning/main.py --model_name_or_path m --learning_rate ${Lr} \
+       --output_dir $OUTPUT 2>&1 | tee $OUTPUT/training.log
+    """
+    found = keys(script)
+    assert (found["output"], found["sft.optimizer.learning_rate"]) == ("./output", 2e-5)
+
+
+def test_a_variable_may_hold_flags_and_one_without_a_value_is_nothing() -> None:
+    script = """
+    ZERO="--actor_zero_stage 3"
+    ACTOR= # to be filled in
+    OUTPUT=./output
+    deepspeed --num_gpus 1 step3_rlhf_finetuning/main.py --critic_model_name_or_path c \
+       --actor_model_name_or_path $ACTOR ${ZERO} ${OFFLOAD}\
+       --deepspeed $NOTHING --output_dir $OUTPUT
+    """
+    found = keys("ACTOR=out/actor OUTPUT=out/ppo", script)
+    assert (found["roles.actor.zero_stage"], found["ppo.actor"], found["output"]) == (3, "out/actor", "out/ppo")
+    with pytest.raises(ConfigError, match=r"\$ACTOR is the shell's"):
+        keys(script)
+
+
+def test_the_folder_that_a_command_is_started_in_tells_its_step() -> None:
+    plain = "deepspeed main.py --model_name_or_path m"
+    assert translated([f"cd training/step2_dpo_finetuning\n{plain}"], {}, 1).stages == ["dpo"]
+    several = [f"cd a/step1_x && {plain}", f"cd b/step2_x && {plain}"]
+    assert translated(several, {}, 1).stages == ["sft", "reward"]
+    assert translated([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
+
+
+def test_adapters_of_steps_that_need_another_scale_are_named() -> None:
+    known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
+    recipe = translated([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
+    assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
+    assert [note for note in recipe.notes if note.endswith("with --set lora.alpha=8.0")]
+    unknown = text(f"{MAIN['sft']} --lora_dim 8")
+    assert "# To be set by you: lora.alpha (to sqrt(width / dim), for the width of m is not known here)." in unknown
+
+
+def test_variables_of_the_fork_apply_to_its_scripts_from_the_environment_too() -> None:
+    script = "bash example_scripts/bloom/train_step1_bloom_1.1b.sh"
+    found = keys(script, HL_DATASET_PATH="d", HL_LORA_DIM="8", HL_DEVICES_PER_NODE="2")
+    assert found["model.path"] == "bigscience/bloom-1b1"
+    # 128 rows, 8 at a time on each of 2 devices; adapters alone, of the layers below transformer.h, at their own rate
+    assert (found["sft.batch_size"], found["sft.micro_batch_size"], found["sft.epochs"]) == (128, 8, 4)
+    assert (found["roles.sft.lora_rank"], found["roles.sft.lora_learning_rate"]) == (8, 2e-5)
+    assert "lora.also_train" not in found
+    assert (found["sft.dropout"], found["sft.optimizer.warmup"]) == (0.1, 20)
+    llama = keys("train_step3.sh", HL_DATASET_PATH="d", HL_ACTOR_MODEL="a", HL_CRITIC_MODEL="c")
+    assert llama["lora.also_train"] == BESIDE  # HL_ONLY_OPTIMIZE_LORA is 0 there, HL_LORA_DIM 64
+    assert (llama["roles.critic.lora_rank"], llama["lora.target_modules"]) == (64, [r"re:.*layers\..*"])
+    assert (llama["ppo.minibatch_size"], llama["ppo.micro_batch_size"]) == (32, 4)
+
+
+def test_variables_before_another_command_stand_above_its_flags() -> None:
+    found = of("sft", "--seed 1") | keys(f"HL_SEED=7 HL_EPOCHS=3 deepspeed --num_gpus 1 {MAIN['sft']} --seed 1")
+    assert (found["seed"], found["sft.epochs"]) == (7, 3)
+    assert keys("HL_ACTOR_ZERO_STAGE=1 HL_GBS=64")["roles.actor.zero_stage"] == 1
+    assert of("sft", "--seed 1", HL_SEED="9")["seed"] == 1  # the environment is the fork's scripts' alone
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case["line"][:40])
+def test_what_cannot_be_translated_is_one_line(case: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        translated([one.replace("SFT", MAIN["sft"]) for one in case["texts"]], {}, 1)
+    assert str(error.value) == case["line"]

@@ -1,0 +1,183 @@
+"""The fork's HL_* variables become the arguments of `rlhf` that mean the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from rlhf.config.schema import load_config
+from rlhf.contrib.deepspeed_chat.tables import scripts, variables
+from rlhf.contrib.deepspeed_chat.variables import arguments
+from rlhf.errors import ConfigError
+
+# Read off the six scripts of the fork's example_scripts: every variable that one of them expands.
+OF_STEP = {
+    "sft": "DATA_DIR_ROOT TAG BASE_OUT_PATH NUM_NODES DEVICES_PER_NODE ACTOR_ZERO_STAGE ACTOR_CP_ACT SEED MBS GBS "
+    "TENSORBOARD_PATH TENSORBOARD_ENABLED LOG_FILE CHECKPOINT_PATH MASTER_PORT ACTOR_MODEL DATASET_PATH LEARNING_RATE "
+    "LORA_LEARNING_RATE WEIGHT_DECAY LORA_DIM DROPOUT EPOCHS HPZ_ENABLED ONLY_OPTIMIZE_LORA MAX_SEQ_LEN",
+    "reward": "DATA_DIR_ROOT TAG BASE_OUT_PATH NUM_NODES DEVICES_PER_NODE CRITIC_ZERO_STAGE CRITIC_CP_ACT SEED MBS GBS "
+    "TENSORBOARD_PATH TENSORBOARD_ENABLED LOG_FILE CHECKPOINT_PATH MASTER_PORT CRITIC_MODEL DATASET_PATH "
+    "LEARNING_RATE LORA_LEARNING_RATE WEIGHT_DECAY EPOCHS LORA_DIM DROPOUT HPZ_ENABLED ONLY_OPTIMIZE_LORA MAX_SEQ_LEN",
+    "ppo": "TAG BASE_OUT_PATH ACTOR_MODEL_PATH CRITIC_MODEL_PATH ACTOR_MODEL CRITIC_MODEL DATASET_PATH NUM_NODES "
+    "DEVICES_PER_NODE ACTOR_CP_ACT CRITIC_CP_ACT ACTOR_ZERO_STAGE CRITIC_ZERO_STAGE SEED MBS GBS TENSORBOARD_PATH "
+    "LOG_FILE CHECKPOINT_PATH MASTER_PORT HYBRID_ENGINE ACTOR_LR ACTOR_LEARNING_RATE LORA_ACTOR_LR ACTOR_WD "
+    "ACTOR_WEIGHT_DECAY CRITIC_LR CRITIC_LEARNING_RATE LORA_CRITIC_LR CRITIC_WD CRITIC_WEIGHT_DECAY LORA_DIM "
+    "ONLY_OPTIMIZE_LORA ACTOR_DROPOUT CRITIC_DROPOUT EPOCHS NUM_WARMUP_STEPS PRINT_ANSWERS_INTERVAL HPZ_ENABLED_ACTOR "
+    "HPZ_ENABLED_CRITIC ENABLE_HPU_GRAPHS RUN_STEPS",
+}
+
+
+def said(*stages: str, **environment: str) -> list[str]:
+    return arguments({f"HL_{name}": value for name, value in environment.items()}, stages)[0]
+
+
+def test_the_table_has_every_variable_of_the_scripts_and_no_other() -> None:
+    expanded = {f"HL_{name}" for names in OF_STEP.values() for name in names.split()}
+    assert set(variables()) == expanded
+    for script in scripts().values():
+        assert set(script.defaults) <= {f"HL_{name}" for name in OF_STEP[script.stage].split()}, script.name
+
+
+def test_each_variable_is_one_thing() -> None:
+    for row in variables().values():
+        assert sum(map(bool, (row.keys, row.option, row.automatic, row.nothing))) == 1, row.name
+
+
+@pytest.mark.parametrize(
+    ("stage", "environment", "expected"),
+    [
+        ("sft", {"LEARNING_RATE": "2e-5"}, {"sft.optimizer.learning_rate": 2e-5}),
+        ("reward", {"LEARNING_RATE": "2e-5"}, {"reward.optimizer.learning_rate": 2e-5}),
+        ("sft", {"GBS": "128", "MBS": "8"}, {"sft.batch_size": 128, "sft.micro_batch_size": 8}),
+        (
+            "ppo",
+            {"GBS": "64", "MBS": "2"},
+            {
+                "ppo.batch_size": 64,
+                "ppo.minibatch_size": 64,
+                "ppo.micro_batch_size": 2,
+                "ppo.generation_batch_size": 2,
+            },
+        ),
+        ("sft", {"MAX_SEQ_LEN": "512"}, {"data.max_prompt_length": 256, "data.max_completion_length": 256}),
+        ("ppo", {"ACTOR_ZERO_STAGE": "3"}, {"roles.actor.zero_stage": 3}),
+        ("ppo", {"CRITIC_ZERO_STAGE": "1"}, {"roles.critic.zero_stage": 1}),
+        ("sft", {"ACTOR_ZERO_STAGE": "3"}, {"roles.sft.zero_stage": 3}),
+        ("ppo", {"ACTOR_CP_ACT": "1"}, {"roles.actor.gradient_checkpointing": True}),
+        ("reward", {"LORA_DIM": "64"}, {"roles.reward.lora_rank": 64}),
+        ("reward", {"LORA_DIM": "0"}, {"roles.reward.lora_rank": 0}),
+        ("ppo", {"LORA_ACTOR_LR": "4e-4", "LORA_CRITIC_LR": "6e-4"},
+         {"roles.actor.lora_learning_rate": 4e-4, "roles.critic.lora_learning_rate": 6e-4}),
+        ("sft", {"ONLY_OPTIMIZE_LORA": "1"}, {"lora.also_train": ()}),
+        ("sft", {"ONLY_OPTIMIZE_LORA": "0"}, {"lora.also_train": ("norms", "biases", "embeddings")}),
+        ("ppo", {"NUM_WARMUP_STEPS": "100"}, {"ppo.optimizer.warmup": 100.0, "ppo.critic_optimizer.warmup": 100.0}),
+        ("ppo", {"RUN_STEPS": "5"}, {"ppo.steps": 5}),
+        ("ppo", {"RUN_STEPS": "0"}, {}),
+        ("ppo", {"ENABLE_HPU_GRAPHS": "0"}, {"engine.kernels": {"graph_capture": "none"}}),
+        ("ppo", {"ENABLE_HPU_GRAPHS": "1", "HYBRID_ENGINE": "1"}, {}),
+        ("ppo", {"EPOCHS": "2"}, {"ppo.epochs": 2}),
+        ("ppo", {"ACTOR_MODEL": "a/b"}, {"ppo.actor": "a/b"}),
+        ("ppo", {"CRITIC_DROPOUT": "0.1"}, {"ppo.critic_dropout": 0.1}),
+        ("sft", {"SEED": "10"}, {"seed": 10}),
+        ("ppo", {"LEARNING_RATE": "1"}, {}),  # of steps 1 and 2 alone
+    ],
+)  # fmt: skip
+def test_a_variable_sets_its_keys(stage: str, environment: dict[str, str], expected: dict[str, object]) -> None:
+    found = said(stage, **environment)
+    assert found[::2] == ["--set"] * (len(found) // 2)
+    config = load_config(None, found[1::2], example=False)
+    for key, value in expected.items():
+        section: object = config
+        for part in key.split("."):
+            section = getattr(section, part)
+        assert section == value, key
+    given = {pair.partition("=")[0] for pair in found[1::2]}
+    assert given == {"engine.kernels.graph_capture" if key == "engine.kernels" else key for key in expected}
+
+
+def test_several_stages_take_their_keys_at_once() -> None:
+    assert said("sft", "reward", EPOCHS="4") == ["--set", "sft.epochs=4", "--set", "reward.epochs=4"]
+    assert said("sft", "reward", "ppo", SEED="1") == ["--set", "seed=1"]
+
+
+def test_a_model_that_the_run_itself_trains_needs_no_name() -> None:
+    models = {"ACTOR_MODEL": "big", "CRITIC_MODEL": "small"}
+    assert said("sft", "reward", "ppo", **models) == ["--set", "model.path=big", "--set", "reward.model=small"]
+    assert said("ppo", **models) == ["--set", "ppo.actor=big", "--set", "ppo.reward_model=small"]
+
+
+def test_some_are_options() -> None:
+    assert said("sft", DEVICES_PER_NODE="8", NUM_NODES="1") == ["--ranks", "8"]
+    assert said("sft", DEVICES_PER_NODE="8", NUM_NODES="2") == ["--ranks", "8", "--nodes", "2"]
+    assert said("sft", BASE_OUT_PATH="/logs", TAG="mine") == ["--output", "/logs/mine"]
+    assert said("sft", BASE_OUT_PATH="/logs") == ["--output", "/logs/default_tag"]
+    assert said("sft", CHECKPOINT_PATH="/here", TAG="mine") == ["--output", "/here"]
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert said("sft", CHECKPOINT_PATH="", GBS=" ") == []
+
+
+def test_sources_are_a_list() -> None:
+    config = load_config(None, said("sft", DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf")[1::2], example=False)
+    assert [source.path for source in config.data.datasets] == ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]
+    assert {source.weight for source in config.data.datasets} == {"all"}
+    assert said("sft", DATASET_PATH="Dahoas/rm-static") == ["--set", "data.datasets=[Dahoas/rm-static]"]
+
+
+def test_what_each_was_taken_as_is_said() -> None:
+    _, taken = arguments({"HL_LOG_FILE": "x.txt", "HL_GBS": "8", "HOME": "/"}, ["reward"])
+    assert taken[0] == "HL_GBS=8: reward.batch_size=8"
+    assert taken[1].startswith("HL_LOG_FILE=x.txt: nothing here: the records are in")
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        (
+            {"HL_ACTOR_ZERO_STAG": "1"},
+            "HL_ACTOR_ZERO_STAG: no variable of the fork's scripts; did you mean HL_ACTOR_ZERO_STAGE?",
+        ),
+        (
+            {"HL_QWERTZUIOPQWERTZ": "1"},
+            "HL_QWERTZUIOPQWERTZ: no variable of the fork's scripts; docs/deepspeed-chat.md lists them",
+        ),
+        ({"HL_MBS": "two"}, "HL_MBS: expected a whole number, found 'two'; correct it, or unset it"),
+        ({"HL_DROPOUT": "inf"}, "HL_DROPOUT: expected a number, found 'inf'; correct it, or unset it"),
+        ({"HL_ACTOR_CP_ACT": "yes"}, "HL_ACTOR_CP_ACT: expected 0 or 1, found 'yes'; correct it, or unset it"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(environment: dict[str, str], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        arguments(environment, ["sft"])
+    assert str(error.value) == line
+
+
+def test_a_stage_that_is_none_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^step1: no stage; name some of sft, reward, dpo, ppo, or none for the first"
+    ):
+        arguments({}, ["step1"])
+
+
+def test_as_a_program_arguments_are_apart_from_what_is_said() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HL_")}
+    command = [sys.executable, "-m", "rlhf.contrib.deepspeed_chat.variables", "ppo"]
+    done = subprocess.run(
+        command, env=environment | {"HL_RUN_STEPS": "5"}, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("--set\nppo.steps=5\n", "HL_RUN_STEPS=5: ppo.steps=5\n")
+    done = subprocess.run(command, env=environment | {"HL_X": "1"}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_scripts_defaults_can_be_read_themselves() -> None:
+    for script in scripts().values():
+        environment = {
+            name: yaml.safe_dump(value).splitlines()[0] for name, value in script.defaults.items() if value is not None
+        }
+        arguments(environment, [script.stage])

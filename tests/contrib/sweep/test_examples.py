@@ -1,0 +1,114 @@
+"""The grids of example_scripts: what they promise is there, and they run at toy size."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.contrib.sweep.grid import load_grid
+from rlhf.contrib.sweep.rows import Row
+from tests.forks import Forks
+from tests.recipes import toys
+
+GRIDS = sorted((toys.EXAMPLES / "sweeps").glob("*.yaml"))
+STAGES = {"step1": ["sft"], "step2": ["reward"], "step3": ["ppo"], "world": ["ppo"], "kl": ["ppo"], "matrix": ["ppo"]}
+HELD = ("zero2", "zero2-offload", "zero3", "zero3-offload")
+POINTS = {
+    "step1": list(itertools.product(HELD, ("", "lora128"))),
+    "step2": list(itertools.product(HELD)),
+    "step3": list(itertools.product(HELD, ("recorded", "plain"), ("", "lora128"))),
+}
+"""DeepSpeed-Chat's."""
+
+
+def dry(forks: Forks, grid: Path, *arguments: str) -> dict[str, dict[str, str]]:
+    done = forks.run("sweep", str(grid), "--dry-run", *arguments, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("toys")
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda path: path.stem)
+def test_a_grid_has_its_points_and_refuses_only_what_it_says(grid: Path, forks: Forks, tmp_path: Path) -> None:
+    found = load_grid(grid)
+    assert list(found.stages) == STAGES[grid.stem]
+    assert found.output.resolve() == toys.ROOT / "runs" / f"sweep-{grid.stem}"
+    names = [point.name for point in found.points]
+    for parts in POINTS.get(grid.stem, ()):
+        assert "-".join(filter(None, parts)) in names
+    table = dry(forks, grid, "--output", str(tmp_path / "out"))
+    refused = {name for name, row in table.items() if row["status"] == "refused"}
+    assert refused == {name for name in names if name.endswith(("-mixz", "zero3-int8"))}
+    assert all(row["status"] in ("waiting", "refused") for row in table.values())
+    assert not (tmp_path / "out").exists()
+
+
+def test_offload_and_lora_are_what_they_are_called() -> None:
+    for point in load_grid(toys.EXAMPLES / "sweeps/step3.yaml").points[:16]:
+        config = point.config
+        assert config.engine.zero_stage == (3 if point.name.startswith("zero3") else 2)
+        assert (config.engine.offload != "none") == ("offload" in point.name)
+        assert (config.roles.actor.lora_rank == 128) == ("lora128" in point.name)
+        assert (config.engine.kernels == {"graph_capture": "none"}) == ("plain" in point.name)
+        assert config.ppo.ema is None and config.roles.reward.zero_stage is None
+
+
+@pytest.mark.slow
+def test_the_sweep_for_newcomers_runs_as_it_is(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run("sweep", str(toys.EXAMPLES / "sweeps/world.yaml"), "--output", str(tmp_path / "out"), timeout=900)
+    assert done.returncode == 0, done.stderr
+    table = {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
+    assert [row["status"] for row in table.values()] == [*["complete"] * 4, "refused"]
+    for name in list(table)[:4]:
+        after = json.loads((tmp_path / "out" / name / "ppo/stage.json").read_text())["after"]
+        for measure in ("reward", "kl", "approved_share"):
+            assert float(table[name][f"ppo {measure}"]) == after[measure]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["step1", "step2", "step3"])
+def test_a_characterization_runs_at_toy_size_on_two_ranks(
+    step: str, forks: Forks, toy_folder: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed-Chat leaves one of the sixteen points of step 3 out; here all train."""
+    recipe = toys.EXAMPLES / "opt/1.3b-node.yaml"
+    short = [f"{key}={value}" for key, value in SHORT.items()]
+    wishes = [*toys.overrides(recipe, toy_folder), *(part for wish in short for part in ("--set", wish))]
+    grid = toys.EXAMPLES / f"sweeps/{step}.yaml"
+    done = forks.run("sweep", str(grid), "--output", str(tmp_path / "out"), "--ranks", "2", *wishes, timeout=1800)
+    table = {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, row in table.items():
+        assert row["status"] == ("refused" if name.endswith("-mixz") else "complete"), (name, row["reason"])
+
+
+SHORT = {
+    "data.max_prompt_length": 24,
+    "data.max_completion_length": 8,
+    "precision": "fp32",
+    "sft.max_steps": 1,
+    "reward.max_steps": 1,
+    "ppo.epochs": "null",
+    "ppo.steps": 1,
+    "sft.eval_rows": 4,
+    "reward.eval_rows": 4,
+    "ppo.eval_rows": 4,
+}
+
+
+def test_seconds_and_memory_of_a_point_are_those_of_all_its_stages() -> None:
+    sft = {"seconds": 2.0, "peak_memory": 7, "after": {"perplexity": 3.0}}
+    ppo = {"seconds": 5.0, "peak_memory": 4, "after": {"reward": -1.0}}
+    row = Row("a", {}, {}, "complete", "", {"sft": sft, "ppo": ppo})
+    assert (row.value("seconds"), row.value("peak_memory")) == (7.0, 7)
+    assert (row.value("sft perplexity"), row.value("ppo reward"), row.value("ppo kl")) == (3.0, -1.0, None)
+    assert Row("b", {}, {}, "out of memory", "", {"sft": sft}, lost_peak=9).value("peak_memory") == 9
+    assert Row("c", {}, {}, "waiting", "", {}).value("seconds") is None

@@ -1,0 +1,275 @@
+"""`rlhf sweep` as a user meets it: real small runs, a table of their own numbers, ends of every kind, and going on."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.contrib.sweep.folder import SweepDirectory
+from rlhf.contrib.sweep.grid import load_grid
+from rlhf.contrib.sweep.rows import columns, rows
+from rlhf.utils.file_lock import locked
+from tests.helpers import assert_same_weights
+from tests.run_folders import contents
+
+GRID = """
+recipe: {recipe}
+output: out
+base: {{sft.max_steps: 2, reward.max_steps: 4}}
+share: [sft]
+stages: [reward]
+grid:
+  reward.center: [0, 0.5]
+names: {{reward.center: center}}
+points:
+  int8-at-zero3: {{lora.rank: 4, engine.zero_stage: 3, engine.frozen: int8}}
+  elsewhere: {{reward.model: ./absent/model}}
+  wild: {{reward.optimizer: {{learning_rate: 1.0e+30, max_grad_norm: 1.0e+30}}}}
+"""
+NAMES = ["center0", "center0.5", "int8-at-zero3", "elsewhere", "wild"]
+
+
+def written(folder: Path, recipe: Path, text: str = GRID) -> Path:
+    path = folder / "grid.yaml"
+    path.write_text(text.format(recipe=recipe))
+    return path
+
+
+def error_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1].removeprefix("rlhf: error: ")
+
+
+def shown(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    """The table in a pipe: its rows by point."""
+    return {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
+
+
+@pytest.fixture(scope="module")
+def swept(rlhf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A grid whose points ended in every way, and what the command said."""
+    path = written(tmp_path_factory.mktemp("sweep"), rlhf.recipe)
+    return path, rlhf("sweep", path, recipe=None, check=False)
+
+
+def test_each_point_is_a_run_and_the_table_has_its_numbers(swept: Any) -> None:
+    path, done = swept
+    table = shown(done)
+    assert list(table) == NAMES
+    recorded = json.loads((path.parent / "out/sweep.json").read_text())["points"]
+    assert [point["status"] for point in recorded] == [row["status"] for row in table.values()]
+    exported = {row["point"]: row for row in csv.DictReader((path.parent / "out/sweep.csv").open())}
+    assert list(exported) == NAMES
+    for name, center, point in zip(NAMES[:2], (0, 0.5), recorded):
+        assert table[name]["status"] == exported[name]["status"] == point["status"] == "complete"
+        stage = json.loads((path.parent / "out" / name / "reward/stage.json").read_text())
+        for row in (table[name], exported[name]):
+            assert float(row["reward accuracy"]) == stage["after"]["accuracy"]
+            assert float(row["seconds"]) == stage["seconds"]
+            assert int(row["peak_memory"]) == stage["peak_memory"]
+        assert point["stages"]["reward"] == {key: stage[key] for key in point["stages"]["reward"]}
+        assert exported[name]["reward.center"] == name
+        settings = json.loads((path.parent / "out" / name / "run.json").read_text())["config"]
+        assert settings["reward"]["center"] == center
+
+
+def test_what_all_points_start_from_is_trained_once(swept: Any) -> None:
+    out = swept[0].parent / "out"
+    assert [path.parent.parent.name for path in out.glob("*/sft/stage.json")] == ["shared"]
+    assert json.loads((out / "center0/run.json").read_text())["config"]["reward"]["model"] == str(
+        out / "shared/sft/model"
+    )
+
+
+def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swept: Any) -> None:
+    path, done = swept
+    assert done.returncode == 1
+    table = shown(done)
+    assert table["int8-at-zero3"]["status"] == table["elsewhere"]["status"] == "refused"
+    assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: ZeRO-3 shards the weights")
+    assert table["elsewhere"]["reason"].startswith(f"{path.parent}/absent/model: no such model folder")
+    assert table["wild"]["status"] == "failed" and "loss became nan at step 2" in table["wild"]["reason"]
+    assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
+    console = (path.parent / "out/wild/console.log").read_text()
+    assert console.startswith("$ rlhf --stages reward --config ") and table["wild"]["reason"] in console
+    said = re.compile(r"^stages +reward$", re.MULTILINE)  # by the run itself
+    assert said.search(console) and not said.search(done.stdout + done.stderr)
+
+
+def test_plots_are_pictures(swept: Any) -> None:
+    for name in ("sweep.png", "curves.png"):
+        picture = (swept[0].parent / "out" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+        width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+        assert width > 600 and height > 150
+
+
+def test_again_nothing_is_trained_and_a_report_alone_says_the_same(rlhf: Any, swept: Any) -> None:
+    path, first = swept
+    before = [contents(path.parent / "out" / name) for name in ("shared", *NAMES)]
+    again = rlhf("sweep", path, recipe=None, check=False)
+    assert (again.stdout, again.returncode) == (first.stdout, 1)
+    assert "point " not in again.stderr
+    for name in ("sweep.csv", "sweep.png"):
+        (path.parent / "out" / name).unlink()
+    report = rlhf("sweep", path, "--report", "--json", recipe=None, check=False)
+    assert json.loads(report.stdout) == json.loads((path.parent / "out/sweep.json").read_text())
+    assert (path.parent / "out/sweep.csv").is_file() and (path.parent / "out/sweep.png").is_file()
+    assert [contents(path.parent / "out" / name) for name in ("shared", *NAMES)] == before
+
+
+def test_a_report_may_be_had_while_the_sweep_is_at_work(rlhf: Any, swept: Any) -> None:
+    path, first = swept
+    before = contents(path.parent / "out")
+    with locked(path.parent / "out"), locked(path.parent / "out/center0"):
+        assert rlhf("sweep", path, "--report", recipe=None, check=False).stdout == first.stdout
+        line = error_of(rlhf("sweep", path, recipe=None, check=False))
+    assert f"out/center0: process {os.getpid()} on " in line and "is writing to this folder; let it end" in line
+    assert contents(path.parent / "out") == before
+
+
+def test_what_was_refused_is_tried_again_when_asked_or_when_its_settings_are_others(rlhf: Any, swept: Any) -> None:
+    path, _ = swept
+    shutil.copytree(path.parent / "out/shared/sft/model", path.parent / "absent/model")
+    path.write_text(path.read_text().replace("engine.frozen: int8", "engine.frozen: auto"))
+    changed = rlhf("sweep", path, recipe=None, check=False)
+    assert re.findall(r"^point .*", changed.stderr, re.MULTILINE) == ["point 3 of 5: int8-at-zero3"]
+    assert [row["status"] for row in shown(changed).values()] == [*["complete"] * 3, "refused", "failed"]
+    retried = rlhf("sweep", path, "--retry", recipe=None, check=False)
+    assert re.findall(r"^point .*", retried.stderr, re.MULTILINE) == ["point 4 of 5: elsewhere", "point 5 of 5: wild"]
+    assert [row["status"] for row in shown(retried).values()] == [*["complete"] * 4, "failed"]
+
+
+def test_a_point_that_is_there_with_other_settings_is_an_error_that_changes_nothing(rlhf: Any, swept: Any) -> None:
+    path, _ = swept
+    before = contents(path.parent / "out")
+    line = error_of(rlhf("sweep", path, "--set", "reward.margin=2", recipe=None, check=False))
+    assert "out/center0: what is complete was trained with other settings: reward.margin (0.0 there, 2.0 now); " in line
+    assert line.endswith("/center0 to train this point anew, or give the sweep another --output")
+    assert contents(path.parent / "out") == before
+
+
+def test_a_dry_run_lists_the_points_and_what_would_be_refused_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, rlhf.recipe)
+    before = contents(tmp_path)
+    table = shown(rlhf("sweep", path, "--dry-run", recipe=None))
+    assert [row["status"] for row in table.values()] == ["waiting", "waiting", "refused", "refused", "waiting"]
+    assert table["center0.5"]["sets"] == "reward.center=0.5"
+    assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: ")
+    assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+def test_points_that_would_not_fit_a_device_are_foreseen(rlhf: Any, tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("base: {data.datasets: x.jsonl}\ngrid: {model.path: [opt-125m, opt-13b]}\nstages: [sft]\n")
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    done = rlhf("sweep", path, "--dry-run", "--memory", "24GiB", "--json", recipe=None)
+    small, large = json.loads(done.stdout)["points"]
+    assert small["status"] == "waiting"
+    assert large["status"] == "refused"
+    assert (
+        large["reason"].startswith("sft does not fit: peak about ") and " of 23.5 GiB on each device" in large["reason"]
+    )
+
+
+def test_other_folders_are_left_alone(rlhf: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, rlhf.recipe)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/letter.txt").write_text("x")
+    line = error_of(rlhf("sweep", path, recipe=None, check=False))
+    assert "out: is not empty and holds no sweep (no sweep.json), so nothing is written there" in line
+    file = error_of(rlhf("sweep", path, "--output", tmp_path / "out/letter.txt", recipe=None, check=False))
+    assert "letter.txt: is a file; choose a folder with --output" in file
+    report = error_of(rlhf("sweep", path, "--report", "--output", tmp_path / "absent", recipe=None, check=False))
+    assert report.endswith("absent: holds no sweep to report; leave --report out to start it")
+
+
+def test_a_sweep_under_a_launcher_is_refused(forks: Any, rlhf: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, rlhf.recipe)
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    line = error_of(forks.run("sweep", str(path), timeout=60, environment=environment))
+    assert line.startswith("rlhf sweep starts the processes of each point itself; start it without ")
+
+
+LONG = """
+recipe: {recipe}
+output: out
+stages: [sft]
+base: {{sft: {{max_steps: 30, checkpoint_every: 4}}}}
+grid: {{seed: [1, 2]}}
+"""
+
+
+class Ending(threading.Thread):
+    """Sends a signal to the sweep in a folder as soon as `path` is there."""
+
+    def __init__(self, folder: Path, pattern: str, number: int) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._pattern, self._number = folder, pattern, number
+        self.start()
+
+    def run(self) -> None:
+        while not list(self._folder.glob(self._pattern)):
+            time.sleep(0.005)
+        owner = (self._folder / ".rlhf.lock").read_text()
+        os.kill(int(owner.split()[1]), self._number)
+
+
+def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path) -> None:
+    path, out = written(tmp_path, rlhf.recipe, LONG), tmp_path / "out"
+    Ending(out, "seed1/sft/checkpoints/step-*", signal.SIGINT)
+    stopped = rlhf("sweep", path, recipe=None, check=False)
+    assert stopped.returncode == 130, stopped.stdout + stopped.stderr
+    last = stopped.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"rlhf: interrupted; 0 of 2 points of {out} are complete; in {out}/seed1, sft is saved up to "
+    )
+    assert last.endswith(f"; to continue: rlhf sweep {path}")
+    assert not (out / "seed2").exists() and not (out / ".rlhf.lock").exists()
+
+    Ending(out, "seed2/sft/checkpoints/step-*", signal.SIGKILL)
+    killed = rlhf("sweep", path, recipe=None, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    states = {point["name"]: point["status"] for point in json.loads((out / "sweep.json").read_text())["points"]}
+    assert states["seed1"] == "complete"
+    grid, folder = load_grid(path), SweepDirectory(out)
+    assert [row.status for row in rows(grid, folder, {})] == ["complete", "not complete"]
+    wait_for_end_of(out / "seed2/.rlhf.lock")  # the point's process ends with the sweep's
+
+    complete = contents(out / "seed1")
+    rlhf("sweep", path, recipe=None)
+    assert contents(out / "seed1") == complete
+    for seed in (1, 2):
+        run = json.loads((out / f"seed{seed}/run.json").read_text())
+        assert len(run["invocations"]) == 2 and " --resume" in run["invocations"][1]["command"]
+    plain = tmp_path / "plain"
+    wishes = ("--set", "sft.max_steps=30", "--set", "sft.checkpoint_every=4", "--seed", 2)
+    rlhf("sft", *wishes, "--output", plain)
+    assert_same_weights(plain / "sft/model", out / "seed2/sft/model")
+    alone = [json.loads(line) for line in (plain / "sft/metrics.jsonl").read_text().splitlines()]
+    course = [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    assert folder.course("seed2", "sft", "loss") == course and len(course) > 5
+    assert columns(grid, rows(grid, folder, {})) == ["sft perplexity", "seconds", "peak_memory"]
+
+
+def wait_for_end_of(lock: Path) -> None:
+    """Wait until the process has ended that a lock names."""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(int(lock.read_text().split()[1]), 0)
+            time.sleep(0.02)
+        raise AssertionError(f"{lock} is still held")

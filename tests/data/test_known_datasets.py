@@ -1,0 +1,303 @@
+"""Data sets that are known by name need no columns. The rows here have the published shape, and are our own.
+
+What each must become was written down by hand: (prompt, demonstration, chosen, rejected, why neither).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import DataConfig, Stage
+from rlhf.data.known_datasets import known, table
+from rlhf.data.load_sources import SourceRows, read_sources
+from rlhf.data.records import Message
+from rlhf.errors import DataError
+
+Expected = tuple[Any, str | None, str | None, str | None, str]
+
+PAIR = {"prompt": "Name a fruit.", "chosen": "An apple.", "rejected": "A brick."}
+HH = {
+    "prompt": "\n\nHuman: Name a fruit.\n\nAssistant: Fig.\n\nHuman: One more?\n\nAssistant:",
+    "response": " Plum.",
+    "chosen": " Plum.",
+    "rejected": " Brick.",
+}
+HH_PROMPT = ["Name a fruit.", "Fig.", "One more?"]
+SHP = {"post_id": "a1", "domain": "askculinary_train", "history": "How do I peel garlic?", "score_ratio": 2.0}
+PASSAGES = {"positive_passages": [{"docid": "1#0", "title": "川", "text": "長い川。"}, {"text": "別の文。"}]}
+MKQA = {
+    "query": "who runs",
+    "queries": {"en": "who runs", "ja": "誰が走る", "zh_cn": "谁在跑"},
+    "answers": {
+        "ja": [{"type": 0, "entity": "Q1", "text": "アン", "aliases": []}],
+        "zh_cn": [{"type": 0, "entity": "Q1", "text": "安", "aliases": ["小安"]}],
+    },
+}
+
+
+def webgpt(
+    score: float, answer: str = "Salt melts ice [1]. It  lowers the point[2, 3] (at sea level)."
+) -> dict[str, Any]:
+    return {
+        "question": {"dataset": "eli5", "id": "x", "full_text": "Why salt?"},
+        "quotes_0": {"title": ["t"], "extract": ["e"]},
+        "answer_0": answer,
+        "tokens_0": {"prefix": [1], "completion": [2]},
+        "score_0": score,
+        "answer_1": "Nobody knows.[1]",
+        "score_1": -score,
+    }
+
+
+SALT = "Salt melts ice. It lowers the point (at sea level)."
+
+SETS: dict[str, list[tuple[dict[str, Any], Expected]]] = {
+    "Dahoas/rm-static": [(HH, (HH_PROMPT, "Plum.", "Plum.", "Brick.", ""))],
+    "Dahoas/full-hh-rlhf": [(HH, (HH_PROMPT, "Plum.", "Plum.", "Brick.", ""))],
+    "Dahoas/synthetic-instruct-gptj-pairwise": [
+        (PAIR, (["Name a fruit."], "An apple.", "An apple.", "A brick.", "")),
+    ],
+    "yitingxie/rlhf-reward-datasets": [
+        (
+            {"prompt": "Human: Name a fruit.\n\n", "chosen": "Assistant: An apple.", "rejected": "Assistant: A brick."},
+            (["Name a fruit."], "An apple.", "An apple.", "A brick.", ""),
+        ),
+        (
+            {
+                "prompt": "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: A fruit?\n\n",
+                "chosen": "Assistant: An assistant says so. Assistant: apple.",
+                "rejected": "Brick.",
+            },
+            (
+                ["Hi", "Hello.", "A fruit?"],
+                "An assistant says so. Assistant: apple.",
+                "An assistant says so. Assistant: apple.",
+                "Brick.",
+                "",
+            ),
+        ),
+    ],
+    "openai/webgpt_comparisons": [
+        (webgpt(0.5), (["Why salt?"], SALT, SALT, "Nobody knows.", "")),
+        (webgpt(-1.0), (["Why salt?"], "Nobody knows.", "Nobody knows.", SALT, "")),
+        (webgpt(0.0), (["Why salt?"], None, None, None, "no preference: equal scores")),
+    ],
+    "stanfordnlp/SHP": [
+        (
+            SHP | {"human_ref_A": "Crush it.", "human_ref_B": "Buy it.", "labels": 1, "score_A": 9, "score_B": 3},
+            (["How do I peel garlic?"], "Crush it.", "Crush it.", "Buy it.", ""),
+        ),
+        (
+            SHP | {"human_ref_A": "Crush it.", "human_ref_B": "Buy it.", "labels": 0, "score_A": 3, "score_B": 9},
+            (["How do I peel garlic?"], "Buy it.", "Buy it.", "Crush it.", ""),
+        ),
+    ],
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": [
+        (
+            {"prompt": "USER: Hi USERS ASSISTANT: Hello. USER: A fruit? ASSISTANT:", "label": "An apple."},
+            (["Hi USERS", "Hello.", "A fruit?"], "An apple.", None, None, ""),
+        ),
+    ],
+    "wangrui6/Zhihu-KOL": [
+        (
+            {"INSTRUCTION": "为什么?", "RESPONSE": "因为。", "SOURCE": "Zhihu", "METADATA": "{}"},
+            (["为什么?"], "因为。", None, None, ""),
+        ),
+    ],
+    "Cohere/miracl-zh-queries-22-12": [
+        (
+            PASSAGES | {"query": "川?", "query_id": "7", "negative_passages": [{"text": "山。"}], "emb": [0.5]},
+            (["川?"], "長い川。", "長い川。", "山。", ""),
+        ),
+    ],
+    "Cohere/miracl-ja-queries-22-12": [
+        (
+            PASSAGES | {"query": "川?", "query_id": "7", "negative_passages": [{"text": "山。"}]},
+            (["川?"], "長い川。", "長い川。", "山。", ""),
+        ),
+        (
+            PASSAGES | {"query": "何?", "query_id": "8", "negative_passages": []},
+            (["何?"], "長い川。", "長い川。", "", ""),
+        ),
+    ],
+    "Hello-SimpleAI/HC3-Chinese": [
+        (
+            {"id": "0", "question": "为什么?", "human_answers": ["因为。", "不知道。"], "chatgpt_answers": ["作为AI"]},
+            (["为什么?"], "因为。", None, None, ""),
+        ),
+    ],
+    "mkqa-Chinese": [(MKQA, (["谁在跑"], "安", None, None, ""))],
+    "mkqa-Japanese": [(MKQA, (["誰が走る"], "アン", None, None, ""))],
+    "lmqg/qg_jaquad": [
+        (
+            {"question": "誰?", "answer": "アン", "sentence": "アンが走る。", "paragraph": "アンが走る。犬も。"},
+            (["誰?"], "アンが走る。", None, None, ""),
+        ),
+    ],
+    "lmqg/qag_jaquad": [
+        (
+            {"paragraph": "アンが走る。", "questions": ["誰?", "何?"], "answers": ["アン", "走る"]},
+            (["誰?"], "アンが走る。", None, None, ""),
+        ),
+    ],
+    "local/jsonfile": [
+        (
+            {
+                "prompt": "Human: I have a question. Assistant:",
+                "chosen": "I have a good answer.",
+                "rejected": "I have a bad answer.",
+            },
+            (
+                ["I have a question."],
+                "I have a good answer.",
+                "I have a good answer.",
+                "I have a bad answer.",
+                "",
+            ),
+        ),
+    ],
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A hub that gives what is put into it: by name, and what it was asked for."""
+    import datasets
+
+    given: dict[str, Any] = {"rows": {}, "asked": []}
+
+    def load(name: str, subset: str | None, *, split: str, revision: str | None, **options: Any) -> list[Any]:
+        given["asked"].append((name, subset, split, revision, options))
+        rows: list[Any] = given["rows"][name]
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("rlhf.models.hub.ask", lambda name, kind: None)
+    return given
+
+
+def read(stage: Stage = "sft", **dataset: Any) -> tuple[SourceRows, list[Expected]]:
+    sources = read_sources(DataConfig(datasets=[dataset]), [stage], seed=0)
+    found = next(iter(sources._read.values()))
+    assert not found.dropped
+    return sources, [(row.prompt, row.response, row.chosen, row.rejected, row.undecided) for row in found.rows]
+
+
+def rows_of(name: str) -> tuple[list[dict[str, Any]], list[Expected]]:
+    expected = [
+        (tuple(Message(("user", "assistant")[n % 2], turn) for n, turn in enumerate(turns)), *rest)
+        for _, (turns, *rest) in SETS[name]
+    ]
+    return [record for record, _ in SETS[name]], expected  # type: ignore[return-value]
+
+
+def test_the_table_and_the_truth_name_the_same_sets() -> None:
+    assert {entry.name for entry in table().values()} == set(SETS)
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "local/jsonfile"])
+def test_a_set_that_is_named_is_read_without_columns(hub: dict[str, Any], name: str) -> None:
+    entry = known(name)
+    assert entry is not None
+    records, expected = rows_of(name)
+    hub["rows"][entry.path or name] = records
+    assert read(path=name)[1] == expected
+
+
+def test_the_file_of_the_local_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    records, expected = rows_of("local/jsonfile")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"data/train.json: no such file"):
+        read(path="local/jsonfile")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.json").write_text(json.dumps(records), encoding="utf-8")
+    assert read(path="local/jsonfile")[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("Dahoas/rm-static", ("Dahoas/rm-static", None, "train", None, {})),
+        ("mkqa-Japanese", ("apple/mkqa", None, "train", "refs/convert/parquet", {})),
+        ("Hello-SimpleAI/HC3-Chinese", (..., None, "train", "refs/convert/parquet", {"data_dir": "all"})),
+    ],
+)
+def test_the_part_that_is_known_is_asked_for(hub: dict[str, Any], name: str, asked: tuple[Any, ...]) -> None:
+    hub["rows"][name if asked[0] is ... else asked[0]] = rows_of(name)[0]
+    read(path=name)
+    assert hub["asked"] == [(name, *asked[1:]) if asked[0] is ... else asked]
+
+
+def test_a_held_out_split_that_is_known_is_asked_for(hub: dict[str, Any]) -> None:
+    name = "Cohere/miracl-ja-queries-22-12"
+    hub["rows"] = {name: rows_of(name)[0], "Dahoas/rm-static": [HH]}
+    read(path=name, heldout=name)
+    read(path=name, heldout=name, heldout_split="testA")
+    read(path="Dahoas/rm-static", heldout="Dahoas/rm-static")
+    assert [asked[2] for asked in hub["asked"]] == ["train", "dev", "train", "testA", "train", "test"]
+
+
+def test_what_the_settings_say_wins(hub: dict[str, Any]) -> None:
+    hub["rows"]["stanfordnlp/SHP"] = rows_of("stanfordnlp/SHP")[0]
+    shp = {"path": "stanfordnlp/SHP", "split": "validation", "subset": "cooking", "revision": "v1"}
+    read(**shp)
+    assert hub["asked"] == [("stanfordnlp/SHP", "cooking", "validation", "v1", {})]
+    inverted = read(**shp, prefer={"label": "labels", "first": 0})[1]
+    assert [row[2] for row in inverted] == ["Buy it.", "Crush it."]
+    by_score = read(**shp, prefer={"scores": ["score_B", "score_A"]})[1]
+    assert [row[2] for row in by_score] == ["Buy it.", "Crush it."]
+
+
+def test_columns_of_ones_own_put_what_decides_aside_and_that_is_told(hub: dict[str, Any]) -> None:
+    hub["rows"]["stanfordnlp/SHP"] = rows_of("stanfordnlp/SHP")[0]
+    by_hand = {"prompt": "history", "chosen": "human_ref_A", "rejected": "human_ref_B"}
+    with pytest.raises(DataError, match="stanfordnlp/SHP: labels looks like what decides"):
+        read(path="stanfordnlp/SHP", columns=by_hand)
+
+
+def test_it_is_said_how_a_source_is_read(hub: dict[str, Any]) -> None:
+    hub["rows"] = {"stanfordnlp/SHP": rows_of("stanfordnlp/SHP")[0], "openai/webgpt_comparisons": [webgpt(1.0)]}
+    how = [next(iter(read(path=name)[0]._read.values())).how for name in hub["rows"]]
+    assert how == [
+        "as stanfordnlp/SHP is known: prompt: history, first: human_ref_A, second: human_ref_B, "
+        "preferred: labels (first where 1, second where 0)",
+        "as openai/webgpt_comparisons is known: prompt: question.full_text, first: answer_0, second: answer_1, "
+        "preferred: the higher of score_0, score_1, without citations",
+    ]
+
+
+def test_a_local_copy_is_known_by_the_end_of_its_path(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    path = tmp_path / "sets" / "stanfordnlp" / "shp"
+    records, expected = rows_of("stanfordnlp/SHP")
+    Dataset.from_list(records).save_to_disk(path)
+    assert read(path=str(path))[1] == expected
+    Dataset.from_list(records).save_to_disk(tmp_path / "shp")
+    with pytest.raises(DataError, match="no known format fits its columns"):
+        read(path=str(tmp_path / "shp"))
+    records, expected = rows_of("mkqa-Chinese")  # a name of one part
+    Dataset.from_list(records).save_to_disk(tmp_path / "mkqa-Chinese")
+    assert read(path=str(tmp_path / "mkqa-Chinese"))[1] == expected
+
+
+def test_a_set_that_has_other_columns_now_says_who_wants_those(hub: dict[str, Any]) -> None:
+    hub["rows"]["stanfordnlp/SHP"] = [PAIR]
+    with pytest.raises(DataError) as error:
+        read(path="stanfordnlp/SHP")
+    assert str(error.value) == (
+        "stanfordnlp/SHP: no column 'history' (columns.prompt); found: chosen, prompt, rejected; stanfordnlp/SHP is "
+        "read so unless data.datasets.*.columns says otherwise"
+    )
+
+
+def test_citations_alone_are_taken_out_of_replies(hub: dict[str, Any]) -> None:
+    hub["rows"]["openai/webgpt_comparisons"] = [
+        webgpt(1.0, "An [un]cited list[1][12] a[i], [1 ] and (2).\n\n  Next [3]")
+    ]
+    assert read(path="openai/webgpt_comparisons")[1][0][2] == "An [un]cited list a[i], [1 ] and (2).\n\n Next"

@@ -1,0 +1,161 @@
+"""fp16: where one engine's gradients overflow, no engine that steps with it steps, and its loss scale alone falls."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from rlhf.data.stage_dataset import StageData
+from rlhf.engine.fp16 import step_together
+from rlhf.errors import DivergedError
+from rlhf.trainers import loop
+from rlhf.trainers.ppo.trainer import PPO, Models
+from tests.engine import halves
+from tests.engine.averages import IDS, build, loss, masters
+from tests.helpers import llama
+from tests.in_process import OPTIMIZER, given, scalar_llama, stage_context
+from tests.optimum import language
+
+SCALE = 2.0**10
+
+
+def huge(model, ids):
+    value, found = loss(model, ids)
+    return value * 1e6, found
+
+
+def state(engine):
+    """Everything that a step changes."""
+    inner = getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer)
+    found = {f"master {name}": tensor for name, tensor in masters(engine).items()}
+    with engine.whole_weights() as module:
+        found |= {f"weight {name}": tensor.detach().clone() for name, tensor in module.named_parameters()}
+    for index, values in enumerate(inner.state.values()):
+        found |= {f"{name} {index}": value.clone() for name, value in values.items() if torch.is_tensor(value)}
+    return found
+
+
+def changed(before, engine):
+    after = state(engine)
+    assert before.keys() == after.keys()
+    return {name.split()[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+
+
+ALL = {"master", "weight", "exp_avg", "exp_avg_sq", "step"}
+
+
+PLACES = [*((zero_stage, "none") for zero_stage in range(4)), *((zero_stage, "optimizer") for zero_stage in (1, 2, 3))]
+
+
+@pytest.mark.parametrize("overflows", ["first", "second", "both"])
+@pytest.mark.parametrize(("zero_stage", "offload"), PLACES)
+def test_either_both_step_or_neither(accelerator, zero_stage, overflows, offload):
+    with halves.accepted() as precision:
+        first, second = (build(accelerator, zero_stage, precision, offload=offload) for _ in range(2))
+        step_together([(first, loss, [IDS]), (second, loss, [IDS])])
+        before = state(first), state(second)
+        losses = [huge if overflows in (name, "both") else loss for name in ("first", "second")]
+        sums = step_together([(first, losses[0], [IDS]), (second, losses[1], [IDS])])
+        assert [found.read()["loss"] > 1e5 for found in sums] == [each is huge for each in losses]
+        for engine, earlier, its_loss in zip((first, second), before, losses):
+            assert changed(earlier, engine) == set()
+            assert engine.loss_scale() == (SCALE / 2 if its_loss is huge else SCALE)
+            assert (engine.skipped, engine.steps) == (1, 2)
+        step_together([(first, loss, [IDS]), (second, loss, [IDS])])
+        for engine, earlier in zip((first, second), before):
+            assert changed(earlier, engine) == ALL
+            assert (engine.skipped, engine.steps) == (1, 3)
+        assert torch.isfinite(torch.tensor([first.grad_norm(), second.grad_norm()])).all()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_without_overflow_steps_are_those_that_each_takes_alone(accelerator, zero_stage):
+    with halves.accepted() as precision:
+        together = [build(accelerator, zero_stage, precision) for _ in range(2)]
+        alone = build(accelerator, zero_stage, precision)
+        for _ in range(3):
+            step_together([(engine, loss, [IDS]) for engine in together])
+            alone.step([IDS], loss)
+    for engine in together:
+        assert changed(state(alone), engine) == set()
+        assert engine.loss_scale() == alone.loss_scale() == SCALE and engine.skipped == 0
+        assert engine.grad_norm() == alone.grad_norm()
+
+
+def test_an_engine_alone_skips_and_counts_by_itself(accelerator):
+    with halves.accepted() as precision:
+        engine = build(accelerator, 1, precision)
+        step_together([(engine, huge, [IDS])])
+    assert (engine.skipped, engine.steps, engine.loss_scale()) == (1, 1, SCALE / 2)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_that_no_loss_scale_makes_fit_end_training(accelerator, tmp_path, zero_stage):
+    """DeepSpeed raises a bare exception at ZeRO 1-3, and at ZeRO 0 would skip each step from then on."""
+
+    def endless(model, ids):
+        value, found = loss(model, ids)
+        return value * 1e12, found
+
+    def step(index):
+        return {"tokens": 1.0, "loss": engine.step([IDS], endless).read()["loss"]}
+
+    with halves.accepted() as precision:
+        context = stage_context(accelerator, tmp_path, "ppo", {}, precision=precision)
+        engine = build(accelerator, zero_stage, precision)
+        for index in range(10):  # 2^10 to 1
+            loop.measured(context, index, step, {"actor": engine}, "tokens")
+        assert (engine.loss_scale(), engine.skipped) == (1, 10)
+        with pytest.raises(DivergedError, match="actor overflow fp16 at the lowest loss scale at step 11"):
+            loop.measured(context, 10, step, {"actor": engine}, "tokens")
+
+
+def test_without_loss_scaling_one_models_gradients_are_gone_before_the_next_ones_come(accelerator):
+    """What two models' gradients take is for fp16 alone."""
+    first, second = (build(accelerator, 0) for _ in range(2))
+    seen = []
+
+    def looking(model, ids):
+        seen.append([parameter.grad is None or not parameter.grad.any() for parameter in first.module.parameters()])
+        return loss(model, ids)
+
+    step_together([(first, loss, [IDS]), (second, looking, [IDS])])
+    assert all(seen[0])
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_ppos_policy_waits_where_its_critic_overflows(accelerator, tmp_path, zero_stage):
+    """Rewards of thousands are whitened for the policy, and not for the critic."""
+    values = {
+        "engine": {"zero_stage": zero_stage},
+        "data": {"max_prompt_length": language.PROMPT_COLUMNS, "max_completion_length": language.LENGTH},
+        "ppo": {"batch_size": 4, "score_clip": 1e6, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, "ema": 0.5},
+    }
+    data = StageData([language.prompt(1), language.prompt(2)], [], [])
+    with halves.accepted() as precision:
+        context = stage_context(accelerator, tmp_path, "ppo", values, precision=precision)
+        actor, reference = (llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
+        critic, rewards = (scalar_llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
+        rewards.score.weight.data *= 5e4
+        ppo = PPO(context, Models(*map(given, (actor, reference, critic, rewards))), language.tokenizer(), data)
+        before = state(ppo.actor), state(ppo.critic)
+        average = [tensor.clone() for tensor in ppo.actor.ema.save_state()]
+        ppo.step(0)
+    for engine, earlier in zip((ppo.actor, ppo.critic), before):
+        assert engine.skipped == 1 and changed(earlier, engine) == set()
+    assert (ppo.actor.loss_scale(), ppo.critic.loss_scale()) == (SCALE, SCALE / 2)
+    assert all(torch.equal(*pair) for pair in zip(ppo.actor.ema.save_state(), average))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_the_loss_scale_doubles_after_the_window_that_is_set(accelerator, zero_stage):
+    with halves.accepted() as precision:
+        engine = build(accelerator, zero_stage, precision, loss_scale_window=3)
+        scales = []
+        for _ in range(8):
+            scales.append(engine.loss_scale())
+            step_together([(engine, loss, [IDS])])
+    risen = [place for place, (now, later) in enumerate(itertools.pairwise(scales)) if later == 2 * now]
+    assert len(risen) == 2 and risen[1] - risen[0] == 3 and scales[-1] == 4 * SCALE, scales

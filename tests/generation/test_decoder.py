@@ -1,0 +1,283 @@
+"""The static-cache decoder says what transformers' own generate says, and fills its masks from what it drew."""
+
+import pytest
+import torch
+
+from accelerators import ShapePolicy
+from rlhf.config.schema import SamplingConfig
+from rlhf.generation.decoder import Decoder
+
+GREEDY = SamplingConfig(temperature=0)
+
+
+def models():
+    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    from tests.helpers import llama
+
+    def opt():
+        sizes = {"ffn_dim": 32, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
+        return OPTForCausalLM(
+            OPTConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **sizes)
+        )
+
+    def windowed(name, **changes):
+        """A tiny model of a family whose layers, all or some, see `sliding_window` tokens."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+        special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+        config = AutoConfig.for_model(name, vocab_size=60, **sizes, **heads, **special, **changes)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+    def mixed(name):
+        kinds = ["sliding_attention", "full_attention"]
+        return lambda: windowed(name, sliding_window=5, use_sliding_window=True, layer_types=kinds)
+
+    return {
+        "mistral": lambda: windowed("mistral", sliding_window=4096),
+        "mistral, filled": lambda: windowed("mistral", sliding_window=8),
+        "phi3, filled": lambda: windowed("phi3", sliding_window=8),
+        "gemma3_text": mixed("gemma3_text"),
+        "qwen2": mixed("qwen2"),
+        "cohere2": mixed("cohere2"),
+        "llama": lambda: llama(60),
+        "opt": opt,
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=64)),
+        "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2)),
+    }
+
+
+WINDOWED = ("mistral", "mistral, filled", "phi3, filled", "gemma3_text", "qwen2", "cohere2")
+NAMES = ("llama", "opt", "gpt2", "bloom", *WINDOWED)
+
+
+def build(name):
+    torch.manual_seed(1)
+    return models()[name]().eval()
+
+
+def prompts():
+    """Two prompts of different lengths, padded left with 0."""
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 7, 6, 5, 4], [0, 11, 12, 13, 14, 15]])
+    return ids, (ids != 0).long()
+
+
+def decoder(accelerator, eos=(), length=12, shapes="static", batch_size=None):
+    return Decoder(
+        accelerator,
+        eos_ids=eos,
+        pad_id=0,
+        max_new_tokens=length,
+        shapes=ShapePolicy(shapes),
+        batch_size=batch_size,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_generate(accelerator, name):
+    model, (ids, mask) = build(name), prompts()
+    expected = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    found = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    assert torch.equal(found.ids, expected[:, 6:])
+    assert (found.mask == 1).all()
+
+
+def test_a_row_ends_with_its_end_token_and_is_padding_after_it(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    free = decoder(accelerator).generate(model, ids, mask, GREEDY).ids
+    end = free[0, 4].item()
+    found = decoder(accelerator, eos=[end]).generate(model, ids, mask, GREEDY)
+    for row in range(3):
+        hits = (free[row] == end).nonzero()
+        length = hits[0].item() + 1 if len(hits) else 12
+        assert torch.equal(found.ids[row, :length], free[row, :length])
+        assert found.mask[row].tolist() == [1] * length + [0] * (12 - length)
+        assert (found.ids[row, length:] == 0).all()
+
+
+def test_every_row_may_end_at_once(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    found = decoder(accelerator, eos=range(60)).generate(model, ids, mask, GREEDY)
+    assert found.mask.sum(-1).tolist() == [1, 1, 1] and found.ids.shape == (3, 12)
+
+
+def test_dynamic_shapes_drop_columns_that_no_row_reached(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    found = decoder(accelerator, eos=range(60), length=40, shapes="dynamic").generate(model, ids, mask, GREEDY)
+    assert found.ids.shape[1] < 40 and found.mask.sum() == 3
+
+
+def test_a_second_call_starts_afresh(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator)
+    first = decode.generate(model, ids, mask, GREEDY)
+    decode.generate(model, ids.flip(0), mask.flip(0), GREEDY)
+    assert torch.equal(decode.generate(model, ids, mask, GREEDY).ids, first.ids)
+
+
+def test_one_seed_draws_the_same_completions(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator)
+    drawn = []
+    for seed in (3, 3, 4):
+        accelerator.seed(seed)
+        drawn.append(decode.generate(model, ids, mask, SamplingConfig()).ids)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 99])
+def test_samples_are_the_same_however_a_rollout_is_cut(accelerator, shapes, batch_size):
+    """Some rows end early; rows that fill up the last part have no part in it."""
+    model, (ids, mask) = build("llama"), prompts()
+    five = torch.cat([ids, ids[:2].flip(0)]), torch.cat([mask, mask[:2].flip(0)])
+    drawn = []
+    for rows in (None, batch_size):
+        accelerator.seed(3)
+        decode = decoder(accelerator, eos=range(1, 20), length=40, shapes=shapes, batch_size=rows)
+        drawn.append(decode.generate(model, *five, SamplingConfig()))
+    whole, cut = drawn
+    assert torch.equal(whole.ids, cut.ids) and torch.equal(whole.mask, cut.mask)
+    assert len(set(whole.mask.sum(-1).tolist())) > 2 and len(whole.ids) == 5
+    assert (whole.ids.shape[1] < 40) == (shapes == "dynamic")
+
+
+def test_log_probs_of_training_are_those_the_tokens_were_drawn_from(accelerator):
+    """Left padding, positions and the cache agree with one forward pass over the whole sequence."""
+    from rlhf.models.forward import completion_log_probs
+
+    model, (ids, mask) = build("llama"), prompts()
+    found = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    whole = torch.cat([ids, found.ids], 1), torch.cat([mask, found.mask], 1)
+    with torch.no_grad():
+        logits = model(input_ids=whole[0], attention_mask=whole[1], position_ids=(whole[1].cumsum(-1) - 1).clamp_min(0))
+        assert torch.equal(logits.logits[:, 5:-1].argmax(-1), found.ids)
+        expected = logits.logits[:, 5:-1].log_softmax(-1).gather(-1, found.ids[..., None])[..., 0]
+        torch.testing.assert_close(completion_log_probs(model, *whole, 12).log_probs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_that_counts_tokens_in_python_is_not_captured_and_says_so(accelerator, captured, monkeypatch, caplog):
+    """A replay would repeat the place of the recorded step."""
+    from rlhf.generation import decode_state as module
+
+    model, (ids, mask) = build("llama"), prompts()
+    expected = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    captured.clear()
+    make = module.ViewedCache
+
+    def counting(*arguments, **options):
+        cache = make(*arguments, **options)
+        cache.layers[1].is_sliding = True
+        return cache
+
+    monkeypatch.setattr(module, "ViewedCache", counting)
+    caplog.set_level("DEBUG", "rlhf")
+    drawing = decoder(accelerator)
+    for _ in range(2):
+        assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
+    (record,) = caplog.records
+    assert "ViewedLayer of transformers counts tokens in Python" in record.getMessage()
+    assert not captured
+
+
+def reading_on_the_host(model):
+    """The model with a layer that looks at a value in every step, as some mixtures of experts do."""
+    forward = model.forward
+
+    def reads(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        float(output.logits.sum())
+        return output
+
+    model.forward = reads
+    return model
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_model_that_cannot_be_recorded_is_a_note_only_where_one_would_be(accelerator, monkeypatch, caplog, recording):
+    """The line that is to blame is for the authors of the model, or of the backend."""
+    from accelerators import Support
+
+    ids, mask = prompts()
+    expected = decoder(accelerator).generate(build("llama"), ids, mask, GREEDY)
+    monkeypatch.setattr(accelerator, "capabilities", lambda: {"graph_capture": Support(recording, "because")})
+    caplog.set_level("DEBUG", "rlhf")
+    drawing, model = decoder(accelerator), reading_on_the_host(build("llama"))
+    for _ in range(2):
+        assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == (["WARNING"] if recording else []) + ["DEBUG"]
+    assert said[-1][1].startswith("generation is not recorded: ") and "test_decoder.py:" in said[-1][1]
+    assert not recording or "slower than it could be" in said[0][1]
+
+
+@pytest.fixture
+def captured(accelerator, monkeypatch):
+    """The keys under which decoding steps were captured."""
+    keys = []
+    capture = accelerator.capture
+    monkeypatch.setattr(accelerator, "capture", lambda fn, key: keys.append(key) or capture(fn, key))
+    return keys
+
+
+@pytest.mark.parametrize("shapes", ["static", "bucketed", "dynamic"])
+def test_all_parts_of_a_rollout_are_generated_in_the_buffers_of_one(accelerator, captured, shapes):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator, shapes=shapes, batch_size=2)
+    for _ in range(2):
+        decode.generate(model, ids, mask, GREEDY)
+    assert captured == ["decode 2 x 6 up to 24"]
+    (session,) = decode._sessions
+    assert session.size() < 2 * 2 * 2 * 2 * 24 * 8 * 4 + 64, "keys and values of two rows"
+
+
+@pytest.mark.parametrize(("memory_of_caches", "captures"), [(100, 1), (10, 2)])
+def test_what_is_large_beside_the_memory_makes_room_for_training(
+    accelerator, monkeypatch, captured, memory_of_caches, captures
+):
+    from accelerators import Memory
+
+    model, (ids, mask) = build("llama"), prompts()
+    cache = 2 * 2 * 3 * 2 * 24 * 8 * 4  # keys and values, layers, rows, heads, columns, head size, bytes
+    monkeypatch.setattr(accelerator, "memory", lambda: Memory(0, 0, total=cache * memory_of_caches))
+    drawing = decoder(accelerator)
+    first = drawing.generate(model, ids, mask, GREEDY)
+    drawing.make_room()
+    again = drawing.generate(model, ids, mask, GREEDY)
+    assert torch.equal(first.ids, again.ids)
+    assert len(captured) == captures
+
+
+@pytest.mark.parametrize(("shapes", "captures"), [("bucketed", 2), ("static", 2), ("dynamic", 3)])
+def test_each_shape_is_captured_once_unless_any_shape_can_come(accelerator, captured, shapes, captures):
+    model, (ids, mask) = build("llama"), prompts()
+    drawing = decoder(accelerator, shapes=shapes)
+    for columns in (6, 5, 6):
+        drawing.generate(model, ids[:, -columns:], mask[:, -columns:], GREEDY)
+    assert len(captured) == captures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, caplog, name):
+    """The step is replayed from its second call on: whatever it did in Python would not happen again."""
+    from accelerators.capture import Graph
+    from tests.accelerators.replaying import record
+
+    caplog.set_level("DEBUG", "rlhf")
+    model, (ids, mask) = build(name), prompts()
+    plain, free = decoder(accelerator, length=16), SamplingConfig(temperature=0.7, top_k=20)
+    expected = [plain.generate(model, ids, mask, GREEDY).ids, plain.generate(model, mask * 9, mask, GREEDY).ids]
+    monkeypatch.setattr(accelerator, "capture", lambda fn, key: Graph(fn, key, record))
+    recorded = decoder(accelerator, length=16)
+    found = [recorded.generate(model, ids, mask, GREEDY).ids, recorded.generate(model, mask * 9, mask, GREEDY).ids]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+    torch.manual_seed(3)
+    expected = plain.generate(model, ids, mask, free).ids
+    torch.manual_seed(3)
+    assert torch.equal(recorded.generate(model, ids, mask, free).ids, expected)
+    ours = [record for record in caplog.records if record.name.startswith("rlhf")]
+    assert not ours, "it was recorded, and not given up"

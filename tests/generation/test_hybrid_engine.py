@@ -1,0 +1,187 @@
+"""Weights as the device reads them best, for a rollout and in frozen models: the same numbers, and nothing left after.
+
+The CPU's implementation packs all sizes here, for the models are small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cpu.kernels import packed
+from rlhf.config.schema import LoraConfig, OptimizerConfig
+from rlhf.engine.engine import TrainingEngine, freeze
+from rlhf.generation.hybrid_engine import generating
+from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.models.lora import add_adapters
+from tests.helpers import llama
+from tests.in_process import bytes_held, held
+
+IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+PRECISIONS = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
+
+pytestmark = pytest.mark.skipif(not packed.supported(None), reason=packed.supported(None).reason)
+
+
+@pytest.fixture(autouse=True)
+def packs_all(monkeypatch):
+    monkeypatch.setattr(packed, "SMALLEST", 0)
+
+
+@contextlib.contextmanager
+def without(accelerator: Any) -> Iterator[None]:
+    accelerator.choose("inference_weights", "none")
+    try:
+        yield
+    finally:
+        accelerator.choose("inference_weights", "auto")
+
+
+def build(accelerator: Any, precision: str, zero_stage: int = 0, **lora: Any) -> TrainingEngine:
+    model, holding = llama(60), held(zero_stage)
+    if lora:
+        holding = replace(holding, lora=LoraConfig(rank=4, **lora))
+        add_adapters(model, holding.lora, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    return TrainingEngine(
+        "test",
+        model,
+        accelerator=accelerator,
+        precision=accelerator.precision(precision),
+        holding=holding,
+        optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup=0),
+        total_steps=100,
+        micro_batch_size=4,
+        accumulation=1,
+    )
+
+
+@torch.no_grad()
+def logits(module: nn.Module) -> torch.Tensor:
+    return module(input_ids=IDS).logits.float()
+
+
+def packed_layers(module: nn.Module) -> list[str]:
+    return [path for path, layer in module.named_modules() if isinstance(layer, nn.Linear) and "forward" in vars(layer)]
+
+
+def train(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    def loss(model: Any, ids: torch.Tensor) -> Any:
+        return -completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs.sum() / 32, {}
+
+    engine.step([IDS], loss)
+    with engine.whole_weights() as module:
+        return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+# rollouts
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accelerator, precision, zero_stage):
+    weights, read = {}, {}
+    for way in ("packed", "none"):
+        engine = build(accelerator, precision, zero_stage)
+        with without(accelerator) if way == "none" else contextlib.nullcontext():
+            for _ in range(2):
+                with generating(engine) as module:
+                    assert module is engine.module
+                    assert len(packed_layers(module)) == (15 if way == "packed" else 0)
+                    read[way] = logits(module)  # of weights that changed in between
+                assert packed_layers(engine.module) == []
+                weights[way] = train(engine)
+    assert weights["packed"].keys() == weights["none"].keys()
+    assert all(torch.equal(tensor, weights["none"][name]) for name, tensor in weights["packed"].items())
+    tolerance = 1e-5 if precision == "fp32" else 2**-6
+    torch.testing.assert_close(read["packed"], read["none"], rtol=0, atol=tolerance * read["none"].abs().max().item())
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapters_are_in_the_packed_weights_or_run_beside_them(accelerator, merge):
+    engine = build(accelerator, "fp32", merge=merge)
+    with without(accelerator), generating(engine) as module:
+        expected = logits(module)
+    with generating(engine) as module:
+        assert len(packed_layers(module)) == 15  # no adapters among them
+        torch.testing.assert_close(logits(module), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    with engine.whole_weights() as module:
+        assert packed_layers(module) == []
+
+
+def test_a_rollout_that_fails_leaves_nothing_behind(accelerator):
+    engine = build(accelerator, "fp32")
+    before = logits(engine.module)
+    with pytest.raises(KeyboardInterrupt), generating(engine):
+        raise KeyboardInterrupt
+    assert packed_layers(engine.module) == []
+    assert torch.equal(logits(engine.module), before)
+
+
+def test_a_packing_that_fails_leaves_nothing_behind(accelerator, monkeypatch):
+    engine, reordered, calls = build(accelerator, "fp32"), packed._reordered, []
+
+    def failing(weight: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 6:
+            raise MemoryError
+        return reordered(weight)
+
+    monkeypatch.setattr(packed, "_reordered", failing)
+    for keep in (True, False):
+        before, names = logits(engine.module), engine.module.state_dict().keys()
+        calls.clear()
+        with pytest.raises(MemoryError):
+            packed.prepare(engine.module, keep)
+        assert packed_layers(engine.module) == []
+        assert torch.equal(logits(engine.module), before)
+        assert engine.module.state_dict().keys() == names
+
+
+# frozen models
+
+
+def frozen(accelerator: Any, model: Any, precision: str = "fp32", shared: bool = False, **engine: Any) -> nn.Module:
+    holding = held(0, trained=False, **engine)
+    return freeze(
+        model, accelerator=accelerator, precision=accelerator.precision(precision), holding=holding, shared=shared
+    )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_frozen_model_takes_the_same_memory_and_computes_the_same(accelerator, precision):
+    with without(accelerator):
+        plain = frozen(accelerator, llama(60), precision)
+    model = frozen(accelerator, llama(60), precision)
+    assert len(packed_layers(model)) == 14  # but for the output layer, whose product others may make in parts
+    assert bytes_held(model) == bytes_held(plain)
+    expected = logits(plain)
+    tolerance = 1e-5 if precision == "fp32" else 2**-6
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_weights_of_another_model_stay_as_they_are(accelerator):
+    assert packed_layers(frozen(accelerator, llama(60), shared=True)) == []
+
+
+def test_the_last_product_of_a_scalar_head_stays_in_float32(accelerator):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=60, num_labels=1, pad_token_id=0))
+    expected = ScalarHead(made).eval()(IDS, torch.ones_like(IDS)).detach()
+    model = frozen(accelerator, ScalarHead(made))
+    assert len(packed_layers(model)) == 15  # the head's forward is its own
+    assert model.model.score.weight.layout == torch.strided
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS, torch.ones_like(IDS)), expected, rtol=0, atol=1e-5)

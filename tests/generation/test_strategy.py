@@ -1,0 +1,118 @@
+"""What of `ppo.generation_weights` and `ppo.tensor_parallel` cannot be had is refused, with what can be."""
+
+import pytest
+
+from rlhf.config.schema import build_config
+from rlhf.errors import ConfigError
+from rlhf.generation.strategy import check, check_model, choose
+from tests.generation.test_decoder import build
+from tests.helpers import llama
+from tests.trainers.test_lora import build as trained
+
+LAYERWISE = "use layerwise, or whole where a device holds the model"
+
+
+def configuration(zero_stage=3, **ppo):
+    return build_config({"engine": {"zero_stage": zero_stage}, "ppo": ppo})
+
+
+def refusal(function, *arguments):
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "ranks", "ppo", "words"),
+    [
+        (2, 2, {"generation_weights": "layerwise"}, ["generation_weights: layerwise", "ZeRO 2", "zero_stage=3"]),
+        (2, 2, {"tensor_parallel": 2}, ["ppo.tensor_parallel: 2", "whole on every rank", "zero_stage=3"]),
+        (3, 2, {"tensor_parallel": 2, "generation_weights": "whole"}, ["which is whole", "change one of them"]),
+        (3, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
+        (2, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
+        (3, 8, {"tensor_parallel": 3}, ["8 ranks cannot be cut into teams of 3; use 2"]),
+        (3, 9, {"tensor_parallel": 4}, ["9 ranks cannot be cut into teams of 4; use 3"]),
+        (3, 2, {"tensor_parallel": 4}, ["2 ranks cannot be cut into teams of 4; use 2"]),
+    ],
+)
+def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
+    line = refusal(check, configuration(zero_stage, **ppo), ranks)
+    assert [word for word in words if word not in line] == [], line
+
+
+def test_quantized_weights_are_not_told_to_be_sharded():
+    quantized = {"engine": {"zero_stage": 2, "frozen": "int8"}, "lora": {"rank": 4}}
+    line = refusal(check, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
+    assert line.endswith("at ZeRO 2; leave it out")
+
+
+def test_settings_that_do():
+    check(configuration(0, generation_weights="whole", generation_batch_size=99), 1)
+    check(configuration(3, generation_weights="layerwise"), 1)
+    check(configuration(3, generation_weights="tensor_parallel", tensor_parallel=2), 4)
+    check(build_config({"roles": {"actor": {"zero_stage": 3}}, "ppo": {"tensor_parallel": 2}}), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "ppo", "line"),
+    [
+        (
+            lambda: llama(60),
+            4,
+            {"tensor_parallel": 4},
+            "ppo.tensor_parallel: 2 key heads cannot be shared among 4 ranks; use 2",
+        ),
+        (
+            lambda: llama(60),
+            3,
+            {"tensor_parallel": 3},
+            f"ppo.generation_weights: 4 heads cannot be shared among 3 ranks; {LAYERWISE}",
+        ),
+        (
+            lambda: llama(60, intermediate_size=49),
+            2,
+            {},
+            "ppo.generation_weights: model.layers.0.mlp.gate_proj has 49 features, ",
+        ),
+        (
+            lambda: build("gpt2"),
+            2,
+            {},
+            f"ppo.generation_weights: there is no plan for splitting the layers of gpt2; {LAYERWISE}",
+        ),
+    ],
+)
+def test_models_that_cannot_be_split(model, ranks, ppo, line):
+    settings = configuration(generation_weights="tensor_parallel", **ppo).ppo
+    assert refusal(check_model, model(), settings, ranks).startswith(line)
+    check_model(model(), configuration().ppo, ranks)
+
+
+def test_as_many_ranks_share_a_model_as_can():
+    check_model(llama(60), configuration(generation_weights="tensor_parallel").ppo, 4)  # two teams of two
+
+
+def test_experts_are_not_split():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=60, num_key_value_heads=2, num_local_experts=2, **sizes))
+    line = refusal(check_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
+    assert "mixtral has layers that rlhf cannot split (moe_tp_experts" in line
+
+
+def test_a_plan_whose_parts_do_not_fit_together_is_found_before_the_run():
+    """Its norms over each head are not in transformers' plan."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    options = {"num_key_value_heads": 4, "use_qk_norm": True, "use_cache": False}
+    model = CohereForCausalLM(CohereConfig(vocab_size=60, **options, **sizes))
+    line = refusal(check_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
+    assert "the layers of cohere do not fit together when they are split; use layerwise" in line
+
+
+def test_below_zero_3_weights_are_where_they_are(accelerator):
+    said = []
+    assert type(choose(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "Alone"
+    assert not said

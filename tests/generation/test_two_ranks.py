@@ -1,0 +1,108 @@
+"""Two ranks that share the weights of a model generate what one does that has them whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.launchers import local
+from tests.generation import two_ranks
+from tests.generation.two_ranks import GREEDY, MODELS, SAMPLED, SLOW, TEAMS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(function: str, count: int, folder: Path) -> list[Any]:
+    """What each of `count` ranks left that ran a function of `two_ranks`."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.rollout import two_ranks"
+    outcome = local.start(count, [sys.executable, "-c", f"{script}; two_ranks.{function}({str(folder)!r})"])
+    assert outcome is None, outcome.line
+    return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run("main", 2, tmp_path_factory.mktemp("two-ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone(accelerator: Any) -> Any:
+    """(model, rank, sampling) -> what one device draws for the rank's prompts, all rows at a time."""
+    known: dict[Any, Any] = {}
+
+    def draw(name: str, rank: int, sampling: Any) -> Any:
+        key = name, rank, sampling.temperature
+        if key not in known:
+            known[key] = two_ranks.draw(accelerator, two_ranks.model(name), rank, sampling)
+        return known[key]
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name in MODELS for mode in TEAMS if mode != "layerwise" or name not in SLOW]
+)
+def test_tokens_are_those_of_one_device_whoever_holds_the_weights(left, alone, name, mode):
+    for rank in range(2):
+        for sampling in (GREEDY, SAMPLED):
+            found, expected = left[rank][name, mode, sampling.temperature], alone(name, rank, sampling)
+            length = expected.ids.shape[1]
+            assert torch.equal(found.ids[:, :length], expected.ids), (rank, sampling)
+            assert torch.equal(found.mask[:, :length], expected.mask), (rank, sampling)
+            assert found.mask[:, length:].sum() == 0, "another rank's rows were longer"
+
+
+def test_some_rows_end_early_so_that_the_ranks_do_not_do_the_same(alone):
+    lengths = [alone(name, rank, SAMPLED).mask.sum(-1).tolist() for name in MODELS for rank in range(2)]
+    assert any(max(first) != max(other) for first, other in zip(lengths[::2], lengths[1::2]))
+
+
+def test_a_rank_whose_rows_have_ended_gathers_layers_for_the_other(left):
+    assert left[0]["early"].mask.sum(-1).tolist() == [two_ranks.LENGTH] * 3
+    assert left[1]["early"].mask.sum(-1).tolist() == [1] * 3
+
+
+def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
+    model = two_ranks.model(MODELS[-1])
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    layers = [sum(parameter.numel() for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
+    for found in left:
+        assert found["gathered"] == max(layers), "one layer at a time"
+        assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
+        assert found["freed"], "and not only when Python looks for circles"
+        assert found["sharded"], "the model in training is as it was"
+
+
+@pytest.mark.parametrize(
+    ("case", "team", "words"),
+    zip(
+        two_ranks.CASES,
+        ["Alone", "Team", "Team", "InStep", "Alone", "InStep", "Team"],
+        [
+            "",
+            "do not fit",
+            "do not fit",
+            "do not fit",
+            "",
+            "(layerwise), which is slow",
+            "each of 2 ranks keeps its part",
+        ],
+    ),
+)
+def test_the_first_way_that_fits_on_all_ranks_is_taken_on_all(left, case, team, words):
+    (kind, said), (other, _) = (found["chosen"][case] for found in left)
+    assert kind == other == team
+    assert len(said) == bool(words) and words in "".join(said)
+
+
+@pytest.mark.slow
+def test_four_ranks_are_two_teams(alone, tmp_path):
+    for rank, found in enumerate(run("teams_of_two", 4, tmp_path)):
+        expected = alone("Llama 3, LoRA", rank, SAMPLED)
+        length = expected.ids.shape[1]
+        assert torch.equal(found.ids[:, :length], expected.ids), rank
+        assert torch.equal(found.mask.sum(-1), expected.mask.sum(-1)), rank

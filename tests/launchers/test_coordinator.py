@@ -1,0 +1,232 @@
+"""Members of a run learn of each other's end: the cause, and not what it brought down."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.errors import ConfigError
+from rlhf.launchers import coordinator
+from rlhf.launchers.coordinator import Hub, Member
+from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, Outcome
+from rlhf.launchers.sockets import listen
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_BEAT": 0.05, "_SILENT": 0.5, "_SECONDS_TO_FAIL": 0.2, "_SECONDS_TO_FOLLOW": 0.6}.items():
+        monkeypatch.setattr(coordinator, name, value)
+
+
+class Run:
+    """Three ranks in this process, connected as processes of their own would be."""
+
+    def __init__(self, count: int = 3, patience: float = 30.0, absent: tuple[int, ...] = ()) -> None:
+        listener = listen("127.0.0.1")
+        self.address = ("127.0.0.1", listener.getsockname()[1])
+        Hub(listener, count, "rank", patience, places=True).start()
+        self.judged: list[Outcome] = []
+        self.members = [
+            Member(self.address, number, f"rank {number} on host-{number}", {}, patience, judged=self.judged.append)
+            for number in range(count)
+            if number not in absent
+        ]
+
+    def together(self, *outcomes: Outcome | None) -> list[Outcome | None]:
+        """What the members learn that conclude with these, all at once."""
+        found: dict[int, Outcome | None] = {}
+
+        def conclude(number: int, outcome: Outcome | None) -> None:
+            found[number] = self.members[number].conclude(outcome)
+
+        threads = [threading.Thread(target=conclude, args=each) for each in enumerate(outcomes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[number] for number in sorted(found)]
+
+    def verdict(self, number: int, seconds: float = 10.0) -> Outcome:
+        """What a member learns that goes on working."""
+        deadline = time.monotonic() + seconds
+        while self.members[number].verdict is None:
+            assert time.monotonic() < deadline, "no verdict"
+            time.sleep(0.01)
+        found = self.members[number].verdict
+        assert found
+        return found
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run()
+    assert [facts["name"] for facts in run.members[0].met() or []] == [f"rank {n} on host-{n}" for n in range(3)]
+    return run
+
+
+def error(said: str, code: int = DEFECT, *, follows: bool = False) -> Outcome:
+    return Outcome(code, f"rlhf: error: {said}", math.inf if follows else time.time())
+
+
+def test_all_end_well(run: Run) -> None:
+    assert run.together(None, None, None) == [None, None, None]
+    assert run.judged == []
+
+
+def test_a_member_that_fails_is_named_to_those_that_go_on(run: Run) -> None:
+    found = run.members[1].conclude(error("KeyError: 'x'"))
+    assert found and found.line == "rlhf: error: rank 1 on host-1: KeyError: 'x'"
+    assert run.verdict(0).line == run.verdict(2).line == found.line
+    assert len(run.judged) == 2
+
+
+def test_the_cause_comes_before_what_it_brought_down(run: Run) -> None:
+    lost = error("connection closed by peer", follows=True)
+    found = run.together(lost, error("no rows", USER), lost)
+    assert [(verdict.code, verdict.said) for verdict in found if verdict] == 3 * [(USER, "rank 1 on host-1: no rows")]
+
+
+def test_a_member_that_is_killed_is_the_cause_though_others_speak_first(run: Run) -> None:
+    lost = error("connection closed by peer", follows=True)
+    run.members[2]._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does with the connection of a process
+    assert [verdict and verdict.said for verdict in run.together(lost, lost)] == 2 * [
+        "rank 2 on host-2 ended without a word"
+    ]
+
+
+def test_a_member_that_was_interrupted_interrupts_the_others(run: Run) -> None:
+    run.members[1].conclude(Outcome(INTERRUPTED, "rlhf: interrupted; saved", time.time()))
+    assert (run.verdict(0).code, run.verdict(0).line) == (INTERRUPTED, "rlhf: interrupted; saved")
+
+
+def test_a_member_that_ends_as_soon_as_it_has_come_is_heard() -> None:
+    run = Run(2, absent=(1,))
+    hello = b'{"number": 1, "name": "rank 1 on host-1", "facts": {"name": "rank 1 on host-1"}}\n'
+    with socket.create_connection(run.address) as other:
+        other.sendall(hello + b'{"end": [2, "rlhf: error: no rows", false]}\n')
+    assert run.verdict(0).said == "rank 1 on host-1: no rows"
+
+
+def test_a_signal_that_a_launcher_sends_after_a_failure_is_not_the_cause(run: Run) -> None:
+    run.members[2]._connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.05)
+    found = run.members[1].conclude(Outcome(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
+    assert found and found.said == "rank 2 on host-2 ended without a word"
+
+
+def test_the_one_that_hangs_is_named_and_not_those_that_waited(run: Run) -> None:
+    timed_out = error("Timed out waiting 1800000ms for recv operation", follows=True)
+    assert {verdict and verdict.said for verdict in run.together(timed_out, timed_out)} == {
+        "rank 2 on host-2 hangs: the others waited for it for 30 s (engine.timeout)"
+    }
+
+
+def test_a_member_that_does_not_get_as_far_as_the_others_hangs() -> None:
+    run = Run(patience=0.7)
+    for member in run.members:
+        member.place = 5
+    time.sleep(0.3)
+    run.members[0].place = run.members[2].place = 6
+    assert run.verdict(0).said.startswith("rank 1 on host-1 hangs: the others waited for it")
+
+
+def test_a_process_that_is_stopped_hangs_though_it_is_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(patience=0.5)
+    run.members[0].met()
+    monkeypatch.setattr(run.members[1], "_say", lambda message: None)
+    assert run.verdict(0).said.startswith("rank 1 on host-1 hangs")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_members_that_are_all_at_one_place_may_take_their_time(waits: bool) -> None:
+    """A compilation on all, or what one does while the others wait for as long as it takes."""
+    run = Run(patience=0.3)
+    if waits:
+        run.members[0].place, run.members[1].waits, run.members[2].waits = 1, True, True
+    time.sleep(1.5)
+    assert run.judged == []
+    assert run.together(None, None, None) == [None, None, None]
+
+
+def test_who_does_not_come_is_named() -> None:
+    run = Run(patience=0.5, absent=(1, 2))
+    assert run.members[0].met() is None
+    found = run.members[0].verdict
+    assert found and found.code == USER
+    assert found.said == "rank 1, 2 of 3 did not come within 0 s; start all, and check that they see the first"
+
+
+def test_nobody_waits_for_ever_for_a_hub_that_is_not_there() -> None:
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    listener.close()
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the first does not answer there within 0 s"):
+        Member(("127.0.0.1", port), 1, "rank 1", {}, 0.3)
+
+
+def test_members_learn_that_the_hub_is_gone() -> None:
+    listener = listen("127.0.0.1")
+    member_side: list[Member] = []
+    connecting = threading.Thread(
+        target=lambda: member_side.append(
+            Member(("127.0.0.1", listener.getsockname()[1]), 1, "rank 1", {}, 5, judged=judged.append)
+        )
+    )
+    judged: list[Outcome] = []
+    connecting.start()
+    connection, _ = listener.accept()
+    connecting.join()
+    connection.sendall(b'{"met": [{"name": "rank 0 on host-0"}, {"name": "rank 1"}]}\n')
+    assert member_side[0].met()
+    connection.close()
+    deadline = time.monotonic() + 10
+    while not judged:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert judged[0].said == "rank 0 on host-0 ended without a word"
+
+
+def test_strangers_are_shown_the_door(run: Run) -> None:
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"number": "1"}\n'):
+        with socket.create_connection(run.address) as stranger:
+            stranger.sendall(said)
+            stranger.settimeout(5)
+            assert not stranger.recv(10)
+    assert run.together(None, None, None) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(1, "it has come already"), (3, "there are 3, from 0"), (-1, "there are 3, from 0")]
+)
+def test_a_member_that_is_not_awaited_learns_why(number: int, why: str) -> None:
+    """As of another run at the same port; the run goes on."""
+    run = Run()
+    assert all(member.met() for member in run.members)
+    other = Member(run.address, number, "another", {}, 5.0)
+    assert other.met() is None
+    assert other.verdict and other.verdict.code == USER
+    assert other.verdict.said == (
+        f"rank {number} is not awaited: {why}; give each its own number, and each run its own port"
+    )
+    assert run.together(None, None, None) == [None, None, None]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what is open as Linux shows it")
+def test_nothing_stays_open_or_running() -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    run = Run()
+    assert run.together(None, None, None) == [None, None, None]
+    deadline = time.monotonic() + 5
+    while True:
+        # Less than before where what other tests have left ends meanwhile.
+        more = len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
+        if max(more) <= 0 or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert max(more) <= 0, f"{more[0]} files and {more[1]} threads"

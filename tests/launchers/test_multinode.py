@@ -1,0 +1,134 @@
+"""Options for several machines, and what launchers learn of each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from rlhf.errors import ConfigError, FailedElsewhere
+from rlhf.launchers import multinode
+from rlhf.launchers.exit_status import Interrupted, Outcome
+from rlhf.launchers.multinode import Machine, free_port, invite, meet
+
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_machine_among_others() -> None:
+    assert multinode.machine(2, 1, "node01:29400") == Machine(1, 2, "node01", 29400)
+    assert multinode.machine(2, 0, "[fd00::1]:29400") == Machine(0, 2, "fd00::1", 29400)
+    assert multinode.machine(None, None, None) is None
+    assert multinode.machine(1, None, None) is None
+    assert multinode.machine(1, 0, "a:1") is None  # a script's options, where it has one machine
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((None, 1, None), "--node-rank: is for several machines"),
+        ((None, None, "a:1"), "--rendezvous: is for several machines"),
+        ((2, None, "a:1"), "--nodes 2: needs --node-rank too, which of them this is, 0 to 1"),
+        ((2, 0, None), "--nodes 2: needs --rendezvous too, HOST:PORT of the first"),
+        ((2, 2, "a:1"), "--node-rank 2: of 2 machines the last is 1"),
+        ((1, 5, "a:1"), "--node-rank 5: of 1 machines the last is 0"),
+        ((1, 0, "junk"), "--rendezvous junk: is not HOST:PORT"),
+        ((2, 0, "a"), "--rendezvous a: is not HOST:PORT"),
+        ((2, 0, "a:70000"), "--rendezvous a:70000: is not HOST:PORT"),
+    ],
+)
+def test_options_that_are_missing_or_contradict_each_other(
+    options: tuple[int | None, int | None, str | None], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        multinode.machine(*options)
+
+
+def test_srun_with_one_task_a_machine_says_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    found = multinode.machine(2, None, None)
+    assert found and (found.number, found.count, found.host) == (1, 2, "node01")
+    with pytest.raises(ConfigError, match="--nodes 4: srun has started 2 processes"):
+        multinode.machine(4, None, None)
+
+
+def meeting(*machines: dict[str, object]) -> list[object]:
+    """What each of two launchers comes to: a meeting, or the error."""
+    port = free_port()
+    found: dict[int, object] = {}
+
+    def go(number: int) -> None:
+        machine = Machine(number, 2, "127.0.0.1", port)
+        try:
+            if number == 0:
+                invite(machine, 1.0)
+            found[number] = meet(machine, timeout=1.0, **({"ranks": 1} | machines[number]))  # type: ignore[arg-type]
+        except (ConfigError, FailedElsewhere) as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in range(len(machines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(len(machines))]
+
+
+def test_launchers_meet_and_learn_where_the_ranks_do() -> None:
+    first, other = meeting({}, {})
+    assert isinstance(first, multinode.Meeting) and isinstance(other, multinode.Meeting)
+    assert first.port == other.port and other.needed
+
+
+def test_launchers_with_other_options_refuse() -> None:
+    for found in meeting({"ranks": 1}, {"ranks": 2}):
+        assert isinstance(found, ConfigError)
+        assert "machines were started with different --ranks: 1 on machine 0" in str(found)
+
+
+def test_what_the_first_machine_refuses_is_refused_on_all() -> None:
+    _, other = meeting({"refusal": Outcome(2, "rlhf: error: no such model folder", 0.0)}, {})
+    assert isinstance(other, FailedElsewhere)
+    assert (str(other), other.exit_code) == ("no such model folder", 2)
+
+
+def test_a_machine_that_does_not_come_is_named() -> None:
+    (alone,) = meeting({})
+    assert isinstance(alone, FailedElsewhere) and alone.exit_code == 2
+    assert str(alone).startswith("machine 1 of 2 did not come within 1 s; start all")
+
+
+def test_a_port_that_is_taken() -> None:
+    port = free_port()
+    invite(Machine(0, 2, "127.0.0.1", port), 5.0)
+    with pytest.raises(ConfigError, match=r": cannot be listened at \(Address already in use\); choose another port"):
+        invite(Machine(0, 2, "127.0.0.1", port), 5.0)
+
+
+def test_ctrl_c_while_a_machine_waits_is_reported() -> None:
+    machine = Machine(0, 2, "127.0.0.1", free_port())
+    invite(machine, 2.0)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(Interrupted, match=r"^nothing was started$"):
+            meet(machine, 1, timeout=2.0)
+    except KeyboardInterrupt:  # which would end pytest
+        pytest.fail("Ctrl-C is not answered")
+    timer.join()

@@ -1,0 +1,108 @@
+"""Ranks in a session: the failure of one ends the others at once, and is what they report."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.errors import ConfigError
+from rlhf.launchers import local
+from rlhf.launchers.exit_status import DEFECT, USER, Outcome
+from rlhf.launchers.multinode import free_port
+from rlhf.launchers.rank_monitor import supervised
+from rlhf.utils.process_info import Place
+from tests.helpers import user_environment
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from rlhf.launchers.exit_status import Outcome
+from rlhf.engine import supervision
+supervision._SECONDS_TO_LEAVE = 1.0
+import torch, torch.distributed as dist
+from rlhf.errors import DataError
+from rlhf.utils.process_info import here
+from rlhf.engine import distributed
+rank = here().rank
+try:
+    with supervision.supervised(here(), {timeout}) as member:
+        dist.init_process_group("gloo")
+        distributed._members.append(member)
+        dist.barrier()
+        {then}
+except BaseException as error:
+    sys.exit(Outcome.of(error).report())
+"""
+
+
+def on_two_ranks(then: str, *, timeout: float = 60.0) -> Outcome | None:
+    return local.start(2, [sys.executable, "-c", SCRIPT.format(root=str(ROOT), then=then, timeout=timeout)])
+
+
+def test_ranks_that_end_well_are_told_so() -> None:
+    assert on_two_ranks("distributed.all_gather_objects(1)") is None
+
+
+def own_words(folder: Path, then: str) -> list[tuple[int, str]]:
+    """What each of two ranks says that another launcher started, which lets them end as they can."""
+    port = free_port()
+    script = SCRIPT.format(root=str(ROOT), then=then, timeout=60.0)
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=user_environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=100)[1].splitlines()[-1:] for process in processes]
+    return [(process.returncode, "".join(lines)) for process, lines in zip(processes, said)]
+
+
+def test_an_error_of_one_rank_is_what_all_report(tmp_path: Path) -> None:
+    """The other is in a collective, which ends with a lost connection."""
+    then = "if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))"
+    first, other = own_words(tmp_path, then)
+    assert first == other
+    assert first[0] == USER and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
+
+
+def test_a_lost_connection_is_reported_as_the_end_of_the_other_rank(tmp_path: Path) -> None:
+    other, _ = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
+    assert other[0] == DEFECT
+    assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("ended without a word")
+
+
+def test_a_rank_that_nothing_can_interrupt_is_ended(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    other, killed = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
+    assert killed[0] == -9 and other[0] == DEFECT
+    assert "rank 1 on " in other[1] and other[1].endswith("ended without a word")
+    assert time.monotonic() - begun < 60
+
+
+def test_the_launcher_reports_the_cause_and_not_the_lost_connection() -> None:
+    outcome = on_two_ranks("if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))")
+    assert outcome and (outcome.code, outcome.line) == (USER, "rlhf: error: no rows")
+
+
+@pytest.mark.parametrize(("host", "why"), [("no-such-host.invalid", "no-such-host.invalid"), ("127.0.0.1", "in use")])
+def test_where_the_ranks_cannot_meet_rank_0_says_so_in_one_line(host: str, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(0, 2, 0, 2, 0, host, port, "torchrun")
+        with pytest.raises(ConfigError) as caught, supervised(place, 1.0):
+            pass
+    said = str(caught.value)
+    assert said.startswith(f"{host}:{port}: the ranks cannot meet there (") and why in said and "\n" not in said
+    assert said.endswith("); set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there")

@@ -1,0 +1,375 @@
+"""The objectives against plain loops that follow their definitions row by row."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlhf.losses import log_probs as tokens
+from rlhf.losses.advantages import advantages_and_returns, whiten
+from rlhf.losses.log_probs import ends_with, token_log_probs, token_log_probs_and_entropy
+from rlhf.losses.ppo import earned_scores, kl_estimate, policy_loss, shaped_rewards, value_loss
+from rlhf.losses.reward_model import pairwise_reward_loss
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def lengths_mask(lengths, width):
+    return (torch.arange(width) < torch.tensor(lengths)[:, None]).float()
+
+
+def token_entropy(logits, temperature=1.0):
+    return token_log_probs_and_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), temperature)[1]
+
+
+def test_token_log_probs_are_those_of_log_softmax():
+    logits, labels = torch.randn(3, 5, 11), torch.randint(11, (3, 5))
+    expected = F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(token_log_probs(logits, labels), expected)
+
+
+def test_token_log_probs_have_the_gradient_of_log_softmax(monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
+    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
+    weights = torch.randn(3, 5)
+    (token_log_probs(logits, labels) * weights).sum().backward()
+    found, logits.grad = logits.grad, None
+    (F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0] * weights).sum().backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_token_log_probs_of_bf16_logits_are_computed_in_float32():
+    logits, labels = torch.randn(2, 3, 50).bfloat16(), torch.randint(50, (2, 3))
+    found = token_log_probs(logits, labels)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, token_log_probs(logits.float(), labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_log_probs_and_entropy_of_a_tempered_distribution_lose_no_digits(dtype, monkeypatch):
+    """The quotient is float32: rounded to bf16, log-probabilities would differ from the ones that were sampled."""
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 100)  # several chunks
+    logits, labels = (torch.randn(2, 3, 50) * 8).to(dtype), torch.randint(50, (2, 3))
+    expected = (logits.double() / 0.7).log_softmax(-1)
+    found = token_log_probs(logits, labels, 0.7).double()
+    torch.testing.assert_close(found, expected.gather(-1, labels[..., None])[..., 0], atol=1e-4, rtol=0)
+    entropy = -(expected.exp() * expected).sum(-1)
+    torch.testing.assert_close(token_entropy(logits, 0.7).double(), entropy, atol=1e-4, rtol=0)
+
+
+def test_log_probs_of_a_tempered_distribution_have_its_gradient(monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)
+    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
+    weights = torch.randn(3, 5)
+    (token_log_probs(logits, labels, 0.4) * weights).sum().backward()
+    found, logits.grad = logits.grad, None
+    (F.log_softmax(logits / 0.4, -1).gather(-1, labels[..., None])[..., 0] * weights).sum().backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_log_probs_leave_the_logits_as_they_are():
+    logits = torch.randn(2, 3, 7)
+    before = logits.clone()
+    token_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), 0.5)
+    token_entropy(logits, 0.5)
+    assert torch.equal(logits, before)
+
+
+def test_token_log_probs_make_no_float32_copy_of_the_logits(monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 64)
+    seen = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                seen.append(out.numel())
+            return out
+
+    logits = torch.randn(4, 8, 32).bfloat16().requires_grad_()
+    with Sizes():
+        token_log_probs(logits, torch.zeros(4, 8, dtype=torch.long)).sum().backward()
+        (token_entropy(logits) ** 2).sum().backward()
+    assert seen and max(seen) <= 64
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_log_probs_and_entropy_have_the_gradient_of_their_definitions(temperature, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
+    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
+    first, second = torch.randn(2, 3, 5)
+    log_probs, entropy = token_log_probs_and_entropy(logits, labels, temperature)
+    (log_probs * first + entropy * second).sum().backward()
+    found, logits.grad = logits.grad, None
+    expected = F.log_softmax(logits / temperature, -1)
+    entropies = -(expected.exp() * expected).sum(-1)
+    (expected.gather(-1, labels[..., None])[..., 0] * first + entropies * second).sum().backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), entropies, atol=1e-6, rtol=1e-5)
+
+
+def test_a_token_that_cannot_come_has_no_gradient_of_the_entropy():
+    logits = torch.tensor([[[1.0, -torch.inf, 1.0, 3.0]]], requires_grad=True)
+    (token_entropy(logits) * 1e6).sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[0, 0, 1] == 0 and logits.grad[0, 0, 3] < 0
+
+
+def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
+    torch.testing.assert_close(token_entropy(torch.zeros(2, 3, 8)), torch.full((2, 3), math.log(8)))
+
+
+def test_entropy_of_a_certain_token_is_zero():
+    logits = torch.full((1, 1, 4), -torch.inf)
+    logits[..., 2] = 0
+    assert token_entropy(logits).item() == 0
+
+
+def test_rewards_are_the_kl_penalty_and_the_clipped_score_on_the_last_action():
+    start, width = 3, 9
+    log_probs, reference = torch.randn(4, width), torch.randn(4, width)
+    scores = torch.tensor([1.0, -7.0, 9.0, 2.0])
+    lengths = [6, 3, 1, 0]  # of the completion
+    mask = torch.zeros(4, width)
+    for row, length in enumerate(lengths):
+        mask[row, start : start + length] = 1
+    earned = earned_scores(scores, torch.ones(4), clip=5.0)
+    found = shaped_rewards(log_probs, reference, earned, mask, start, kl_coef=0.3)
+    expected = torch.zeros(4, width)
+    for row, length in enumerate(lengths):
+        for column in range(start, start + length):
+            expected[row, column] = -0.3 * (log_probs[row, column] - reference[row, column])
+        if length:
+            expected[row, start + length - 1] += max(-5.0, min(5.0, scores[row].item()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_completion_without_an_end_loses_the_penalty_beyond_the_clip():
+    scores, ended = torch.tensor([1.0, 1.0, -9.0, 9.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert earned_scores(scores, ended, clip=5.0, missing_end=2.0).tolist() == [1, -1, -7, 3]
+    assert earned_scores(scores, ended, clip=5.0).tolist() == [1, 1, -5, 5]
+    assert earned_scores(scores, ended, clip=5.0, missing_end=0.0).tolist() == [1, 1, -5, 5]
+
+
+def test_a_row_ends_with_its_last_action_whatever_stands_after_it():
+    ids = torch.tensor([[4, 7, 9], [4, 5, 7], [7, 5, 5], [7, 7, 7]])
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    assert ends_with(ids, mask, torch.tensor([7, 9])).tolist() == [1, 0, 1, 0]
+
+
+P, Q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.7, 0.1])
+KL = (P * (P / Q).log()).sum()
+
+
+@pytest.mark.parametrize(("estimator", "mean"), [("k1", KL), ("k3", KL), ("k2", (P * (P / Q).log() ** 2 / 2).sum())])
+def test_the_mean_of_a_kl_estimate(estimator, mean):
+    """k1 and k3 are unbiased; k2 is not, and k1 alone is ever negative."""
+    estimate = kl_estimate((P / Q).log(), estimator)
+    torch.testing.assert_close((P * estimate).sum(), mean)
+    assert (estimate < 0).any() == (estimator == "k1")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss"),
+    [
+        ("k1", lambda log_p: 0 * log_p.sum()),
+        ("k2", lambda log_p: (log_p.exp() * (log_p - Q.log())).sum()),  # KL(policy || reference)
+        ("k3", lambda log_p: (Q * (Q.log() - log_p)).sum()),  # KL(reference || policy)
+    ],
+)
+def test_the_gradient_of_a_kl_estimate_in_the_loss_is_that_of_a_divergence(estimator, loss):
+    """On policy, in expectation over what is drawn."""
+    logits = P.log().requires_grad_()
+    (P * kl_estimate(logits.log_softmax(-1) - Q.log(), estimator)).sum().backward()
+    found, logits.grad = logits.grad, None
+    loss(logits.log_softmax(-1)).backward()
+    torch.testing.assert_close(found, logits.grad)
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_divergence_from_the_reference_and_k3_has_not():
+    logits = P.log().requires_grad_()
+    gradients = {}
+    for estimator in ("k1", "k2", "k3"):
+        logits.grad = None
+        (P * kl_estimate((P / Q).log(), estimator) * logits.log_softmax(-1)).sum().backward()
+        gradients[estimator] = logits.grad
+    log_p = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
+    (backward,) = torch.autograd.grad((Q * (Q.log() - logits.log_softmax(-1))).sum(), logits)
+    torch.testing.assert_close(gradients["k1"], exact)
+    torch.testing.assert_close(gradients["k3"], exact - backward)
+    assert not torch.allclose(gradients["k2"], exact, atol=1e-2)
+
+
+def test_infinite_log_probs_of_padding_do_not_reach_the_rewards():
+    log_probs = torch.tensor([[0.0, -torch.inf]])
+    found = shaped_rewards(log_probs, torch.zeros(1, 2), torch.ones(1), torch.tensor([[1, 0]]), 0)
+    assert found.tolist() == [[1.0, 0.0]]
+
+
+def test_infinite_log_probs_of_padding_do_not_reach_the_policy_s_loss():
+    log_probs = torch.tensor([[0.1, -torch.inf]], requires_grad=True)
+    loss = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 0.0]]))
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.exp(0.1)) and log_probs.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
+def test_advantages_follow_the_recursion_of_gae(gamma, lam):
+    start = 2
+    values, rewards = torch.randn(3, 8), torch.randn(3, 8)
+    advantages, returns = advantages_and_returns(values, rewards, start, gamma=gamma, lam=lam)
+    assert advantages.shape == returns.shape == (3, 6)
+    for row in range(3):
+        running = 0.0
+        for column in reversed(range(start, 8)):
+            following = values[row, column + 1] if column < 7 else 0.0
+            running = rewards[row, column] + gamma * following - values[row, column] + gamma * lam * running
+            torch.testing.assert_close(advantages[row, column - start], running)
+            torch.testing.assert_close(returns[row, column - start], running + values[row, column])
+
+
+def test_policy_loss_takes_the_worse_of_the_clipped_and_the_unclipped_objective():
+    ratio = torch.tensor([[0.5, 1.5, 0.5, 1.5]])
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+    found = policy_loss(ratio.log(), torch.zeros(1, 4), advantages, torch.ones(1, 4), clip=0.2)
+    torch.testing.assert_close(found, torch.tensor((-0.5 - 1.2 + 0.8 + 1.5) / 4))
+
+
+def test_policy_loss_has_no_gradient_where_the_ratio_is_clipped_or_the_token_masked():
+    log_probs = torch.tensor([[0.5, 0.1, 0.1]], requires_grad=True)
+    policy_loss(log_probs, torch.zeros(1, 3), torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]])).backward()
+    assert log_probs.grad[0, 0] == 0 and log_probs.grad[0, 1] != 0 and log_probs.grad[0, 2] == 0
+
+
+def test_value_loss_keeps_the_larger_of_the_clipped_and_the_unclipped_error():
+    found = value_loss(torch.tensor([[2.0, 0.1]]), torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))
+    torch.testing.assert_close(found, torch.tensor(0.5 * (2.8**2 + 0.9**2) / 2))
+
+
+def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole():
+    log_probs, old, advantages = torch.randn(3, 4, 5)
+    mask = lengths_mask([5, 1, 0, 3], 5)
+    whole = policy_loss(log_probs, old, advantages, mask)
+    parts = [
+        policy_loss(log_probs[rows], old[rows], advantages[rows], mask[rows], total=mask.sum())
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_whitened_values_have_mean_zero_and_deviation_one_and_ignore_padding():
+    values, mask = torch.randn(4, 6) * 3 + 1, lengths_mask([6, 2, 1, 4], 6)
+    white = whiten(values, mask)
+    real = white[mask.bool()]
+    torch.testing.assert_close(real.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(real.std(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0)
+    assert (white[~mask.bool()] == 0).all()
+
+
+def test_parts_of_a_batch_whiten_as_the_whole_does():
+    values, mask = torch.randn(4, 6), lengths_mask([6, 2, 1, 4], 6)
+    sums = [torch.stack([mask[2:].sum(), (values * mask)[2:].sum()])]
+    mean = (values * mask).sum() / mask.sum()
+    sums.append((((values - mean) * mask)[2:] ** 2).sum())
+    found = whiten(values[:2], mask[:2], lambda part: part + sums.pop(0))
+    torch.testing.assert_close(found, whiten(values, mask)[:2])
+
+
+@pytest.mark.parametrize("deviation", [1.0, 0.01, 0.001])
+def test_whitening_keeps_its_digits_beside_a_large_mean(deviation):
+    values, mask = torch.randn(16, 64, dtype=torch.float64) * deviation + 5, torch.ones(16, 64)
+    found = whiten(values.float(), mask)
+    assert found.std(unbiased=False).item() == pytest.approx(1, abs=6e-3)  # 1e-8 is added to the variance
+    torch.testing.assert_close(found.double(), (values - values.mean()) / values.std(), atol=0.02, rtol=0.01)
+
+
+def reference_pairwise(rewards, ids, mask):
+    """DeepSpeed-Chat's definition, one pair at a time."""
+    pairs = ids.shape[0] // 2
+    losses, chosen_scores, rejected_scores = [], [], []
+    for row in range(pairs):
+        chosen_length, rejected_length = int(mask[row].sum()), int(mask[pairs + row].sum())
+        differing = (ids[row] != ids[pairs + row]).nonzero()[0].item()
+        end = max(chosen_length, rejected_length)
+        margin = rewards[row, differing:end] - rewards[pairs + row, differing:end]
+        losses.append(-F.logsigmoid(margin).mean())
+        chosen_scores.append(rewards[row, chosen_length - 1])
+        rejected_scores.append(rewards[pairs + row, rejected_length - 1])
+    return torch.stack(losses).mean(), torch.stack(chosen_scores), torch.stack(rejected_scores)
+
+
+def plain_loss(rewards, ids, mask, *, last=False, margins=(0.0, 0.0, 0.0), center=0.0):
+    """The definitions of the papers, one pair and one token at a time."""
+    total = 0.0
+    for row, margin in enumerate(margins):
+        other, losses = row + 3, []
+        ends = [int(mask[row].sum()) - 1, int(mask[other].sum()) - 1]
+        better, worse = rewards[row, ends[0]], rewards[other, ends[1]]
+        if last:
+            losses = [-F.logsigmoid(better - worse - margin)]
+        else:
+            parting = next(column for column in range(8) if ids[row, column] != ids[other, column])
+            for column in range(parting, max(ends) + 1):
+                losses.append(-F.logsigmoid(rewards[row, column] - rewards[other, column] - margin))
+        total = total + sum(losses) / len(losses) + center * (better + worse) ** 2
+    return total / len(margins)
+
+
+def pairs_batch():
+    lengths = [7, 4, 5, 5, 8, 5]
+    mask = lengths_mask(lengths, 8).long()
+    ids = torch.randint(1, 50, (6, 8))
+    ids[3:, :3] = ids[:3, :3]  # a shared prompt
+    ids[:3, 3], ids[3:, 3] = 1, 2
+    return torch.randn(6, 8, requires_grad=True), ids * mask, mask
+
+
+def test_pairwise_loss_compares_from_the_first_difference_to_the_end_of_the_longer_reply():
+    rewards, ids, mask = pairs_batch()
+    found = pairwise_reward_loss(rewards, ids, mask)
+    loss, chosen, rejected = reference_pairwise(rewards, ids, mask)
+    torch.testing.assert_close(found.loss, loss)
+    torch.testing.assert_close(found.chosen_scores, chosen)
+    torch.testing.assert_close(found.rejected_scores, rejected)
+
+
+@pytest.mark.parametrize("compared", ["token", "last"])
+@pytest.mark.parametrize(("margins", "center"), [((0.5, 2.0, 0.0), 0.0), ((0.3, 0.3, 0.3), 0.1), ((0, 0, 0), 0.5)])
+def test_pairwise_losses_and_their_gradients_are_those_of_a_plain_loop(compared, margins, center):
+    rewards, ids, mask = pairs_batch()
+    given = margins[0] if len(set(margins)) == 1 else torch.tensor(margins)
+    found = pairwise_reward_loss(rewards, ids, mask, compared=compared, margins=given, center=center)
+    found.loss.backward()
+    gradient, rewards.grad = rewards.grad, None
+    expected = plain_loss(rewards, ids, mask, last=compared == "last", margins=margins, center=center)
+    expected.backward()
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(found.losses.mean(), expected)
+    torch.testing.assert_close(gradient, rewards.grad)
+
+
+def test_the_loss_of_the_last_tokens_moves_no_other_score():
+    rewards, ids, mask = pairs_batch()
+    pairwise_reward_loss(rewards, ids, mask, compared="last").loss.backward()
+    lengths = mask.sum(1)
+    assert [row.nonzero().flatten().tolist() for row in rewards.grad] == [[int(length) - 1] for length in lengths]
+
+
+def test_pairwise_scores_come_from_an_end_token_that_is_also_the_pad_token():
+    pad = eos = 0
+    ids = torch.tensor([[5, 6, eos, pad], [5, 7, 8, eos]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    found = pairwise_reward_loss(torch.arange(8.0).view(2, 4), ids, mask)
+    assert found.chosen_scores.tolist() == [2.0] and found.rejected_scores.tolist() == [7.0]
+
+
+def test_a_pair_that_only_fills_up_the_batch_changes_nothing():
+    rewards, ids, mask = pairs_batch()
+    keep = torch.tensor([0, 1, 3, 4])
+    expected = pairwise_reward_loss(rewards[keep], ids[keep], mask[keep]).loss
+    found = pairwise_reward_loss(rewards, ids, mask, pair_mask=torch.tensor([True, True, False])).loss
+    torch.testing.assert_close(found, expected)

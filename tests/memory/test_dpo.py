@@ -1,0 +1,78 @@
+"""What DPO takes by the plan: two rows a pair, logits of replies alone, and a reference only where one is held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import build_config
+from rlhf.memory.advice import Room, changes, plan, remedy
+from rlhf.memory.duration import operations
+from rlhf.memory.model_state import Surroundings
+from rlhf.memory.models import models_of
+from rlhf.roles.roles import holdings
+from rlhf.trainers.oom import Situation, advice
+
+AROUND = Surroundings(1, "bf16")
+
+
+def configuration(**dpo: Any) -> Any:
+    lengths = {"max_prompt_length": 256, "max_completion_length": 256}
+    sections = {"sft": {"micro_batch_size": 16, "dropout": 0}, "dpo": {"micro_batch_size": 8, **dpo}}
+    return build_config({"model": {"path": "opt-125m"}, "data": lengths, **sections})
+
+
+def sizes(phase: Any, role: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in phase.items:
+        if item.role == role:
+            found[item.kind] = found.get(item.kind, 0) + item.size
+    return found
+
+
+def phases(stage: Any, **dpo: Any) -> dict[str, Any]:
+    (found,) = plan(configuration(**dpo), [stage], AROUND)
+    return {phase.name: phase for phase in found.phases}
+
+
+def test_an_update_of_pairs_is_one_of_twice_as_many_rows_whose_logits_are_of_replies_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlhf.memory.activations._LARGE", 2**40)  # or else there are none
+    pairs, rows = sizes(phases("dpo")["update"], "dpo"), sizes(phases("sft")["update"], "sft")
+    assert pairs["activations"] == rows["activations"]
+    assert pairs["logits"] == pytest.approx(rows["logits"] / 2, rel=0.05)  # half of a row may be its prompt
+    assert all(pairs[kind] == rows[kind] for kind in ("weights", "masters", "moments", "gradients"))
+
+
+def test_a_reference_is_counted_where_one_is_held_beside_the_policy() -> None:
+    alone, beside = phases("dpo"), phases("dpo", reference="beside")
+    assert "scoring" not in alone and not sizes(alone["update"], "reference")
+    weights = sizes(beside["update"], "reference")["weights"]
+    assert weights == pytest.approx(2 * 125e6, rel=0.01)
+    assert beside["update"].device - alone["update"].device == pytest.approx(weights, rel=0.2)
+    assert sizes(beside["scoring"], "reference")["logits"]
+
+
+def test_where_a_reference_beside_the_policy_does_not_fit_it_is_found_beforehand() -> None:
+    beside = configuration(reference="beside")
+    room = Room(phases("dpo")["update"].device + 2**20, None)
+    (change,) = remedy(beside, ["dpo"], AROUND, room)
+    assert change.settings == {"dpo.reference": "precomputed"}
+    assert advice(Situation(beside, "dpo", "update", 1))[0][2] == "dpo.reference=precomputed"
+    alone = configuration()
+    assert not any("reference" in str(one) for one in changes(alone, ["dpo"], AROUND))
+    assert "dpo.reference=precomputed" not in advice(Situation(alone, "dpo", "update", 1))[0]
+
+
+def test_the_references_pass_is_counted_once_for_all_epochs_or_with_every_step() -> None:
+    def passes(**dpo: Any) -> float:
+        config = configuration(batch_size=1, **dpo)
+        models = models_of(config, "dpo")
+        everything, _ = models["dpo"].counts(holdings(config, "dpo")["dpo"])
+        return operations(config, "dpo", models) / (2 * 512 * 2 * everything)
+
+    assert passes() == pytest.approx(4)  # forward, backward for inputs and for weights, and the reference's
+    assert passes(epochs=4) == pytest.approx(3.25)
+    assert passes(epochs=4, reference="beside") == pytest.approx(4)

@@ -1,0 +1,134 @@
+"""The plan against numbers that others published, each with what is assumed beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import build_config
+from rlhf.memory.activations import Rows, kept, kept_by_checkpoints
+from rlhf.memory.advice import Room, changes, fits, plan
+from rlhf.memory.environment import described
+from rlhf.memory.model_state import Surroundings
+from rlhf.models.shape import shape_of
+
+GB, GIB = 10**9, 2**30
+
+
+def test_activations_of_opt_13b_at_4_by_512_are_about_20_gb() -> None:
+    """A practitioner's DeepSpeed-Chat run: 40 layers, 5,120 wide, 4 rows of 512 tokens, by his formula 20.97e9 bytes.
+
+    Assumed, as it was then: 16 bits, no gradient checkpointing, no dropout, and attention that is written out, whose
+    weights OPT keeps in float32 and in 16 bits.
+    """
+    shape = shape_of("opt-13b")
+    assert (shape.layers, shape.hidden) == (40, 5120)
+    assert kept(shape, Rows(4, 512, 2, fused=False)) == pytest.approx(20e9, rel=0.1)
+
+
+def test_fused_attention_and_checkpoints_take_less_of_it() -> None:
+    shape, rows = shape_of("opt-13b"), Rows(4, 512, 2)
+    assert kept(shape, rows) == pytest.approx(10e9, rel=0.1)  # the matrices of attention weights were half
+    assert kept_by_checkpoints(shape, rows) == pytest.approx(40 * 4 * 512 * 5120 * 2 + kept(shape, rows) / 40, rel=1e-6)
+
+
+def test_sft_of_opt_13b_with_lora_takes_about_what_was_seen() -> None:
+    """The same run: weights 24 GB (GiB), activations 19, in all 43 by the formula and 47 seen, with LoRA of rank 128.
+
+    Assumed: one device, so that ZeRO-3 shards nothing; eager attention, as above.
+    """
+    config = build_config(
+        {
+            "model": {"path": "opt-13b"},
+            "precision": "fp16",
+            "lora": {"rank": 128},
+            "data": {"max_prompt_length": 256, "max_completion_length": 256},
+            "sft": {"batch_size": 4, "micro_batch_size": 4, "dropout": 0.0},
+        }
+    )
+    (found,) = plan(config, ["sft"], Surroundings(1, "fp16", fused=False))
+    kinds = {item.kind: item.size for item in found.fullest.items if item.kind in ("weights", "activations")}
+    adapters = 2 * shape_of("opt-13b").adapters(128)
+    assert (kinds["weights"] - adapters) / GIB == pytest.approx(24, rel=0.1)
+    assert kinds["activations"] / GIB == pytest.approx(19, rel=0.1)
+    assert found.fullest.device / GIB == pytest.approx(47, rel=0.1)
+
+
+def seven(**settings: Any) -> Any:
+    """PPO of Llama-2-7B, actor and reward model alike, in rollouts of 256 + 256 tokens; fp16, as V100s have it."""
+    values: dict[str, Any] = {
+        "model": {"path": "llama-2-7b", "gradient_checkpointing": True},
+        "precision": "fp16",
+        "data": {"max_prompt_length": 256, "max_completion_length": 256},
+        "ppo": {"batch_size": 64, "micro_batch_size": 1, "generation_batch_size": 4},
+    }
+    return build_config(values | settings)
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (16, {"engine": {"zero_stage": 3}}),
+        (4, {"lora": {"rank": 8}}),
+        (1, {"lora": {"rank": 8}, "engine": {"offload": "optimizer", "zero_stage": 1}}),
+    ],
+    ids=["ZeRO-3", "LoRA", "LoRA and offload"],
+)
+def test_ppo_of_llama_2_7b_runs_on_as_many_v100_as_deepspeed_chat_says(devices: int, settings: dict[str, Any]) -> None:
+    """Its release for Llama 2: 16 V100 with 32 GB by ZeRO-3, 4 with LoRA, 1 with LoRA and offload.
+
+    Assumed: hosts of 384 GB with 8 devices each.
+    """
+    config = seven(**settings)
+    around, room = described(config, devices, 32 * GB, None)
+    room = Room(room.device, 384 * GB // min(devices, 8))
+    assert fits(config, ["ppo"], around, room)
+    assert fits(config, ["sft"], around, room)
+
+
+def test_it_does_not_run_on_one_v100_with_all_weights_trained() -> None:
+    config = seven()
+    around, room = described(config, 1, 32 * GB, None)
+    assert not fits(config, ["ppo"], around, room)
+
+
+def test_zero_takes_sixteen_bytes_a_number_and_shares_them_as_its_paper_says() -> None:
+    """arXiv:1910.02054, figure 1: a model of 7.5e9 numbers on 64 devices: 120, 31.4, 16.6 and 1.9 GB.
+
+    Without what the figure leaves out: activations, buckets, and gradients in float32 while a step is taken.
+    """
+    numbers = 6_738_415_616
+    per_number = {0: 4 + 12, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
+    for stage, expected in per_number.items():
+        config = seven(engine={"zero_stage": stage, "zero_persistence_threshold": 0})
+        config = config.model_copy(update={"sft": config.sft.model_copy(update={"batch_size": 64})})
+        (found,) = plan(config, ["sft"], Surroundings(64, "fp16"))
+        held = sum(item.size for item in found.fullest.items if item.kind in ("weights", "masters", "moments"))
+        gradients = {0: 2, 1: 2, 2: 2 / 64, 3: 2 / 64}[stage]  # which come and go
+        assert held / numbers + gradients == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (2, 64), (3, 64)])
+def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_shared_as_masters_are(
+    stage: int, ranks: int
+) -> None:
+    def averages(**ppo: Any) -> list[tuple[int, bool]]:
+        config = seven(engine={"zero_stage": stage}, ppo={"batch_size": 64, **ppo})
+        (found,) = plan(config, ["ppo"], Surroundings(ranks, "bf16"))
+        return [(item.size, item.host) for item in found.fullest.items if item.kind == "average"]
+
+    share = 4 * 6_738_415_616 // (ranks if stage else 1)
+    assert averages() == []
+    assert averages(ema=0.992) == [(share, False)]
+    assert averages(ema=0.992, ema_on_host=True) == [(share, True)]
+
+
+def test_an_average_on_the_host_is_among_the_changes_that_make_room() -> None:
+    def offered(around: Surroundings, **ppo: Any) -> bool:
+        config = seven(ppo={"batch_size": 64, **ppo})
+        return any("ppo.ema_on_host" in change.settings for change in changes(config, ["ppo"], around))
+
+    assert offered(Surroundings(), ema=0.992)
+    assert not offered(Surroundings(), ema=0.992, ema_on_host=True)
+    assert not offered(Surroundings(one_memory=True), ema=0.992) and not offered(Surroundings())

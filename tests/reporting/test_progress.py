@@ -1,0 +1,123 @@
+"""Progress: a live line on a terminal, few plain lines elsewhere, silence on other ranks."""
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from rlhf.reporting import progress as module
+from rlhf.reporting.console import Terminal
+from rlhf.reporting.progress import format_number, format_seconds, progress
+
+
+class Clock:
+    """Time that passes when told."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    output = io.StringIO()
+    monkeypatch.setattr(module, "console", Terminal(file=output, force_terminal=False))
+    return output
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    output = io.StringIO()
+    monkeypatch.setattr(module, "console", Terminal(file=output, force_terminal=True, width=100, color_system=None))
+    yield output
+    assert module._current is None, "a display was left open"
+
+
+def lines_of(terminal: io.StringIO) -> list[str]:
+    """The text that was written, without the codes that move the cursor."""
+    text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def test_plain_output_has_a_first_and_a_last_line(plain: io.StringIO, clock: Clock) -> None:
+    with progress(100, "sft: training") as bar:
+        for _ in range(10):
+            clock.now += 0.2
+            bar.advance(10, loss=2.5)
+    assert plain.getvalue().splitlines() == [
+        "sft: training: 100 rows",
+        "sft: training: 100/100 rows  100%  50 rows/s  2.0 s in all  loss 2.5",
+    ]
+
+
+def test_plain_output_has_a_line_every_ten_seconds(plain: io.StringIO, clock: Clock) -> None:
+    with progress(60, "ppo", unit="steps") as bar:
+        for _ in range(60):
+            clock.now += 1
+            bar.advance(1, kl=0.25)
+    lines = plain.getvalue().splitlines()
+    assert len(lines) == 1 + 5 + 1
+    assert lines[1] == "ppo: 10/60 steps  17%  1 steps/s  50 s left  kl 0.25"
+
+
+def test_slow_work_is_given_in_seconds_per_unit(plain: io.StringIO, clock: Clock) -> None:
+    with progress(2, "ppo", unit="steps") as bar:
+        clock.now += 24
+        bar.advance(2)
+    assert "12.0 s/step" in plain.getvalue()
+
+
+def test_work_that_fails_says_no_last_line(plain: io.StringIO) -> None:
+    with pytest.raises(KeyError), progress(2, "ppo"):
+        raise KeyError
+    assert plain.getvalue().splitlines() == ["ppo: 2 rows"]
+
+
+def test_other_ranks_are_silent(plain: io.StringIO) -> None:
+    with progress(10, "sft", enabled=False) as bar:
+        bar.advance(10, loss=1.0)
+    assert plain.getvalue() == ""
+
+
+def test_a_terminal_shows_counts_rate_and_numbers(terminal: io.StringIO) -> None:
+    with progress(10, "sft", unit="rows") as bar:
+        bar.advance(10, loss=1.25)
+    last = lines_of(terminal)[-1]
+    assert "10/10" in last
+    assert "rows/s" in last
+    assert "in all" in last
+    assert "loss 1.25" in last
+
+
+def test_bars_nest_and_lines_printed_meanwhile_are_kept(terminal: io.StringIO) -> None:
+    with progress(2, "outer") as outer:
+        with progress(3, "inner") as inner:
+            inner.advance(3)
+            module.console.print("a line of its own")
+        outer.advance(2)
+    lines = lines_of(terminal)
+    assert "a line of its own" in lines
+    assert "outer" in lines[-1]
+    assert "inner" not in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.042131, "0.04213"), (3.0, "3"), (12345.6, "12,346"), (1e-5, "1e-05"), (float("nan"), "nan"), (-2.5, "-2.5")],
+)
+def test_numbers_have_four_digits_at_most_after_they_matter(value: float, text: str) -> None:
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (9.96, "10 s"), (187, "3:07"), (3753, "1:02:33")])
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,134 @@
+"""Records: a line of JSON and TensorBoard events for each step, each once, none lost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlhf.reporting.recorder import Recorder
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import StageDirectory
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> StageDirectory:
+    return RunDirectory(tmp_path).stage("sft")
+
+
+def records(stage: StageDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stage.metrics.read_text(encoding="utf-8").split("\n") if line]
+
+
+def scalars(stage: StageDirectory, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(stage.tensorboard))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_a_record_names_its_stage_step_and_time(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.log(3, {"loss": 0.5})
+    [record] = records(stage)
+    assert record.pop("time") > 0
+    assert record == {"stage": "sft", "step": 3, "loss": 0.5}
+
+
+def test_records_are_on_disk_before_the_recorder_is_closed(stage: StageDirectory) -> None:
+    recorder = Recorder(stage)
+    recorder.log(1, {"loss": 0.5})
+    assert len(records(stage)) == 1
+    assert scalars(stage, "sft/loss") == [(1, 0.5)]
+    recorder.close()
+
+
+def test_a_number_that_is_not_finite_is_null(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.log(1, {"loss": float("nan"), "kl": float("inf")})
+    assert records(stage)[0]["loss"] is None
+    assert records(stage)[0]["kl"] is None
+
+
+def test_texts_are_recorded(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.text("samples", 2, "What says the cow?\n*moo*")
+    assert records(stage)[0]["text"] == "What says the cow?\n*moo*"
+    assert records(stage)[0]["tag"] == "samples"
+    events = EventAccumulator(str(stage.tensorboard))
+    events.Reload()
+    assert events.Tags()["tensors"] == ["sft/samples/text_summary"]
+
+
+def test_resuming_drops_the_records_that_will_come_again(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        for step in (1, 2, 3):
+            recorder.log(step, {"loss": float(step)})
+    with Recorder(stage, resume_step=1) as recorder:
+        recorder.log(2, {"loss": 20.0})
+    assert [(record["step"], record["loss"]) for record in records(stage)] == [(1, 1.0), (2, 20.0)]
+    assert scalars(stage, "sft/loss") == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_line_that_a_crash_cut_short_is_dropped(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.log(1, {"loss": 1.0})
+    with stage.metrics.open("a") as file:
+        file.write('{"stage": "sft", "st')
+    with Recorder(stage, resume_step=5) as recorder:
+        recorder.log(6, {"loss": 6.0})
+    assert [record["step"] for record in records(stage)] == [1, 6]
+
+
+def test_a_crash_in_the_middle_of_a_character_loses_that_line_alone(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.text("completion", 1, "first\u2028second\u0085third")  # some call these the ends of lines
+        recorder.log(2, {"loss": 2.0})
+        recorder.text("completion", 3, "牛")
+    stage.metrics.write_bytes(stage.metrics.read_bytes()[:-5])
+    assert stage.begun
+    with Recorder(stage, resume_step=5) as recorder:
+        recorder.log(6, {"loss": 6.0})
+    assert [record["step"] for record in records(stage)] == [1, 2, 6]
+    assert records(stage)[0]["text"] == "first\u2028second\u0085third"
+
+
+def test_what_was_measured_after_the_last_checkpoint_is_recorded_once(stage: StageDirectory) -> None:
+    for resume_step in (None, 2):
+        with Recorder(stage, resume_step=resume_step) as recorder:
+            if resume_step is None:
+                recorder.log(0, {"heldout_loss": 9.0})
+                recorder.log(2, {"loss": 2.0})
+            recorder.log(2, {"heldout_loss": 1.0})
+            recorder.text("heldout_0", 2, "a sample")
+    found = [
+        (record["step"], *(key for key in record if key in ("loss", "heldout_loss", "tag")))
+        for record in records(stage)
+    ]
+    assert found == [(0, "heldout_loss"), (2, "loss"), (2, "heldout_loss"), (2, "tag")]
+
+
+def test_a_new_start_begins_new_records(stage: StageDirectory) -> None:
+    for value in (1.0, 2.0):
+        with Recorder(stage) as recorder:
+            recorder.log(1, {"loss": value})
+    assert [record["loss"] for record in records(stage)] == [2.0]
+    assert scalars(stage, "sft/loss") == [(1, 2.0)]
+
+
+def test_other_ranks_write_nothing(stage: StageDirectory) -> None:
+    with Recorder(stage, enabled=False) as recorder:
+        recorder.log(1, {"loss": 1.0})
+        recorder.text("samples", 1, "text")
+    assert not stage.path.exists()
+
+
+def test_a_stage_that_cannot_start_leaves_the_records_as_they_were(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        for step in (1, 2):
+            recorder.log(step, {"loss": 0.5})
+    for resume_step in (None, 1):
+        with Recorder(stage, resume_step=resume_step):
+            pass
+    assert [record["step"] for record in records(stage)] == [1, 2]
+    assert [step for step, _ in scalars(stage, "sft/loss")] == [1, 2]

@@ -1,0 +1,202 @@
+"""Seconds, arithmetic and rates of a step and its phases, counted by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from accelerators import DeviceInfo
+from rlhf.config.schema import LoraConfig, build_config
+from rlhf.models.flops import Products, Texts, generated
+from rlhf.models.lora import add_adapters
+from rlhf.models.shape import shape_from
+from rlhf.reporting import timers as module
+from rlhf.reporting.timers import Phases, of_the_machine
+from rlhf.trainers.ppo.flops import tell
+from rlhf.trainers.ppo.metrics import lengths
+from tests.helpers import llama
+from tests.trainers.test_keys import table
+
+SHAPE = shape_from(
+    {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "by hand",
+)
+# A layer: queries 8 x 8, keys and values 8 x 4 each, out 8 x 8; gate, up and down 8 x 12 each.
+MATRICES = 2 * (64 + 32 + 32 + 64 + 3 * 96)
+WIDTH = 2 * 4 * 2  # layers x heads x 8 / 4
+
+
+def test_a_forward_pass_is_two_operations_for_each_number_and_token_and_four_for_each_pair_and_width():
+    products = Products.of(SHAPE)
+    assert (products.matrices, products.width, products.output) == (MATRICES, WIDTH, 8 * 100)
+    texts = Texts.of([3, 5], outputs=4)
+    assert texts == (8, 9 + 25, 4)
+    forward = 2 * MATRICES * 8 + 4 * WIDTH * 34 + 2 * 800 * 4
+    assert products.forward(texts) == forward
+    assert products.update(texts) == 3 * forward
+    assert Products.of(SHAPE, scalar_head=True).forward(texts) == forward - 2 * (800 - 8) * 4
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    rank, texts = 3, Texts.of([3, 5], outputs=4)
+    adapters = 2 * rank * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 3 * (8 + 12))
+    assert Products.of(SHAPE, rank=rank).adapters == adapters
+    layers, attention, head = 2 * MATRICES * 8, 4 * WIDTH * 34, 2 * 800 * 4
+    assert Products.of(SHAPE, rank=rank).forward(texts) == layers + attention + head + 2 * adapters * 8
+    assert Products.of(SHAPE, rank=rank).update(texts) == 2 * layers + 3 * attention + 2 * head + 3 * 2 * adapters * 8
+    trained = Products.of(SHAPE, rank=rank, scalar_head=True)  # its head is trained beside the adapters
+    assert trained.update(texts) == 2 * layers + 3 * attention + 3 * 2 * 8 * 4 + 3 * 2 * adapters * 8
+
+
+def test_generation_reads_each_token_but_the_last_with_those_before_it():
+    lengths = [(3, 4), (2, 1), (5, 0)]  # of prompts, and what was drawn
+    rows = len(lengths)
+    prompts = Texts.of([p for p, _ in lengths], 0)
+    whole = Texts.of([p + n for p, n in lengths], 0)
+    pairs = sum(p * p + sum(range(p + 1, p + n)) for p, n in lengths[:2])
+    found = generated(rows - 1, Texts.of([3, 2], 0), Texts.of([7, 3], 0))
+    assert found == (7 + 3 - 2, pairs, 4 + 1)
+    assert generated(rows, prompts, whole).outputs == 5
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_count_is_that_of_torchs_own_counter(rank: int):
+    """Of the products that a model makes, forward and backward, with adapters and without."""
+    model = llama(100, hidden_size=8, intermediate_size=12, attn_implementation="eager")
+    if rank:
+        add_adapters(model, LoraConfig(rank=rank), seed=0)
+    ids = torch.arange(12).view(2, 6)
+    texts = Texts.of([6, 6], outputs=12)
+    shape = shape_from(model.config.to_dict(), "llama")
+    products = Products.of(shape, rank=rank)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=ids).logits.sum()
+    assert counter.get_total_flops() == products.forward(texts)
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    # Beside adapters the embedding is frozen: no gradient goes through the first layer's query, key and value to it.
+    left_out = 2 * 12 * (8 * (8 + 4 + 4) + 3 * 8 * rank) if rank else 0
+    assert counter.get_total_flops() == products.update(texts) - products.forward(texts) - left_out
+
+
+def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerator):
+    """A prompt of 3 with 2 tokens drawn, one of 1 with 3, and a row that only fills up the batch."""
+    attended = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    drawn = torch.tensor([[1.0, 1, 0], [1, 1, 1], [0, 0, 0]])
+    rows = torch.tensor([1.0, 1, 0])
+    sums = lengths({"attention_mask": attended, "action_mask": drawn}, rows)
+    found = {key: value.item() for key, value in sums.items()} | {"rows": 2, "tokens": 5}
+    assert found == {
+        "prompt_tokens": 4, "prompt_pairs": 10, "text_tokens": 9, "text_pairs": 41, "rows": 2, "tokens": 5,
+    }  # fmt: skip
+    config = build_config({"ppo": {"batch_size": 4, "minibatch_size": 2, "ppo_epochs": 3}})
+    actor, scalar = Products.of(SHAPE, rank=1), Products.of(SHAPE, scalar_head=True)
+    told = {}
+    context = SimpleNamespace(
+        config=config,
+        products={"actor": actor, "critic": scalar, "reward": scalar},
+        phases=SimpleNamespace(did=lambda name, **said: told.update({name: said})),
+    )
+    raw = SimpleNamespace(texts=Texts.of([7], outputs=6))
+    tell(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
+    passes, policy, values = 2, Texts(9, 41, 5), Texts(9, 41, 9)
+    plain = Products.of(SHAPE)  # the reference is the actor without its adapters
+    assert told == {
+        "generation": {"tokens": 5, "flops": actor.forward(Texts(4 + 1 + 1 + 1, 9 + 4 + 1 + 2 + 3, 5))},
+        "scoring": {
+            "tokens": 9,
+            "flops": actor.forward(policy) + plain.forward(policy) + 2 * scalar.forward(values),
+        },
+        "training": {
+            "tokens": 2 * 9 + 4 * 7,
+            "flops": passes * (actor.update(policy) + scalar.update(values)) + 4 * actor.update(raw.texts),
+        },
+    }
+    forward = actor.forward(policy) + scalar.forward(values)
+    context.config = build_config({"ppo": {"batch_size": 4}})
+    tell(context, found, 1, reused=True)
+    assert told["training"] == {"tokens": 9, "flops": actor.update(policy) + scalar.update(values) - forward}
+
+
+class Clock:
+    """A device and a clock that moves only where it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, peaks: dict[str, float] | None = None) -> None:
+        self.now, self.queued, self.peaks = 0.0, 0.0, [100]
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.info = lambda: DeviceInfo("chip", 1, "none", peak_flops=peaks or {})
+        self.memory = lambda: SimpleNamespace(peak=self.peaks[-1])
+
+    def synchronize(self) -> None:
+        self.now, self.queued = self.now + self.queued, 0.0
+
+    def reset_peak(self) -> None:
+        self.peaks.append(10)
+
+    def phases(self, ranks: int = 1) -> Phases:
+        return Phases(self, SimpleNamespace(name="bf16"), ranks)  # type: ignore[arg-type]
+
+
+def test_a_phase_lasts_until_the_device_is_done_and_shares_sum_to_one(monkeypatch):
+    clock = Clock(monkeypatch, {"bf16": 1e12})
+    phases = clock.phases(ranks=2)
+    with phases.step():
+        for name, queued in (("generation", 5.0), ("scoring", 2.0), ("training", 11.0)):
+            with phases(name):
+                clock.queued = queued
+        clock.now += 2.0
+        clock.peaks[-1] = 70
+        phases.did("generation", tokens=50, flops=10e12)
+        phases.did("training", tokens=110, flops=22e12)
+    found = phases.numbers()
+    assert {key: found[key] for key in found if key.endswith("seconds")} == {
+        "seconds": 20, "generation_seconds": 5, "scoring_seconds": 2, "training_seconds": 11, "other_seconds": 2,
+    }  # fmt: skip
+    shares = [value for key, value in found.items() if key.endswith("_share") and key != "peak_share"]
+    assert shares == [0.25, 0.1, 0.55, 0.1]
+    assert found["generation_tokens_per_second"] == 10 and found["training_tokens_per_second"] == 10
+    # of one of two devices
+    assert (found["generation_tflops"], found["training_tflops"], found["tflops"]) == (1.0, 1.0, 32 / 2 / 20)
+    assert found["peak_share"] == found["tflops"]
+    assert found["peak_memory"] == 70
+    with phases.step():
+        clock.now += 1.0
+    assert phases.numbers()["peak_memory"] == 10, "the peak of each step is its own"
+    assert phases.most_memory() == 100, "and the stage's is the highest there was, also before its steps"
+    summary = phases.summary()
+    assert summary.pop("phases") == {"generation": 5, "scoring": 2, "training": 11, "other": 3}
+    assert summary == pytest.approx({"tflops": 16 / 21, "peak_share": 16 / 21})
+
+
+def test_nothing_is_said_of_arithmetic_that_is_not_known_or_a_peak_that_is_not_stated(monkeypatch):
+    clock = Clock(monkeypatch, {"fp16": 1e12})
+    phases = clock.phases()
+    with phases.step():
+        clock.now += 2.0
+        phases.did("training", tokens=10, flops=4e12)
+    assert phases.numbers() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5, "tflops": 2}
+    with phases.step():
+        clock.now += 2.0
+        phases.did("training", tokens=10, flops=None)
+    assert phases.numbers() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5}
+
+
+def test_keys_of_the_machine_are_told_from_those_of_learning():
+    keys = {key for _, key, _ in table("Numbers of a training step")}
+    told = {key for key in keys if of_the_machine(key)}
+    rates = {"tokens_per_second", "pairs_per_second", "seconds", "tflops", "peak_share", "peak_memory"}
+    phases = ("generation", "scoring", "training", "other")
+    measures = ("seconds", "share", "tokens_per_second", "tflops")
+    assert told == rates | {f"{phase}_{measure}" for phase in phases for measure in measures} & keys
+    assert {"truncated_share", "other_share"} & told == {"other_share"}

@@ -1,0 +1,145 @@
+"""Which of PPO's models share a base: from settings and folders alone, and one line says it."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf.config.schema import build_config
+from rlhf.errors import ConfigError
+from rlhf.roles.base_sharing import adapter_of, check, decide, fingerprint, record_base
+from rlhf.roles.roles import holdings
+from rlhf.runs.directory import RunDirectory
+
+PENDING = ("sft", "reward", "ppo")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The actor's folder, and that of a reward model whose adapter was trained on it."""
+    for name in ("actor", "reward/model", "reward/adapter"):
+        (tmp_path / name).mkdir(parents=True)
+        torch.manual_seed(0)
+        save_file({"a": torch.randn(300, 300), "b": torch.randn(7)}, tmp_path / name / "model.safetensors")
+    record_base(tmp_path / "reward" / "adapter", str(tmp_path / "actor"), str(tmp_path / "reward" / "model"))
+    return str(tmp_path / "actor"), str(tmp_path / "reward" / "model")
+
+
+def found(folders, *, roles=None, engine=None, **lora):
+    config = build_config({"lora": {"rank": 4, **lora}, "roles": roles or {}, "engine": engine or {}})
+    held = holdings(config, "ppo")
+    sharing = decide(config, held, *folders)
+    return dict(sharing.donors), sharing.line(held)
+
+
+def test_all_four_where_the_reward_model_was_trained_on_the_actor_s_base(folders):
+    donors, line = found(folders)
+    assert donors == {"critic": "actor", "reward": "critic"}
+    assert line == "actor, reference, critic and reward share one frozen base"
+
+
+def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folders, tmp_path):
+    def decided(folders):
+        config = build_config({"lora": {"rank": 4}, "ppo": {"estimator": "rloo"}})
+        sharing = decide(config, holdings(config, "ppo"), *folders)
+        return dict(sharing.donors), sharing.adapter, sharing.line(holdings(config, "ppo"))
+
+    line = "actor, reference and reward share one frozen base"
+    assert decided(folders) == ({"reward": "actor"}, adapter_of(folders[1]), line)
+    shutil.rmtree(adapter_of(folders[1]))
+    donors, adapter, line = decided(folders)
+    assert (donors, adapter) == ({}, None)
+    assert line.startswith("actor and reference share one frozen base; not more: ")
+
+
+def test_a_run_that_was_moved_is_known_by_its_weights(folders, tmp_path):
+    actor, reward = (shutil.move(folder, tmp_path / f"moved-{index}") for index, folder in enumerate(folders))
+    (tmp_path / "there").mkdir()
+    reward = shutil.move(reward, tmp_path / "there" / "model")
+    shutil.move(adapter_of(folders[1]), tmp_path / "there" / "adapter")
+    assert found((actor, reward))[0] == {"critic": "actor", "reward": "critic"}
+
+
+def test_a_base_that_was_trained_on_is_another(folders, tmp_path):
+    file = tmp_path / "actor" / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "a": weights["a"] * 1.001}, file)
+    donors, line = found(folders)
+    assert donors == {"reward": "critic"}
+    assert line.endswith(f"not more: {folders[0]} has other weights now than when {folders[1]} was trained on it")
+
+
+def test_an_adapter_beside_another_model_than_its_own_is_not_taken(folders):
+    file = f"{folders[1]}/model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "a": weights["a"] * 1.001}, file)
+    donors, line = found(folders)
+    assert donors == {"reward": "critic"}
+    assert line.endswith(f"not more: the adapter beside {folders[1]} is another model's")
+
+
+def test_a_fingerprint_is_of_the_weights_alone(tmp_path, folders):
+    assert fingerprint(folders[0]) == fingerprint(folders[1]) is not None
+    (tmp_path / "actor" / "config.json").write_text("{}")
+    assert fingerprint(folders[0]) == fingerprint(folders[1])
+    assert fingerprint(str(tmp_path)) is None and fingerprint("nobody/nothing") is None
+
+
+def test_a_reward_model_without_an_adapter_is_a_base_of_its_own(folders):
+    shutil.rmtree(adapter_of(folders[1]))
+    donors, line = found(folders)
+    assert donors == {"reward": "critic"}
+    assert line == (
+        "actor and reference share one frozen base; critic and reward share one frozen base; "
+        f"not more: {folders[1]} has no adapter beside it, so it is a base of its own"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "donors", "words"),
+    [
+        ({"roles": {"critic": {"lora_rank": 0}}}, {"reward": "actor"}, "not more: the critic is trained whole"),
+        ({"roles": {"actor": {"lora_rank": 0}}}, {"reward": "critic"}, "not more: the actor is trained whole"),
+        ({"engine": {"zero_stage": 3}}, {}, "(actor, critic and reward)"),
+        ({"roles": {"reward": {"frozen": "int8"}}}, {}, "in different numbers (roles.*.frozen)"),
+    ],
+)
+def test_what_keeps_models_apart_is_said_and_refused_where_one_base_is_a_must(folders, settings, donors, words):
+    found_donors, line = found(folders, **settings)
+    assert found_donors == donors and words in line
+    with pytest.raises(ConfigError, match=r"^lora.share_base: true, but .*; .*, or leave it at auto$") as caught:
+        found(folders, share_base=True, **settings)
+    assert words.removeprefix("not more: ") in str(caught.value)
+
+
+def test_with_more_than_adapters_trained_the_reference_stands_on_the_actor_s_base(folders):
+    assert found(folders, also_train=["norms"])[0] == {"critic": "actor", "reference": "actor", "reward": "critic"}
+
+
+@pytest.mark.parametrize("lora", [{"rank": 0}, {"share_base": False}])
+def test_nothing_is_shared_and_nothing_said_without_lora_or_by_request(folders, lora):
+    assert found(folders, **lora) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, None),
+        ({"ppo": {"actor": "./a"}, "reward": {"model": "./a"}}, None),
+        ({"ppo": {"actor": "./a"}}, "the reward model is trained on the model of the sft stage, and the actor starts"),
+        ({"reward": {"model": "./a"}}, "and the actor starts from the model of the sft stage; start both from the"),
+        ({"roles": {"reward": {"lora_rank": 0}}}, "the reward model is trained whole; leave roles.reward.lora_rank"),
+        ({"lora": {"rank": 0}}, "nothing is trained with LoRA; set lora.rank"),
+        ({"engine": {"zero_stage": 3}}, "at ZeRO-3 DeepSpeed shards and gathers"),
+    ],
+)
+def test_one_base_that_is_a_must_is_refused_before_anything_is_loaded(tmp_path, values, words):
+    lora = {"rank": 4, **values.get("lora", {}), "share_base": True}
+    config = build_config({**values, "lora": lora, "output": str(tmp_path)})
+    if words is None:
+        check(config, PENDING, RunDirectory(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=r"^lora\.share_base: true, but ") as caught:
+        check(config, PENDING, RunDirectory(tmp_path))
+    assert words in str(caught.value) and "\n" not in str(caught.value)

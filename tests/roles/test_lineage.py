@@ -1,0 +1,147 @@
+"""What PPO starts from depends on what rewards come from, and on its estimator: in plan, check and record alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import Config, build_config
+from rlhf.errors import ConfigError
+from rlhf.memory.duration import operations
+from rlhf.memory.model_state import Surroundings
+from rlhf.memory.models import models_of
+from rlhf.memory.stage import plan_stage
+from rlhf.roles.base_sharing import Sharing, foreseen
+from rlhf.roles.lineage import ALL, starts
+from rlhf.roles.roles import Holding, holdings
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.resume import differences, started_from
+from rlhf.trainers.base_models import origin
+
+FUNCTION = {"reward_weight": 0, "reward_functions": ["rewards:f"]}
+
+
+def configured(**ppo: Any) -> Config:
+    return build_config({"ppo": ppo})
+
+
+@pytest.mark.parametrize(
+    ("ppo", "models", "held"),
+    [
+        ({}, ["ppo.actor", "ppo.reward_model"], {"critic": "ppo.reward_model", "reward": "ppo.reward_model"}),
+        ({"critic": "c"}, ["ppo.actor", "ppo.reward_model", "ppo.critic"], {"critic": "ppo.critic"}),
+        (FUNCTION, ["ppo.actor", "ppo.critic"], {"critic": "ppo.critic", "reward": None}),
+        ({"estimator": "rloo"}, ["ppo.actor", "ppo.reward_model"], {"critic": None, "reward": "ppo.reward_model"}),
+        (FUNCTION | {"estimator": "rloo"}, ["ppo.actor"], {"critic": None, "reward": None}),
+    ],
+)
+def test_a_model_is_needed_where_something_reads_it(
+    ppo: dict[str, Any], models: list[str], held: dict[str, str | None]
+) -> None:
+    config = configured(**ppo)
+    assert [start.key for start in starts(config.model_dump(), "ppo")] == models
+    found = holdings(config, "ppo")
+    assert found["actor"].role.start == found["reference"].role.start == "ppo.actor"
+    for name, start in held.items():
+        assert (found[name].role.start if name in found else None) == start  # type: ignore[index]
+
+
+def test_a_critic_without_a_reward_model_begins_as_the_policy() -> None:
+    _, critic = starts(configured(**FUNCTION).model_dump(), "ppo")
+    assert critic.named(configured(**FUNCTION, actor="a").model_dump()) == "a"
+    assert critic.named(configured(**FUNCTION, actor="a", critic="c").model_dump()) == "c"
+    directory, values = RunDirectory(configured().output), configured(**FUNCTION).model_dump()
+    assert origin(directory, critic, values, ("sft", "ppo")).through == ("sft",)
+
+
+def test_a_record_of_a_run_knows_what_its_stages_started_from() -> None:
+    """One of an earlier version has none of these keys."""
+    assert started_from({"config": {"ppo": {}}}, "ppo") == ["sft", "reward"]
+    assert set(started_from({"config": configured(**FUNCTION).model_dump(mode="json")}, "ppo")) == {"sft"}
+    assert started_from({}, "reward") == ["sft"]
+
+
+def test_a_run_of_an_earlier_version_goes_on() -> None:
+    config = configured()
+    recorded = config.model_dump(mode="json")
+    for key in ("reward_weight", "reward_functions", "reward_timeout", "critic"):
+        del recorded["ppo"][key]
+    assert differences({"config": recorded}, config, ["ppo"]) == []
+    assert differences({"config": recorded}, configured(reward_timeout=1), ["ppo"]) == []
+    assert "ppo.reward_weight (1.0 there, 2.0 now)" in differences(
+        {"config": recorded}, configured(reward_weight=2), ["ppo"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ppo", "message"),
+    [
+        ({"reward_weight": 0}, "ppo.reward_weight: 0 leaves nothing to learn from; name ppo.reward_functions"),
+        (
+            {"reward_weight": 0, "reward_functions": [{"function": "a:b", "weight": 0}]},
+            "ppo.reward_weight: 0 leaves nothing to learn from",
+        ),
+        (FUNCTION | {"reward_model": "r"}, "ppo.reward_model: is not used where ppo.reward_weight is 0"),
+        ({"reward_functions": ["a:f", "b:f"]}, "ppo.reward_functions: 2 functions are called f; give each a `name`"),
+        ({"reward_functions": ["f"]}, "ppo.reward_functions.0.function: expected module:function"),
+        ({"reward_functions": [{"function": "a:f", "name": "x y"}]}, "expected letters, digits and any of _.-"),
+        ({"critic": "c", "estimator": "rloo"}, "ppo.critic: rloo has no critic; leave it out"),
+        ({"reward_weight": -1}, "ppo.reward_weight: expected a number of at least 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_one_line(ppo: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        configured(**ppo)
+    assert message in str(found.value)
+
+
+def shared(**sections: Any) -> Sharing:
+    config = build_config({"model": {"path": "opt-125m"}, "lora": {"rank": 4}, **sections})
+    return foreseen(config, holdings(config, "ppo"))
+
+
+def test_what_shares_a_base_beside_a_critic_of_another_start() -> None:
+    """The reward model may stand on the actor's base; a critic with weights of its own stands on none."""
+    other = shared(ppo={"critic": "opt-350m"})
+    assert dict(other.donors) == {"reward": "actor"} and "does not begin as the reward model" in other.why_not
+    alone = shared(ppo=FUNCTION)
+    assert dict(alone.donors) == {} and alone.remedy == "set ppo.reward_weight"
+    assert dict(shared(ppo={"estimator": "rloo"}).donors) == {"reward": "actor"}
+    nothing = shared(ppo=FUNCTION | {"estimator": "rloo"})
+    assert dict(nothing.donors) == {} and nothing.why_not == ""
+    assert dict(shared().donors) == {"critic": "actor", "reward": "critic"}
+
+
+def test_one_base_for_all_is_refused_where_the_critic_has_its_own() -> None:
+    from rlhf.roles.base_sharing import check
+
+    config = build_config({"lora": {"rank": 4, "share_base": True}, "ppo": {"critic": "opt-350m"}})
+    with pytest.raises(ConfigError) as found:
+        check(config, ("sft", "reward", "ppo"), RunDirectory(config.output))
+    assert str(found.value) == (
+        "lora.share_base: true, but the critic does not begin as the reward model; leave ppo.critic out, or leave it "
+        "at auto"
+    )
+
+
+def test_a_plan_counts_the_models_that_are_there() -> None:
+    sizes = {}
+    for name, ppo in {"all": {}, "no model": FUNCTION, "rloo": FUNCTION | {"estimator": "rloo"}}.items():
+        config = configured(**ppo)
+        models = models_of(config, "ppo")
+        assert models.keys() == holdings(config, "ppo").keys()
+        plan = plan_stage(config, "ppo", models, Surroundings())
+        assert ("critic" in plan.parameters) == (name != "rloo")
+        sizes[name] = plan.fullest.device, operations(config, "ppo", models)
+    assert sizes["all"] > sizes["no model"] > sizes["rloo"]
+    assert sizes["all"][1] > sizes["no model"][1] > sizes["rloo"][1]
+
+
+def test_every_role_starts_from_what_is_listed() -> None:
+    keys = {start.key for start in ALL}
+    held: list[Holding] = [
+        *holdings(configured(critic="c"), "ppo").values(),
+        *holdings(configured(), "reward").values(),
+    ]
+    assert {holding.role.start for holding in held} <= keys

@@ -1,0 +1,320 @@
+"""The run directory: what a stage leaves, whether a run may go on, and that nothing is ever half-written."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import load_config
+from rlhf.errors import RunError
+from rlhf.runs.directory import RunDirectory
+from rlhf.utils.atomic_io import atomic_directory, atomic_write_json, publish
+from tests.run_folders import accelerator, checkpoint, config_in, contents, fail_in, record, run_stages
+
+
+def test_a_run_describes_itself(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run", "seed=7"), "sft")
+    description = json.loads(run.description.read_text())
+    assert description["config"]["seed"] == description["seed"] == 7
+    assert set(description["versions"]) == {"python", "rlhf", "torch", "deepspeed", "transformers", "peft"}
+    assert description["invocations"][0]["stages"] == ["sft"]
+    assert description["invocations"][0]["command"] == shlex.join(sys.orig_argv)  # rlhf was called from Python
+
+
+def test_an_empty_folder_may_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert run_stages(config_in(tmp_path / "run"), "sft").stage("sft").done
+
+
+def test_a_folder_of_other_files_is_refused_even_with_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(RunError, match=r"not empty and holds no run.*--output"):
+        RunDirectory.check(config_in(tmp_path), overwrite=True)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_a_file_is_refused_as_output(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        RunDirectory.check(config_in(tmp_path / "file"))
+
+
+def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(RunError, match=r"a/run: cannot be written \(.* is not yours\); choose another --output"):
+        RunDirectory.check(config_in(tmp_path / "a" / "run"))
+
+
+def test_a_complete_run_on_a_read_only_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path / "run")
+    run_stages(config, "sft")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    RunDirectory.check(config, stages=("sft",), resume=True)
+    with pytest.raises(RunError, match="cannot be written"):
+        RunDirectory.check(config, stages=("reward",))
+
+
+def test_stages_may_follow_one_another_without_any_flag(tmp_path: Path) -> None:
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        run = run_stages(config_in(tmp_path / "run"), stage)
+    assert all(stage.done for stage in run.stages)
+    assert len(json.loads(run.description.read_text())["invocations"]) == 4
+
+
+def test_a_stage_that_is_there_is_kept_unless_asked(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run_stages(config, "sft")
+    with pytest.raises(RunError, match=r"holds a run already: sft \(complete\);.*--resume.*--overwrite.*--output"):
+        RunDirectory.check(config, stages=("sft",))
+
+
+def test_resume_keeps_what_is_there(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run_stages(config, "sft")
+    run_stages(config, "reward", finish=False)
+    run = RunDirectory.check(config, resume=True)
+    with run.opened(config, resume=True):
+        pass
+    assert run.stage("sft").done
+    assert run.stage("reward").begun
+
+
+def test_leftovers_of_a_crash_go_when_the_run_goes_on_and_files_of_others_stay(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    kept = checkpoint(run.stage("sft"), 1)
+    half = [run.stage("sft").checkpoints / "step-00000002.partial", run.stage("sft").path / "model.partial"]
+    for folder in half:
+        (folder / "shard").mkdir(parents=True)
+    (run.path / "film.partial").write_text("mine")
+    with run.opened(config, stages=("sft",), resume=True):
+        assert not any(folder.exists() for folder in half)
+    assert kept.exists() and (run.path / "film.partial").exists()
+
+
+def test_a_complete_stage_needs_no_checkpoint(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft", finish=False)
+    checkpoint(run.stage("sft"), 1)
+    run.stage("sft").finish({})
+    assert run.stage("sft").done and not run.stage("sft").checkpoints.exists()
+
+
+def test_a_stage_resumes_only_in_the_precision_that_it_was_trained_in(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory(config.output)
+    with run.opened(config, stages=("sft",), accelerator=accelerator("bf16")):
+        record(run.stage("sft"), 1)
+    before = contents(run.path)
+    wishes: Any = {"stages": ("sft",), "resume": True}
+    RunDirectory.check(config, **wishes)
+    found = r"precision \('bf16' there, auto, which is fp32 here, now\)"
+    with pytest.raises(RunError, match=found), run.opened(config, **wishes, accelerator=accelerator("fp32")):
+        pass
+    assert contents(run.path) == before
+    named = config_in(tmp_path / "run", "precision=bf16")
+    RunDirectory.check(named, **wishes)
+    with run.opened(named, **wishes, accelerator=accelerator("bf16")):
+        pass
+    with pytest.raises(RunError, match="'bf16' there, 'fp32' now"):
+        RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
+
+
+@pytest.mark.parametrize("hardware", [accelerator("fp32"), None])
+def test_a_run_that_recorded_no_settings_of_its_stages_is_compared_with_what_auto_came_to(
+    tmp_path: Path, hardware: dict[str, Any] | None
+) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    described = json.loads(run.description.read_text()) | {"accelerator": hardware}
+    del described["stages"]
+    run.description.write_text(json.dumps(described))
+    wishes: Any = {"stages": ("sft",), "resume": True}
+    if hardware:
+        with pytest.raises(RunError, match="precision"), run.opened(config, **wishes, accelerator=accelerator("bf16")):
+            pass
+    with run.opened(config, **wishes, accelerator=accelerator("fp32")):
+        pass
+
+
+def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
+    run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
+    RunDirectory.check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
+    with pytest.raises(RunError, match="zero_stage"):
+        RunDirectory.check(config_in(tmp_path / "run"), stages=("ppo",), resume=True)
+
+
+def test_a_complete_stage_keeps_what_is_recorded_of_it_when_the_run_goes_on(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "sft.batch_size=8"), "sft")
+    config = config_in(tmp_path / "run", "sft.batch_size=16")
+    run = run_stages(config, "reward")
+    assert json.loads(run.description.read_text())["config"]["sft"]["batch_size"] == 8
+    assert load_config(run.recipe).sft.batch_size == 8
+
+
+def test_a_stage_that_was_only_evaluated_has_nothing_to_lose(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    record(run.stage("reward"), 0)
+    assert not run.stage("reward").begun
+    record(run.stage("reward"), 1)
+    assert run.stage("reward").begun
+
+
+def test_overwriting_all_stages_allows_any_settings(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    other = config_in(tmp_path / "run", "seed=5")
+    RunDirectory.check(other, overwrite=True)
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="--resume and --overwrite"):
+        RunDirectory.check(config_in(tmp_path / "run"), resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize("override", ["seed=5", "data.stage_split=[1,1,1]", "data.datasets.0.path=x", "model.path=x"])
+def test_a_stage_of_other_shared_settings_is_no_continuation(tmp_path: Path, override: str) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    key = override.split("=")[0]
+    with pytest.raises(RunError, match=f"other settings.*{key}.*there.*now"):
+        RunDirectory.check(config_in(tmp_path / "run", override), stages=("reward",))
+
+
+def test_texts_that_ppo_alone_reads_may_be_named_when_it_begins_and_no_later(tmp_path: Path) -> None:
+    run, texts = tmp_path / "run", "data.pretraining=[{path: texts.txt}]"
+    run_stages(config_in(run), "sft", "reward")
+    RunDirectory.check(config_in(run, texts), stages=("ppo",))
+    run_stages(config_in(run, texts), "ppo")
+    for stage, wishes in (("ppo", {"resume": True}), ("dpo", {})):
+        with pytest.raises(RunError, match=r"other settings: data.pretraining \("):
+            RunDirectory.check(config_in(run), stages=(stage,), **wishes)
+    RunDirectory.check(config_in(run), stages=("ppo",), overwrite=True)
+
+
+def test_a_continuation_may_change_the_sections_of_other_stages(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "sft.batch_size=8"), "sft")
+    run = run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), "reward")
+    recorded = json.loads(run.description.read_text())["config"]
+    assert recorded["sft"]["batch_size"] == 8, "what the sft stage was run with stays recorded"
+
+
+@pytest.mark.parametrize("override", ["ppo.kl_coef=0.3", "engine.zero_stage=2", "precision=fp32"])
+def test_a_stage_resumes_only_with_its_own_settings(tmp_path: Path, override: str) -> None:
+    run_stages(config_in(tmp_path / "run"), "ppo", finish=False)
+    with pytest.raises(RunError, match=override.split("=")[0]):
+        RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
+
+
+HARMLESS = ["ppo.steps=200", "ppo.log_every=5", "ppo.checkpoint_every=7", "accelerator=cpu"]
+
+
+LESS_MEMORY = ["ppo.micro_batch_size=1", "model.gradient_checkpointing=true"]
+
+
+@pytest.mark.parametrize("override", HARMLESS + LESS_MEMORY)
+def test_a_resumed_stage_may_run_longer_record_otherwise_and_take_less_memory(tmp_path: Path, override: str) -> None:
+    run_stages(config_in(tmp_path / "run"), "ppo", finish=False)
+    RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
+
+
+def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.stage("sft").path.mkdir(parents=True)
+    run.stage("sft").metrics.touch()
+    atomic_write_json(run.description, {"config": {}})
+    config = config_in(tmp_path / "run")
+    with RunDirectory.check(config).opened(config):
+        assert not run.stage("sft").path.exists()
+
+
+@pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), KeyboardInterrupt()])
+def test_a_run_that_cannot_start_leaves_no_trace(tmp_path: Path, error: BaseException) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory.check(config)
+    with pytest.raises(type(error)):
+        fail_in(run, config, error, 0)
+    assert not run.path.exists()
+
+
+def test_the_traceback_of_a_run_that_could_not_start_is_no_obstacle(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    config.output.mkdir()
+    (config.output / "traceback-rank1.txt").write_text("Traceback")
+    assert run_stages(config, "sft").stage("sft").done
+
+
+def test_a_stage_that_cannot_start_leaves_the_others(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    with pytest.raises(RunError):
+        fail_in(run, config, RunError("x"), 0, stages=("reward",))
+    assert [stage.name for stage in run.stages if stage.path.exists()] == ["sft"]
+    assert run.description.exists()
+
+
+def test_an_unreadable_run_json_is_an_error_of_one_line(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    run.description.write_text("{")
+    with pytest.raises(RunError, match=r"run\.json: is not readable as JSON"):
+        RunDirectory.check(config_in(tmp_path / "run"), stages=("reward",))
+
+
+def test_the_summary_of_an_incomplete_stage_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="sft stage is not complete"):
+        RunDirectory(tmp_path).stage("sft").summary()
+
+
+def test_the_latest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
+    stage = RunDirectory(tmp_path).stage("ppo")
+    for name in ("step-00000009", "step-00000010", "step-00000011.partial"):
+        (stage.checkpoints / name).mkdir(parents=True)
+    assert stage.latest_checkpoint == stage.checkpoints / "step-00000010"
+
+
+def test_saved_state_names_complete_stages_and_the_last_checkpoint(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.saved_state() is None
+    run.stage("sft").finish({})
+    (run.stage("ppo").checkpoints / "step-00000010").mkdir(parents=True)
+    assert run.saved_state() == f"in {tmp_path}, sft is complete, ppo is saved up to step-00000010"
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    atomic_write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        atomic_write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "model") as temporary:
+        (temporary / "weights").write_text("new")
+        assert not (tmp_path / "model").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "weights"]
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with atomic_directory(tmp_path / "model") as temporary:
+            (temporary / "weights").write_text("new")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publishing_replaces_an_older_folder(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        (tmp_path / "building").mkdir()
+        (tmp_path / "building" / "weights").write_text(text)
+        publish(tmp_path / "building", tmp_path / "model")
+    assert (tmp_path / "model" / "weights").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

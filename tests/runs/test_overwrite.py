@@ -1,0 +1,227 @@
+"""Who may write to a run's folder, and what a new run may replace: nothing is lost, and there is one writer."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.schema import STAGES, Stage
+from rlhf.errors import RunError
+from rlhf.runs.backup import Aside
+from rlhf.runs.directory import RunDirectory
+from rlhf.utils import file_lock
+from rlhf.utils.file_lock import LOCK, locked
+from tests.run_folders import checkpoint, config_in, contents, fail_in, record, run_stages
+
+
+def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run_stages(config, "sft", "reward")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    run = run_stages(config, "reward", overwrite=True, finish=False)
+    assert run.stage("sft").done
+    assert not run.stage("reward").done
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    config, before = config_in(tmp_path / "run"), contents(run.path)
+    for stage, later in (("sft", "reward"), ("reward", "ppo")):
+        with pytest.raises(RunError, match=rf"{later} comes from the {stage} stage, .*`rlhf --overwrite`"):
+            RunDirectory.check(config, stages=(stage,), overwrite=True)
+    assert contents(run.path) == before
+    for stages in (STAGES, ("ppo",)):
+        RunDirectory.check(config, stages=stages, overwrite=True)
+
+
+def test_overwrite_of_the_default_stages_says_that_dpo_which_is_none_of_them_must_go(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft", "dpo")
+    with pytest.raises(RunError, match=rf"dpo comes from the sft stage, .* replaces; delete {run.path}/dpo, or"):
+        RunDirectory.check(config_in(tmp_path / "run"), stages=STAGES, overwrite=True)
+    run = run_stages(config_in(tmp_path / "run"), "dpo", overwrite=True)
+    assert run.stage("sft").done and run.stage("dpo").done
+
+
+def test_overwrite_keeps_a_stage_that_started_from_models_of_its_own(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    own = config_in(tmp_path / "run", "ppo.actor=x", "ppo.reward_model=y")
+    run = run_stages(own, "ppo")
+    run_stages(config_in(tmp_path / "run"), "sft", overwrite=True)
+    assert run.stage("ppo").done
+
+
+@pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), OSError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
+def test_what_overwrite_replaces_is_back_where_the_new_run_fails_before_a_step(
+    tmp_path: Path, error: BaseException, stages: tuple[Stage, ...]
+) -> None:
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    (run.stage("sft").path / "model").mkdir()
+    (run.stage("sft").path / "model" / "weights").write_bytes(b"precious")
+    before = contents(run.path)
+    other = config_in(tmp_path / "run", "reward.batch_size=8")
+    with pytest.raises(type(error)):
+        fail_in(run, other, error, 0, overwrite=True, stages=stages)
+    assert contents(run.path) == before
+
+
+def test_what_overwrite_replaces_goes_with_the_first_step_of_the_new_run(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, *STAGES)
+    with pytest.raises(KeyError):
+        fail_in(run, config, KeyError("x"), 0, 1, overwrite=True)
+    assert sorted(path.name for path in run.path.iterdir()) == ["recipe.yaml", "run.json", "sft"]
+    assert not run.stage("sft").done
+
+
+def test_a_checkpoint_settles_a_stage_whose_records_are_rare(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    with run.opened(config, stages=("sft",), overwrite=True):
+        checkpoint(run.stage("sft"), 3)
+        run.settle(run.stage("sft"))
+        assert not list(run.path.glob(".rlhf.replaced*"))
+    assert not run.stage("sft").done and run.stage("sft").latest_checkpoint
+
+
+@pytest.mark.parametrize("moment", ["copy2", "rename", "atomic_write_json", "in the block", "settled", "rmtree"])
+def test_what_overwrite_replaces_survives_a_kill_at_any_moment(tmp_path: Path, moment: str) -> None:
+    """A killed process does not clean up; the next one finds the old run, or the new one, and nothing between."""
+    run = run_stages(config_in(tmp_path / "run"), *STAGES)
+    before = contents(run.path)
+    script = f"""
+import json, os, shutil, sys
+from pathlib import Path
+import rlhf.runs.backup, rlhf.runs.directory
+from rlhf.config.schema import load_config
+from rlhf.runs.directory import RunDirectory
+moment = {moment!r}
+def dying(function):
+    def call(*arguments, **options):
+        if counts.pop(0) == 0:
+            os.kill(os.getpid(), 9)
+        return function(*arguments, **options)
+    return call
+counts = [1, 1, 0] if moment == "rename" else [0]  # run.json, then sft, then reward
+if moment == "atomic_write_json":
+    rlhf.runs.directory.atomic_write_json = dying(rlhf.runs.directory.atomic_write_json)
+elif moment == "copy2":
+    shutil.copy2 = dying(shutil.copy2)
+elif moment == "rename":
+    rlhf.runs.backup.os.rename = dying(os.rename)
+run = RunDirectory(Path({str(tmp_path / "run")!r}))
+with run.opened(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite=True):
+    if moment == "in the block":
+        os.kill(os.getpid(), 9)
+    run.stage("sft").path.mkdir()
+    run.stage("sft").metrics.write_text('{{"step": 1}}\\n')
+    if moment == "rmtree":
+        def half(path, **options):
+            if path.exists():
+                os.unlink(path / "run.json")
+                os.kill(os.getpid(), 9)
+        shutil.rmtree = half
+    run.settle(run.stage("sft"))
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    if moment in ("settled", "rmtree"):
+        RunDirectory.check(config_in(tmp_path / "run", "seed=5"), resume=True)
+        with run.opened(config_in(tmp_path / "run", "seed=5"), resume=True):
+            pass
+        assert sorted(path.name for path in run.path.iterdir()) == ["recipe.yaml", "run.json", "sft"]
+        assert json.loads(run.description.read_text())["seed"] == 5
+    else:
+        with pytest.raises(RunError, match=r"sft \(complete\), reward \(complete\), ppo \(complete\)"):
+            RunDirectory.check(config_in(tmp_path / "run"))
+        assert contents(run.path) == before
+
+
+def test_a_continuation_that_cannot_start_leaves_the_description_as_it_was(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    before = contents(run.path)
+    with pytest.raises(RunError):
+        fail_in(run, config_in(tmp_path / "run", "engine.zero_stage=2"), RunError("x"), 0, stages=("reward",))
+    assert contents(run.path) == before
+
+
+def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory(config.output)
+    named = rf"process {os.getpid()} on {socket.gethostname()} is writing"
+    with run.opened(config):
+        with pytest.raises(RunError, match=named):
+            RunDirectory.check(config)
+        with pytest.raises(RunError, match=named), run.opened(config, overwrite=True):
+            pass
+        record(run.stage("sft"), 1)
+    assert {path.name for path in run.path.iterdir()} == {"run.json", "recipe.yaml", "sft"}
+
+
+def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    script = (
+        "import os; from pathlib import Path; from rlhf.utils.file_lock import locked\n"
+        f"with locked(Path({str(folder)!r})): "
+    )
+    dead = subprocess.run([sys.executable, "-c", script + "os.kill(os.getpid(), 9)"], check=False)
+    assert dead.returncode == -9 and (folder / LOCK).exists()
+    assert run_stages(config_in(folder), "sft").stage("sft").done
+    assert not (folder / LOCK).exists()
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_where_there_are_no_locks_the_owner_that_is_named_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], living: bool
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft")
+    Aside(run.path).fill([run.description], ["sft"])  # as --overwrite has it until its first step
+    other = subprocess.Popen(["sleep", "60"])
+    (run.path / LOCK).write_text(f"process {other.pid} on {socket.gethostname()}\n")
+    if not living:
+        other.kill()
+        other.wait()
+    before = contents(run.path)
+    try:
+        if living:
+            with pytest.raises(RunError, match=f"process {other.pid} on .* may be writing"):
+                RunDirectory.check(config, resume=True)
+            assert contents(run.path) == before
+        else:
+            RunDirectory.check(config, resume=True)
+            assert run.stage("sft").done and not (run.path / LOCK).exists()
+    finally:
+        other.kill()
+        other.wait()
+    assert capsys.readouterr().err.count("cannot be locked") == 1
+
+
+def test_an_owner_on_another_host_may_live() -> None:
+    assert file_lock._may_live("process 1 on elsewhere") and not file_lock._may_live("")
+
+
+def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with locked(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

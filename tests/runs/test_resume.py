@@ -1,0 +1,324 @@
+"""A run knows its settings and its rows: what goes on from it takes them from there, or is refused."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.cli.options import Options
+from rlhf.config.schema import STAGES, Config, Stage, load_config
+from rlhf.errors import ConfigError, RunError
+from rlhf.launchers.exit_status import Interrupted
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.resume import disagreement
+from rlhf.trainers import run as launch
+from rlhf.utils.file_lock import LOCK
+from tests.run_folders import accelerator, config_in, contents, record, run_stages
+
+ROWS = {"a.jsonl": {"rows": 76, "digest": "12"}}
+
+
+def test_the_recipe_in_a_run_gives_its_settings_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = load_config(None, ["output=run", "model.path=model", "data.datasets=rows.jsonl", "ppo.kl_coef=0.3"])
+    run = run_stages(config, "sft")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load_config(tmp_path / "run" / "recipe.yaml")
+    assert found.output == tmp_path / "run" and found.model.path == str(tmp_path / "model")
+    assert found.data.datasets[0].path == str(tmp_path / "rows.jsonl") and found.ppo.kl_coef == 0.3
+    assert found.model_dump(mode="json") == json.loads((tmp_path / run.description).read_text())["config"]
+
+
+@pytest.mark.parametrize("stages", [STAGES, ("reward",)])
+def test_what_goes_on_without_a_recipe_takes_the_runs_own(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
+    run_stages(config_in(tmp_path / "run", "sft.batch_size=8", "ppo.kl_coef=0.3"), "sft")
+    options = Options(output=tmp_path / "run", overrides=["ppo.steps=7"]).of_run(stages)
+    config = options.load()
+    assert options.config == tmp_path / "run" / "recipe.yaml"
+    assert (config.sft.batch_size, config.ppo.kl_coef, config.ppo.steps) == (8, 0.3, 7)
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    moved = tmp_path / "here" / "runs" / "default"
+    (tmp_path / "run").rename(moved)
+    monkeypatch.chdir(tmp_path / "here")
+    for options in (Options(output=moved), Options(overrides=[f"output={moved}"]), Options()):
+        assert options.of_run(("reward",)).load().output.resolve() == moved
+
+
+@pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
+def test_a_run_that_is_replaced_has_its_own_settings_again(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
+    run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), *STAGES)
+    config = Options(output=tmp_path / "run", overwrite=True, overrides=["ppo.steps=7"]).of_run(stages).load()
+    assert (config.ppo.kl_coef, config.ppo.steps) == (0.3, 7)
+
+
+def test_another_model_in_the_place_of_a_run_starts_from_the_defaults(tmp_path: Path) -> None:
+    """What suits the embedded model would ruin it."""
+    run_stages(config_in(tmp_path / "run"), *STAGES)
+    options = Options(output=tmp_path / "run", overwrite=True, overrides=["model.path=./other"])
+    assert options.of_run(STAGES).load().sft == Config().sft
+    assert options.of_run(("ppo",)).load().sft == load_config().sft  # the others stay
+
+
+@pytest.mark.parametrize("output", ["5", "[a]", "{a: b}"])
+def test_an_output_that_is_no_path_is_an_error_of_one_line(output: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set output=.*: expected a path"):
+        Options(overrides=[f"output={output}"]).of_run(STAGES).load()
+
+
+def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert Options(output=folder).of_run(STAGES).config is None
+
+
+def test_what_a_killed_run_was_to_replace_is_back_before_its_recipe_is_read(tmp_path: Path) -> None:
+    """The recipe of the run that was killed is not that of the one that goes on."""
+    run = run_stages(config_in(tmp_path / "run", "ppo.steps=200"), "ppo", finish=False)
+    new = config_in(tmp_path / "run", "ppo.steps=5")
+    opened = run.opened(new, stages=("ppo",), overwrite=True)
+    opened.__enter__()  # and then the process dies
+    (tmp_path / "run" / LOCK).unlink()
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", copy)
+    assert load_config(copy / "recipe.yaml").ppo.steps == 5
+    assert Options(output=copy, resume=True).of_run(("ppo",)).load().ppo.steps == 200
+    opened.__exit__(None, None, None)
+
+
+def test_a_recipe_that_is_lost_is_written_anew(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), "sft")
+    run.recipe.unlink()
+    assert Options(output=run.path).of_run(("reward",)).load().ppo.kl_coef == 0.3
+    assert run.recipe.is_file()
+
+
+def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    own = tmp_path / "own.yaml"
+    own.write_text("seed: 5")
+    assert Options(config=own, output=tmp_path / "run").of_run(STAGES).load().seed == 5
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recorded paths as they were given, and knew fewer keys."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = load_config(None, ["output=run", "model.path=model"])
+    run = run_stages(config, "sft")
+    description = json.loads(run.description.read_text())
+    description["config"]["model"]["path"] = "model"
+    del description["config"]["data"]["chat_template"], description["data"]
+    run.description.write_text(json.dumps(description))
+    run.recipe.unlink()
+    RunDirectory.check(config, stages=("reward",))
+    with pytest.raises(RunError, match=r"model\.path \('/.*/model' there, '/.*/other' now\)"):
+        RunDirectory.check(load_config(None, ["output=run", "model.path=./other"]), stages=("reward",))
+
+
+@pytest.mark.parametrize("then", ["test", None])
+def test_the_split_for_evaluation_may_be_said_or_left_out(tmp_path: Path, then: str | None) -> None:
+    """Earlier versions recorded `test`, which is what an empty key comes to."""
+    sources = {
+        split: f"data.datasets=[{{path: a, heldout: b, heldout_split: {split or ''}}}]" for split in ("test", None)
+    }
+    run_stages(config_in(tmp_path / "run", sources[then]), "sft")
+    for config in (config_in(tmp_path / "run", source) for source in sources.values()):
+        RunDirectory.check(config, stages=("reward",))
+    other = config_in(tmp_path / "run", "data.datasets=[{path: a, heldout: b, heldout_split: dev}]")
+    with pytest.raises(RunError, match=r"heldout_split \(.* there, 'dev' now\)"):
+        RunDirectory.check(other, stages=("reward",))
+
+
+def test_a_run_goes_on_where_its_rows_have_a_column_that_is_now_asked_about(tmp_path: Path) -> None:
+    """That it does not decide changes no row."""
+    rows = "data.datasets=[{path: a}]"
+    run_stages(config_in(tmp_path / "run", rows), "sft")
+    RunDirectory.check(config_in(tmp_path / "run", rows, "data.datasets.0.prefer=none"), stages=("reward",))
+    decided = "data.datasets=[{path: a, columns: {first: x, second: y}, prefer: {scores: [s, t]}}]"
+    with pytest.raises(RunError, match=r"prefer\.scores"):
+        RunDirectory.check(config_in(tmp_path / "run", decided), stages=("reward",))
+
+
+@pytest.mark.parametrize("folder", ["absent", "empty"])
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunError, match=f"{folder}: holds no run to resume; check --output"):
+        RunDirectory.check(config_in(tmp_path / folder), resume=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "there", "now"),
+    [
+        ("ppo.steps=120", 40, 120),
+        ("ppo.optimizer.learning_rate=0.1", 0.0002, 0.1),
+        ("sft.epochs=3", 2, 3),
+        ("reward.max_steps=2", 270, 2),
+        ("lora.rank=4", 0, 4),
+        ("precision=bf16", "fp32", "bf16"),
+    ],
+)
+def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
+    tmp_path: Path, override: str, there: Any, now: Any
+) -> None:
+    run = run_stages(config_in(tmp_path / "run", "precision=fp32"), *STAGES)
+    before = contents(run.path)
+    config = config_in(tmp_path / "run", "precision=fp32", override)
+    with pytest.raises(RunError) as caught:
+        RunDirectory.check(config, resume=True)
+    key = override.partition("=")[0]
+    assert f"complete was trained with other settings: {key} ({there!r} there, {now!r} now)" in str(caught.value)
+    assert contents(run.path) == before
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "ppo.log_every=3",
+        "ppo.micro_batch_size=1",
+        "ppo.checkpoint_every=7",
+        "ppo.generation_batch_size=1",
+        "ppo.ema_on_host=true",
+    ],
+)
+def test_what_changes_no_result_is_no_other_setting(tmp_path: Path, override: str) -> None:
+    run_stages(config_in(tmp_path / "run", "ppo.ema=0.9"), *STAGES)
+    RunDirectory.check(config_in(tmp_path / "run", "ppo.ema=0.9", override), resume=True)
+
+
+def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    RunDirectory.check(config_in(tmp_path / "run", "ppo.steps=7", "engine.zero_stage=2"), resume=True)
+    with pytest.raises(RunError, match=r"sft\.epochs"):
+        RunDirectory.check(config_in(tmp_path / "run", "sft.epochs=7"), resume=True)
+
+
+def test_what_auto_came_to_is_no_other_precision(tmp_path: Path) -> None:
+    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with run.opened(config, stages=("sft",), accelerator=accelerator("bf16")):
+        record(run.stage("sft"), 1)
+        run.stage("sft").finish({})
+    RunDirectory.check(config, stages=("sft",), resume=True)
+
+
+def test_a_complete_run_of_an_earlier_version_has_the_precision_that_auto_came_to(tmp_path: Path) -> None:
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    recorded = json.loads(run.description.read_text())
+    del recorded["stages"]
+    recorded["accelerator"] = accelerator("bf16")
+    run.description.write_text(json.dumps(recorded))
+    RunDirectory.check(config_in(tmp_path / "run", "precision=bf16"), stages=("sft",), resume=True)
+    with pytest.raises(RunError, match=r"precision \('bf16' there, 'fp32' now\)"):
+        RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), stages=("sft",), resume=True)
+
+
+def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with run.opened(config, stages=("sft",), data=ROWS):
+        record(run.stage("sft"), 1)
+    before = contents(run.path)
+    changed = {"a.jsonl": {"rows": 57, "digest": "34"}, "b.jsonl": {"rows": 1, "digest": "5"}}
+    for stages, wishes in ((("sft",), {"resume": True}), (("reward",), {})):
+        with (
+            pytest.raises(RunError, match=r"made with other rows: a\.jsonl \(76 rows there, 57 now\); bring back"),
+            run.opened(config, stages=stages, data=changed, **wishes),
+        ):
+            pass
+    assert contents(run.path) == before
+    with run.opened(config, stages=("sft",), resume=True, data=ROWS):
+        pass
+
+
+def test_a_dry_run_compares_rows_and_precision_too(tmp_path: Path) -> None:
+    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with run.opened(config, stages=("sft",), data=ROWS, accelerator=accelerator("bf16")):
+        record(run.stage("sft"), 1)
+    wishes: dict[str, Any] = {"stages": ("sft",), "resume": True}
+    RunDirectory.check(config, **wishes, data=ROWS, accelerator=accelerator("bf16"))
+    with pytest.raises(RunError, match="made with other rows"):
+        RunDirectory.check(config, **wishes, data={"a.jsonl": {"rows": 5, "digest": "1"}})
+    with pytest.raises(RunError, match="precision"):
+        RunDirectory.check(config, **wishes, accelerator=accelerator("fp32"))
+
+
+def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or is mounted elsewhere, in a container."""
+
+    def project(name: str) -> Config:
+        monkeypatch.chdir(tmp_path / name)
+        return load_config(Path("recipe.yaml"))
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "recipe.yaml").write_text("output: run\nmodel: {path: ./model}\ndata: {datasets: rows.jsonl}\n")
+    config = project("a")
+    run = RunDirectory(config.output)
+    rows = {f"{tmp_path}/a/rows.jsonl": {"rows": 76, "digest": "12"}}
+    with run.opened(config, stages=("sft",), data=rows):
+        record(run.stage("sft"), 1)
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = {f"{tmp_path}/b/rows.jsonl": {"rows": 76, "digest": "12"}}
+    RunDirectory.check(project("b"), stages=("sft",), resume=True, data=moved)
+    with pytest.raises(RunError, match=r"b/rows\.jsonl \(as many rows, but others\)"):
+        RunDirectory.check(
+            project("b"), stages=("sft",), resume=True, data={name: {"rows": 76, "digest": "3"} for name in moved}
+        )
+    with pytest.raises(RunError, match=r"model\.path \('.*/a/model' there, '.*/b/other' now\)"):
+        RunDirectory.check(load_config(Path("recipe.yaml"), ["model.path=./other"]), stages=("sft",), resume=True)
+
+
+def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:
+    configs = [config_in(tmp_path / "run", f"ppo.steps={steps}").model_dump(mode="json") for steps in (7, 7, 9)]
+    assert disagreement(configs[:2]) == ""
+    assert disagreement(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
+
+
+def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of it is kept, that is the command that was given: the folder is as it was, with its settings."""
+
+    def interrupted(config: Config, selection: Any, directory: RunDirectory, request: Any, pending: Any) -> None:
+        with directory.opened(config, stages=request.stages, resume=request.resume, overwrite=request.overwrite):
+            if steps:
+                record(directory.stage("reward"), *steps)
+                directory.settle(directory.stage("reward"))
+            raise KeyboardInterrupt
+
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    monkeypatch.setattr(launch, "_opened", interrupted)
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
+    config = config_in(tmp_path / "run", "reward.optimizer.learning_rate=0.7")
+    steps: list[int] = []
+    with pytest.raises(Interrupted, match=re.escape(f"sft is complete; to start again: {shlex.join(sys.orig_argv)}")):
+        launch.run(config, stages=("reward",))
+    assert load_config(run.recipe).reward.optimizer.learning_rate != 0.7
+    steps = [1]
+    with pytest.raises(Interrupted, match=rf"; to continue: rlhf reward --output {run.path} --resume$"):
+        launch.run(config, stages=("reward",), accelerator="cpu")
+    goes_on = Options(output=run.path, resume=True).of_run(("reward",)).load()
+    assert goes_on.reward.optimizer.learning_rate == 0.7 and goes_on.accelerator == "cpu"
+    with pytest.raises(Interrupted, match=rf"; to continue: rlhf --stages reward,dpo --output {run.path} --resume$"):
+        launch.run(config, stages=("reward", "dpo"), resume=True)
+
+
+def test_a_run_that_is_replaced_may_have_other_rows(tmp_path: Path) -> None:
+    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with run.opened(config, stages=("sft",), data=ROWS):
+        record(run.stage("sft"), 1)
+    with run.opened(config, stages=("sft",), overwrite=True, data={"a.jsonl": {"rows": 57, "digest": "34"}}):
+        record(run.stage("sft"), 1)
+    assert json.loads(run.description.read_text())["data"]["a.jsonl"]["rows"] == 57

@@ -1,0 +1,115 @@
+"""DPO as a stage: what its reference is and when it is found, going on after a stop, and where its model goes next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accelerators import Precision
+from rlhf.data.stage_dataset import StageData
+from rlhf.evaluation.resolve import model_folder
+from rlhf.reporting.recorder import Recorder
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import step_of
+from rlhf.trainers import dpo
+from tests.helpers import assert_same_weights, start, wait_for, weights
+from tests.in_process import OPTIMIZER, stage_context
+from tests.reference import cases
+from tests.reference.dpo import before
+from tests.reference.network import Network
+
+ROWS = cases.examples("dpo", 9)
+DATA = StageData(ROWS[:6], ROWS[6:], [])
+LIMITS = {"max_prompt_length": cases.PROMPT, "max_completion_length": cases.COMPLETION}
+
+
+def run(
+    accelerator: Any, folder: Path, *, kind: str = "llama", values: Any = None, precision: Any = None, **settings: Any
+) -> list[Any]:
+    """Run the stage in `folder`; the records of its steps."""
+    settings = {"batch_size": 2, "max_steps": 2, "eval_rows": 2, "optimizer": OPTIMIZER} | settings
+    values = {"data": LIMITS, "dpo": settings} | (values or {})
+    place = RunDirectory(folder).stage("dpo")
+    with Recorder(place, resume_step=place.latest_checkpoint and step_of(place.latest_checkpoint)) as recorder:
+        context = stage_context(accelerator, folder, "dpo", values, precision=precision, recorder=recorder)
+        dpo.run(context, lambda holding: cases.language_model(1, kind), cases.Tokenizer(), DATA)
+    lines = [json.loads(line) for line in (folder / "dpo" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "learning_rate" in line]
+
+
+def test_the_reference_is_the_policy_before_training_without_dropout_on_the_pairs_that_are_met(accelerator, tmp_path):
+    run(accelerator, tmp_path, kind="gpt2", dropout=0.5)
+    kept = load_file(tmp_path / "dpo" / "reference.safetensors")["log_probs"]
+    tokens = [(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) for pair in ROWS]
+    known = torch.tensor(before(Network(cases.language_model(1, "gpt2")), tokens))
+    met = ~kept.isnan().any(-1)
+    assert met.tolist()[6:] == [True, True, False] and met[:6].sum() == 4  # two held out; two batches of two
+    torch.testing.assert_close(kept[met], known[met].float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["auto", "int8"])
+@pytest.mark.parametrize("also_train", [(), ("norms",)])
+def test_a_reference_beside_every_step_is_the_one_that_was_found_beforehand(accelerator, tmp_path, frozen, also_train):
+    """With LoRA the policy without its adapters; where more is trained, a model of its own."""
+    values = {"lora": cases.LORA | {"also_train": also_train}, "engine": {"frozen": frozen}}
+    found = [run(accelerator, tmp_path / way, values=values, reference=way) for way in ("precomputed", "beside")]
+    for first, second in zip(*found, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
+        assert first["margin"] == pytest.approx(second["margin"], abs=1e-6)
+    assert found[0][0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and found[0][1]["margin"] != 0
+    assert not (tmp_path / "beside" / "dpo" / "reference.safetensors").exists()
+
+
+def test_a_stage_that_is_to_be_trained_for_longer_knows_the_reference_of_what_it_meets_then(accelerator, tmp_path):
+    run(accelerator, tmp_path / "longer", max_steps=1)
+    again = run(accelerator, tmp_path / "longer", max_steps=3)
+    assert [step["step"] for step in again] == [1, 2, 3]
+    whole = run(accelerator, tmp_path / "whole", max_steps=3)
+    assert_same_weights(tmp_path / "longer" / "dpo" / "model", tmp_path / "whole" / "dpo" / "model")
+    assert again[-1]["margin"] == whole[-1]["margin"] != 0
+
+
+def test_in_bf16_too_the_policy_begins_at_its_reference(accelerator, tmp_path):
+    first, second = run(accelerator, tmp_path, precision=Precision(torch.bfloat16, "bf16", "asked for"))
+    assert first["loss"] == pytest.approx(0.6931472, abs=1e-5)
+    assert second["margin"] != 0
+
+
+def arguments(finished_run: Path, output: Path) -> list[object]:
+    keys = {"dpo.model": finished_run / "sft" / "model", "dpo.max_steps": 6, "dpo.checkpoint_every": 1}
+    return ["dpo", "--output", output, *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
+
+
+@pytest.mark.slow
+def test_a_killed_stage_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
+    whole = rlhf(*arguments(finished_run, tmp_path / "whole")).stdout
+    assert "dpo: reference log-probabilities: " in whole and "DPO" in whole
+    process = start(rlhf, *arguments(finished_run, tmp_path / "killed"))
+    wait_for(tmp_path / "killed" / "dpo" / "checkpoints" / "step-00000002", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    found = rlhf(*arguments(finished_run, tmp_path / "killed"), "--resume").stdout
+    assert "dpo: resumed after step" in found and "reference log-probabilities" not in found
+    assert_same_weights(tmp_path / "killed" / "dpo" / "model", tmp_path / "whole" / "dpo" / "model")
+
+
+def test_dpo_follows_sft_in_one_folder_and_chat_and_ppo_take_its_model(rlhf, finished_run, finished_dpo, tmp_path):
+    assert model_folder(finished_dpo) == finished_dpo / "dpo" / "model"
+    before = weights(finished_run / "sft" / "model")
+    assert any((tensor != before[name]).any() for name, tensor in weights(finished_dpo / "dpo" / "model").items())
+    output = tmp_path / "run"
+    rlhf("sft", "--output", output)
+    assert model_folder(output) == output / "sft" / "model"
+    said = rlhf("dpo", "--output", output, "--ranks", 2, "--set", "dpo.reference=beside").stdout
+    assert "this run's sft model" in said
+    assert model_folder(output) == output / "dpo" / "model" and model_folder(output, "sft") == output / "sft" / "model"
+    keys = {"ppo.actor": output / "dpo" / "model", "ppo.reward_model": finished_run / "reward" / "model"}
+    sets = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    assert f"{output}/dpo/model" in rlhf("ppo", "--output", tmp_path / "ppo", *sets, "--dry-run").stdout

@@ -1,0 +1,58 @@
+"""What a run says beforehand of the models that it starts from; what a dry run shows is in tests/preflight."""
+
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf.config.schema import STAGES, Stage, load_config
+from rlhf.data.stage_dataset import load_stage
+from rlhf.trainers.dry_run import models, print_plan
+from rlhf.trainers.preflight import StagePlan
+
+WORLD = "embedded tiny Llama, from scratch"
+AT = "model.path=gpt2"
+NAMED = ("ppo.actor=org/a", "ppo.reward_model=./b")
+
+
+@pytest.mark.parametrize(
+    ("pending", "settings", "line"),
+    [
+        (STAGES, (), WORLD),
+        (("sft",), (), WORLD),
+        (STAGES, (AT,), "gpt2"),
+        (("sft",), (AT, *NAMED), "gpt2"),
+        (STAGES, (AT, "reward.model=org/r"), "gpt2, org/r (reward.model)"),
+        (STAGES, NAMED, f"{WORLD}, org/a (ppo.actor), ./b (ppo.reward_model)"),
+        (("reward",), (AT,), "this run's sft model"),
+        (("reward", "ppo"), (AT,), "this run's sft model"),
+        (("ppo",), (), "this run's sft model, this run's reward model"),
+        (("ppo",), (AT, NAMED[1]), "this run's sft model, ./b (ppo.reward_model)"),
+        (("ppo",), NAMED, "org/a (ppo.actor), ./b (ppo.reward_model)"),
+        (("reward", "ppo"), (*NAMED, "reward.model=r"), "r (reward.model), org/a (ppo.actor), ./b (ppo.reward_model)"),
+    ],
+)
+def test_a_run_starts_from_what_its_stages_start_from(
+    pending: tuple[Stage, ...], settings: tuple[str, ...], line: str
+) -> None:
+    assert models(load_config(None, settings), pending) == line
+
+
+def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "rows.csv").write_text("text\n" + "".join(f"word {n}\n" for n in range(40)))
+    source = f"data.datasets=[{{path: {tmp_path / 'rows.csv'}, columns: {{text: text}}, stages: [sft]}}]"
+    config = load_config(None, [source, "data.max_prompt_length=30", "data.max_completion_length=17"])
+    data = load_stage(config.data, "sft", tokenizer, seed=0)
+    shown = StringIO()
+    print_plan(StagePlan("sft", (), None, tokenizer, data), config, [], Console(width=120, file=shown))
+    assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
+
+
+def test_saying_so_loads_no_heavy_library() -> None:
+    script = "import sys, rlhf.trainers.dry_run; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

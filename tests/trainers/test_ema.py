@@ -1,0 +1,119 @@
+"""A run with `ppo.ema`: what it leaves, in plain transformers' and peft's eyes, and that it goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.evaluation.resolve import model_folder
+from tests.helpers import assert_same_weights, start, wait_for, weights
+
+
+def arguments(finished_run: Path, output: Path, *keys: str) -> list[str]:
+    keys = (
+        f"ppo.actor={finished_run / 'sft' / 'model'}",
+        f"ppo.reward_model={finished_run / 'reward' / 'model'}",
+        "ppo.ema=0.75",
+        *keys,
+    )
+    return ["ppo", "--output", str(output), *(part for key in keys for part in ("--set", key))]
+
+
+@pytest.fixture(scope="module")
+def one_update(rlhf, finished_run, tmp_path_factory) -> tuple[Path, str]:
+    """The folder of PPO after a single update, and what was printed."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    keys = ("ppo.steps=1", "ppo.ppo_epochs=1", "ppo.minibatch_size=4", "ppo.kl_coef=0")
+    done = rlhf(*arguments(finished_run, output, *keys))
+    return output / "ppo", done.stdout
+
+
+def test_after_one_update_it_lies_between_the_weights_before_and_after(one_update, finished_run):
+    folder, _ = one_update
+    first, last, average = (
+        weights(path) for path in (finished_run / "sft" / "model", folder / "model", folder / "model-ema")
+    )
+    assert average.keys() == last.keys()
+    for name, tensor in average.items():
+        expected = 0.75 * first[name].double() + 0.25 * last[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=2e-7, atol=1e-9)
+    assert any(not torch.equal(last[name], tensor) for name, tensor in average.items())
+
+
+def test_it_is_a_model_with_its_tokenizer(one_update):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, printed = one_update
+    AutoModelForCausalLM.from_pretrained(folder / "model-ema")
+    assert len(AutoTokenizer.from_pretrained(folder / "model-ema")) > 0
+    assert f"ppo: the moving average of its weights is left in {folder / 'model-ema'}" in printed
+    assert json.loads((folder / "stage.json").read_text())["average"] == ["model-ema"]
+
+
+def test_its_held_out_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf, finished_run, tmp_path):
+    """But for the divergence, which is from what each began with."""
+    folder, printed = one_update
+    rlhf(*arguments(finished_run, tmp_path / "run", f"ppo.actor={folder / 'model-ema'}", "ppo.steps=1"))
+    before = json.loads((tmp_path / "run" / "ppo" / "stage.json").read_text())["before"]
+    after = json.loads((folder / "stage.json").read_text())["after"]
+    assert {key for key in after if key.startswith("ema_")} == {f"ema_{key}" for key in before}
+    for key in before.keys() - {"kl"}:
+        assert after[f"ema_{key}"] == pytest.approx(before[key], rel=1e-5), key
+    assert after["ema_kl"] != after["kl"] and after["ema_reward"] != after["reward"]
+    assert "ema reward" in printed
+
+
+def test_chat_answers_with_it_on_request(one_update):
+    folder, _ = one_update
+    assert model_folder(folder.parent) == folder / "model"
+    for named in (folder.parent, folder):
+        assert model_folder(named, ema=True) == folder / "model-ema"
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_average_of_one_that_was_not(rlhf, finished_run, tmp_path):
+    whole, killed = ([*arguments(finished_run, tmp_path / name, "ppo.steps=5")] for name in ("whole", "killed"))
+    rlhf(*whole)
+    often = ("--set", "ppo.checkpoint_every=1")
+    process = start(rlhf, *killed, *often)
+    wait_for(tmp_path / "killed" / "ppo" / "checkpoints" / "step-00000002", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "killed" / "ppo" / "model-ema").exists()
+    other = rlhf(*arguments(finished_run, tmp_path / "killed", "ppo.steps=5", "ppo.ema=0.5"), "--resume", check=False)
+    assert other.returncode == 2 and "ppo.ema (0.75 there, 0.5 now)" in other.stderr
+    # Where the average lies may change.
+    found = rlhf(*killed, *often, "--set", "ppo.ema_on_host=true", "--resume")
+    assert "resumed after step" in found.stdout
+    for model in ("model", "model-ema"):
+        assert_same_weights(tmp_path / "killed" / "ppo" / model, tmp_path / "whole" / "ppo" / model)
+
+
+@pytest.mark.parametrize("save", ["adapter", "both"])
+def test_an_adapter_has_its_average_beside_it(rlhf, finished_run, tmp_path, save):
+    from safetensors.torch import load_file
+
+    keys = ("ppo.steps=1", "lora.rank=2", f"lora.save={save}")
+    rlhf(*arguments(finished_run, tmp_path / "run", *keys))
+    folder = tmp_path / "run" / "ppo"
+    last, average = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-ema"))
+    assert last.keys() == average.keys()
+    assert any(not torch.equal(last[name], tensor) for name, tensor in average.items())
+    there = ["adapter-ema"] + ["model-ema"] * (save == "both")
+    assert json.loads((folder / "stage.json").read_text())["average"] == there
+    assert (folder / "model-ema").exists() == (folder / "model").exists() == (save == "both")
+    if save == "adapter":
+        assert model_folder(tmp_path / "run", ema=True) == folder / "adapter-ema"
+    else:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(finished_run / "sft" / "model")
+        merged = PeftModel.from_pretrained(base, folder / "adapter-ema").merge_and_unload().state_dict()
+        for name, tensor in weights(folder / "model-ema").items():
+            torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,111 @@
+"""PPO with other advantage estimators than GAE: several completions of a prompt, and no critic anywhere."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from rlhf.config.schema import build_config
+from rlhf.data.stage_dataset import load_stage
+from rlhf.memory.advice import plan
+from rlhf.memory.model_state import Surroundings
+from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.preflight import check
+from tests.helpers import llama
+from tests.in_process import given, scalar_llama, stage_context
+
+
+def nobody(holding):
+    raise AssertionError(f"{holding.role.name} was loaded")
+
+
+@pytest.fixture
+def build(accelerator, recipe, tokenizer, tmp_path):
+    def ppo(critic=nobody, **changes):
+        settings = {**recipe["ppo"], "batch_size": 8, "minibatch_size": 4, **changes}
+        context = stage_context(accelerator, tmp_path, "ppo", {**recipe, "ppo": settings})
+        size = len(tokenizer)
+        models = Models(given(llama(size)), given(llama(size)), critic, given(scalar_llama(size)))
+        return PPO(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
+
+    return ppo
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "reinforce++"])
+def test_a_step_is_taken_without_a_critic(build, name):
+    ppo = build(estimator=name, completions_per_prompt=2)
+    numbers = ppo.step(0)
+    assert list(ppo.engines) == ["actor"] and ppo.critic is None
+    assert set(ppo.context.models) == {"actor", "reference", "reward"}
+    assert numbers["grad_norm"] > 0
+    assert not {"value_loss", "critic_grad_norm"} & set(numbers)
+    assert not ppo.experience.values.any()
+
+
+def test_a_step_with_a_critic_loads_it(build, tokenizer):
+    ppo = build(critic=given(scalar_llama(len(tokenizer))), completions_per_prompt=2)
+    assert list(ppo.engines) == ["actor", "critic"] and ppo.step(0)["value_loss"] > 0
+
+
+def test_the_completions_of_a_prompt_are_neighbours_and_different_samples(build):
+    ppo = build(estimator="rloo", completions_per_prompt=4)
+    prompts = ppo.prompts(0)
+    first, second = (prompts["prompt_ids"][rows] for rows in (slice(4), slice(4, 8)))
+    assert torch.equal(first, first[:1].expand_as(first)) and torch.equal(second, second[:1].expand_as(second))
+    assert not torch.equal(first[0], second[0])
+    completions = ppo.generate(prompts)["input_ids"][:, prompts["prompt_ids"].shape[1] :]
+    assert len({tuple(row) for row in completions.tolist()}) == 8
+    expected = [
+        ppo.batches._collate(part, 2)["prompt_ids"] for part in (ppo.batches.examples(0), ppo.batches.examples(1))
+    ]
+    for index, pair in enumerate(expected):
+        assert torch.equal(ppo.prompts(index)["prompt_ids"][::4], pair), "the next prompts follow in the next rollout"
+
+
+def test_generation_may_cut_a_group_anywhere(build, accelerator):
+    found = []
+    for rows in (None, 3):
+        ppo = build(estimator="grpo", completions_per_prompt=4, generation_batch_size=rows)
+        accelerator.seed(5)
+        found.append(ppo.generate(ppo.prompts(0))["input_ids"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "reinforce++"])
+def test_the_plan_has_no_critic(recipe, name):
+    """And three of the four models' weights, in all that is held."""
+    values = {**recipe, "model": {"path": "opt-1.3b"}, "ppo": {"batch_size": 32}}
+    (four,) = plan(build_config(values), ["ppo"], Surroundings())
+    (three,) = plan(build_config(values | {"ppo": {"batch_size": 32, "estimator": name}}), ["ppo"], Surroundings())
+    assert set(four.parameters) - set(three.parameters) == {"critic"}
+    assert not any("critic" in (item.role, phase.name) for phase in three.phases for item in phase.items)
+    assert all("critic" not in phase.name for phase in three.phases)
+    weights, masters_and_moments = 2 * 1.3e9, 12 * 1.3e9
+    saved = four.fullest.device - three.fullest.device
+    assert saved == pytest.approx(weights + masters_and_moments, rel=0.3)
+
+
+@pytest.mark.parametrize(("rows", "ranks", "ok"), [(8, 1, True), (8, 2, True), (12, 2, False), (8, 4, False)])
+def test_a_rank_has_whole_groups(tmp_path, recipe, rows, ranks, ok):
+    settings = {"estimator": "rloo", "completions_per_prompt": 4, "batch_size": rows}
+    config = build_config({**recipe, "output": str(tmp_path / "run"), "ppo": settings})
+    if ok:
+        check(config, ["sft", "reward", "ppo"], ranks)
+    else:
+        with pytest.raises(Exception, match=r"ppo.batch_size: .* \(ppo.completions_per_prompt\) of each"):
+            check(config, ["sft", "reward", "ppo"], ranks)
+
+
+def test_a_user_s_run_needs_the_name_alone(rlhf, finished_run, tmp_path):
+    """All through: the check before it, training, and what it leaves."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run, folder)
+    shutil.rmtree(folder / "ppo")
+    changes = ["--set", "ppo.estimator=grpo", "--set", "ppo.batch_size=8"]
+    rlhf("ppo", "--output", folder, *changes)
+    records = [json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "policy_loss" in record]
+    assert len(steps) == 3 and all(record["kl_loss"] >= 0 and "value_loss" not in record for record in steps)
+    summary = json.loads((folder / "ppo" / "stage.json").read_text())
+    assert list(summary["parameters"]) == ["actor"] and "reward" in summary["after"]

@@ -1,0 +1,326 @@
+"""Evaluation during training, and the best model kept: measured again with plain transformers, killed, and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.reporting.timers import of_the_machine
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers import sft
+from rlhf.trainers.loop import Found, run_steps
+from tests.helpers import assert_same_weights, user_environment, weights
+from tests.in_process import stage_context
+from tests.trainers.test_stage_numbers import HELDOUT, transformers_loss
+from tests.trainers.tuned import BEST, PLACES, STEPS, tune
+
+
+def records(folder: Path, stage: str = "sft") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / stage / "metrics.jsonl").read_text().splitlines()]
+
+
+def measured(folder: Path, key: str = "heldout_perplexity", stage: str = "sft") -> dict[int, float]:
+    """What is recorded of each evaluation, by its step; none twice."""
+    found = [(record["step"], record[key]) for record in records(folder, stage) if key in record]
+    assert [step for step, _ in found] == sorted({step for step, _ in found})
+    return dict(found)
+
+
+def perplexity(model: Path) -> float:
+    """What plain transformers finds."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return transformers_loss(AutoModelForCausalLM.from_pretrained(model), HELDOUT).exp().item()
+
+
+@pytest.fixture(scope="module")
+def whole(accelerator: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A stage that nothing stopped: its folder and its summary."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, tune(accelerator, folder)
+
+
+def test_the_kept_model_is_the_one_whose_recorded_perplexity_is_least(whole):
+    folder, summary = whole
+    found = measured(folder)
+    assert sorted(found) == list(range(STEPS + 1))
+    best = min(range(1, STEPS + 1), key=found.__getitem__)
+    assert best == BEST
+    assert summary["kept"] == {"step": best, "metric": "perplexity", "value": found[best]}
+    assert summary["after"] == {"perplexity": found[best]} and summary["before"] == {"perplexity": found[0]}
+    assert perplexity(folder / "sft" / "model") == pytest.approx(found[best], rel=1e-5)
+    assert not list((folder / "sft" / "best").glob("*/*"))
+
+
+def test_it_is_the_model_of_a_stage_that_ends_there(whole, accelerator, tmp_path):
+    """The learning rate is constant, so that the steps are the same."""
+    summary = tune(accelerator, tmp_path, max_steps=BEST, eval_every=0, keep="last")
+    assert summary["kept"] == {"step": BEST}
+    assert sorted(measured(tmp_path)) == [0, BEST]
+    assert_same_weights(tmp_path / "sft" / "model", whole[0] / "sft" / "model")
+
+
+def test_the_last_model_is_left_where_the_best_is_not_asked_for(whole, accelerator, tmp_path):
+    summary = tune(accelerator, tmp_path, keep="last", eval_every=5)
+    found = measured(tmp_path)
+    assert sorted(found) == [0, 5, 10, STEPS]
+    assert found == {step: measured(whole[0])[step] for step in found}
+    assert summary["kept"] == {"step": STEPS} and summary["after"] == {"perplexity": found[STEPS]}
+    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(found[STEPS], rel=1e-5)
+    assert not (tmp_path / "sft" / "best").exists()
+
+
+def test_the_model_as_it_was_loaded_is_never_kept(accelerator, tmp_path):
+    """Here training makes it worse from the first step on."""
+    summary = tune(accelerator, tmp_path, max_steps=3, optimizer={"learning_rate": 3.0, "warmup": 0})
+    found = measured(tmp_path)
+    assert found[0] < min(found[step] for step in (1, 2, 3))
+    assert summary["kept"]["step"] == min((1, 2, 3), key=found.__getitem__)
+
+
+def test_epochs_are_measured_at_their_ends(accelerator, tmp_path):
+    tune(accelerator, tmp_path, eval_every="epoch", max_steps=5)  # of two steps each
+    assert sorted(measured(tmp_path)) == [0, 2, 4, 5]
+
+
+def test_of_models_that_are_as_good_the_first_is_kept_and_numbers_that_are_not_finite_are_not(accelerator, tmp_path):
+    numbers = [5.0, math.nan, 3.0, 4.0, 3.0, -math.inf]
+    values = {"sft": {"eval_every": 1, "keep": "best(perplexity)"}}
+    context = stage_context(accelerator, tmp_path, "sft", values)
+    left = []
+    summary = run_steps(
+        context,
+        total_steps=5,
+        step=lambda index: {"rows": 1.0},
+        engines={},
+        settings=context.config.sft,
+        unit="rows",
+        shown=(),
+        measure=lambda when: Found({"perplexity": numbers.pop(0)}),
+        leave=lambda folder: (left.append(folder.name), (folder / "model").mkdir(parents=True)),
+    )
+    assert left == ["step-00000002"]
+    assert summary["kept"] == {"step": 2, "metric": "perplexity", "value": 3.0}
+
+
+def test_more_is_better_of_an_accuracy(accelerator, tmp_path):
+    accuracies = [0.9, 0.5, 0.8, 0.6]
+    context = stage_context(accelerator, tmp_path, "reward", {"reward": {"eval_every": 1, "keep": "best(accuracy)"}})
+    summary = run_steps(
+        context,
+        total_steps=3,
+        step=lambda index: {"rows": 1.0},
+        engines={},
+        settings=context.config.reward,
+        unit="rows",
+        shown=(),
+        measure=lambda when: Found({"accuracy": accuracies.pop(0)}),
+        leave=lambda folder: (folder / "model").mkdir(parents=True),
+    )
+    assert summary["kept"] == {"step": 2, "metric": "accuracy", "value": 0.8}
+
+
+def test_a_measure_that_draws_random_numbers_leaves_those_of_training_alone(accelerator, tmp_path):
+    def drawn(folder: str, eval_every: int) -> list[float]:
+        context = stage_context(accelerator, tmp_path / folder, "sft", {"sft": {"eval_every": eval_every}})
+        found = []
+
+        def step(index: int) -> dict[str, float]:
+            found.append(torch.rand(1).item())
+            return {"rows": 1.0}
+
+        def measure(when: str) -> Found:
+            torch.rand(3)
+            return Found({"perplexity": 1.0})
+
+        settings = context.config.sft
+        run_steps(
+            context, total_steps=6, step=step, engines={}, settings=settings, unit="rows", shown=(), measure=measure
+        )
+        return found
+
+    assert drawn("without", 0) == drawn("with", 2)
+
+
+def same_training(one: Path, other: Path, stage: str) -> None:
+    def steps(folder: Path) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in record.items() if key != "time" and not of_the_machine(key)}
+            for record in records(folder, stage)
+            if "learning_rate" in record
+        ]
+
+    assert steps(one) == steps(other) != []
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_evaluation_changes_no_bit_of_training_with_dropout_and_is_without(whole, accelerator, tmp_path, zero_stage):
+    top = {"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0}}
+    for folder, eval_every in (("without", 0), ("with", 1)):
+        tune(accelerator, tmp_path / folder, eval_every=eval_every, keep="last", dropout=0.2, top=top)
+    same_training(tmp_path / "without", tmp_path / "with", "sft")
+    assert_same_weights(tmp_path / "without" / "sft" / "model", tmp_path / "with" / "sft" / "model")
+    assert perplexity(tmp_path / "with" / "sft" / "model") == pytest.approx(
+        measured(tmp_path / "with")[STEPS], rel=1e-5
+    )
+    losses, plain = ([line["loss"] for line in records(f) if "loss" in line] for f in (tmp_path / "with", whole[0]))
+    assert losses[0] != pytest.approx(plain[0], rel=1e-3), "nothing was dropped"
+
+
+def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
+    settings = [f"{stage}.eval_every=1" for stage in ("sft", "reward", "ppo")] + ["ppo.keep=best(reward)"]
+    found = rlhf("--output", tmp_path, *(part for setting in settings for part in ("--set", setting)))
+    for stage in ("sft", "reward", "ppo"):
+        same_training(finished_run, tmp_path, stage)
+    for stage in ("sft", "reward"):
+        assert_same_weights(finished_run / stage / "model", tmp_path / stage / "model")
+    rewards = measured(tmp_path, "heldout_reward", "ppo")
+    assert sorted(rewards) == [0, 1, 2, 3]
+    summary = json.loads((tmp_path / "ppo" / "stage.json").read_text())
+    best = max((1, 2, 3), key=rewards.__getitem__)
+    assert summary["kept"] == {"step": best, "metric": "reward", "value": rewards[best]}
+    texts = [record for record in records(tmp_path, "ppo") if record.get("tag") == "heldout_0"]
+    assert [record["step"] for record in texts] == [0, 1, 2, 3]
+    assert texts[best]["text"].endswith(summary["samples"][0]["after"])
+    lines = found.stdout.splitlines()
+    assert any(line.startswith("reward: after step 1: accuracy ") and "% (before " in line for line in lines)
+    assert any(line.startswith("ppo: after step 2: reward ") and "kl " in line for line in lines)
+    assert any(line.startswith(f"ppo: keeps the model of step {best}, reward ") for line in lines)
+    assert any(f"kept: the model of step {best}, best reward" in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-m", "tests.trainers.tuned", str(folder)]
+    done = subprocess.run(
+        command, env=user_environment(), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, accelerator, monkeypatch, place):
+    folder, (expected, summary), (_, step) = killed / place, whole, PLACES[place]
+    evaluate, again = sft.evaluate, []
+    monkeypatch.setattr(sft, "evaluate", lambda *arguments: again.append(arguments[-1]) or evaluate(*arguments))
+    place_ = RunDirectory(folder).stage("sft")
+    assert place_.latest_checkpoint and place_.latest_checkpoint.name == f"step-{step:08d}"
+    known = map(int, json.loads((place_.path / "evaluations.json").read_text()))
+    assert tune(accelerator, folder) == summary
+    assert len(again) == STEPS - max(done for done in known if done <= step), "measured twice, or not at all"
+    assert measured(folder) == measured(expected)
+    assert_same_weights(folder / "sft" / "model", expected / "sft" / "model")
+    same_training(folder, expected, "sft")
+
+
+@contextmanager
+def failing_at(monkeypatch: pytest.MonkeyPatch, moment: str) -> Iterator[None]:
+    """SFT ends with an error when it is measured at that moment."""
+    evaluate = sft.evaluate
+
+    def fails(*arguments: Any) -> Any:
+        if arguments[-1] == moment:
+            raise RuntimeError
+        return evaluate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "evaluate", fails)
+        with pytest.raises(RuntimeError):
+            yield
+
+
+def test_no_model_of_steps_that_were_done_differently_is_kept(accelerator, tmp_path, monkeypatch):
+    """After the checkpoint of step 6, step 7 is the best; resumed for more steps, it has another learning rate."""
+    slower = {"learning_rate": 0.03, "warmup": 0, "schedule": "linear"}
+    with failing_at(monkeypatch, "after step 8"):
+        tune(accelerator, tmp_path, optimizer=slower, epochs=5)
+    stale = measured(tmp_path)
+    assert (tmp_path / "sft" / "best" / "step-00000007").is_dir()
+    summary = tune(accelerator, tmp_path, optimizer=slower, epochs=7)
+    found = measured(tmp_path)
+    assert stale[7] != found[7] and stale[6] == found[6], "the steps are the same, so that nothing is tested"
+    assert summary["kept"]["value"] == min(value for step, value in found.items() if step)
+    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(summary["kept"]["value"], rel=1e-5)
+
+
+def test_the_earlier_checkpoint_has_its_best_model_too(whole, accelerator, tmp_path, monkeypatch):
+    """The newest checkpoint cannot be read, and is moved away: what was the best before is there."""
+    with failing_at(monkeypatch, "after step 7"):
+        tune(accelerator, tmp_path)
+    there = {path.name for path in (tmp_path / "sft" / "best").iterdir()}
+    values = measured(tmp_path)
+    assert there == {f"step-{min(range(1, until + 1), key=values.__getitem__):08d}" for until in (3, 6)}
+    (tmp_path / "sft" / "checkpoints" / "step-00000006").rename(tmp_path / "away")
+    assert tune(accelerator, tmp_path) == whole[1]
+    assert measured(tmp_path) == measured(whole[0])
+    assert_same_weights(tmp_path / "sft" / "model", whole[0] / "sft" / "model")
+
+
+def test_a_kept_model_that_is_gone_is_named(accelerator, tmp_path, monkeypatch):
+    import shutil
+
+    from rlhf.errors import RunError
+
+    evaluate = sft.evaluate
+
+    def deletes(*arguments: Any) -> Any:
+        if arguments[-1] == "after":
+            shutil.rmtree(tmp_path / "sft" / "best")
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(sft, "evaluate", deletes)
+    with pytest.raises(RunError, match=r"best/step-00000007: the model that sft keeps is not there"):
+        tune(accelerator, tmp_path)
+
+
+def test_what_was_begun_without_evaluations_goes_on_with_them(accelerator, tmp_path):
+    """`eval_every` may change when a stage is resumed, and so may the number of steps."""
+    tune(accelerator, tmp_path, max_steps=4, eval_every=0, keep="last")
+    tune(accelerator, tmp_path, max_steps=8, eval_every=3, keep="last")
+    assert sorted(measured(tmp_path)) == [0, 4, 6, 8]
+
+
+@pytest.mark.parametrize("save", ["merged", "both"])
+def test_adapters_are_kept_with_the_model_that_has_them_merged(accelerator, tmp_path, save):
+    from rlhf.roles.base_sharing import fingerprint
+
+    lora = {"rank": 4, "save": save}
+    optimizer = {"learning_rate": 0.01, "warmup": 0, "schedule": "constant"}
+    summary = tune(accelerator, tmp_path, optimizer=optimizer, top={"lora": lora})
+    found = measured(tmp_path)
+    best = min(range(1, STEPS + 1), key=found.__getitem__)
+    assert summary["kept"]["step"] == best < STEPS
+    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(found[best], rel=1e-4)
+    adapter = tmp_path / "sft" / "adapter"
+    assert adapter.is_dir() == (save == "both")
+    if save == "both":
+        base = json.loads((adapter / "base.json").read_text())
+        assert base["merged"] == fingerprint(str(tmp_path / "sft" / "model"))
+
+
+@pytest.mark.slow
+def test_two_ranks_evaluate_and_keep_together(rlhf, tmp_path):
+    """At ZeRO-3 each holds a half of the model; what is kept is whole."""
+    settings = ["sft.max_steps=6", "sft.eval_every=2", "sft.keep=best(perplexity)", "sft.checkpoint_every=1"]
+    settings += ["engine.zero_stage=3", "sft.optimizer.learning_rate=0.05"]
+    settings = [part for setting in settings for part in ("--set", setting)]
+    for ranks in (1, 2):
+        rlhf("sft", "--output", tmp_path / str(ranks), "--ranks", ranks, *settings)
+    one, two = (measured(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert sorted(two) == [0, 2, 4, 6] and two == pytest.approx(one, rel=1e-3)
+    kept = [json.loads((tmp_path / str(ranks) / "sft" / "stage.json").read_text())["kept"] for ranks in (1, 2)]
+    assert kept[0]["step"] == kept[1]["step"] == min((2, 4, 6), key=two.__getitem__)
+    left, right = (weights(tmp_path / str(ranks) / "sft" / "model") for ranks in (1, 2))
+    assert all(torch.allclose(left[name], right[name], atol=1e-3) for name in left)

@@ -1,0 +1,178 @@
+"""With one update a rollout, policy and critic are scored by the passes that are trained (`ppo.reuse_forward`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelerators import Memory, Precision
+from rlhf.data.stage_dataset import load_stage
+from rlhf.errors import ConfigError
+from rlhf.trainers import context as stage
+from rlhf.trainers.ppo.trainer import PPO, Models
+from tests.engine import halves
+from tests.helpers import llama
+from tests.in_process import given, stage_context
+from tests.trainers.test_ppo import NO_BF16, gpt2, scalar
+
+ONE = {"batch_size": 6, "minibatch_size": None, "micro_batch_size": 2, "ppo_epochs": 1, "kl_target": None}
+
+
+@pytest.fixture
+def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
+    """(PPO, the lines that it has said)"""
+
+    def ppo(model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any) -> tuple[PPO, list[str]]:
+        engine = {**recipe["engine"], "zero_stage": zero_stage, "zero_persistence_threshold": 0}
+        settings = {**recipe["ppo"], **ONE, **changes}
+        values = {**recipe, "engine": engine, "lora": lora or {}, "ppo": settings}
+        precision = precision if isinstance(precision, Precision) else accelerator.precision(precision)
+        context, said = stage_context(accelerator, tmp_path, "ppo", values, precision=precision), []
+        monkeypatch.setattr(type(context), "say", lambda _, line: said.append(line))
+        size = len(tokenizer)
+        reference = None if lora else model(size, seed=5)
+        models = Models(*map(given, (model(size), reference, scalar(model(size)), scalar(model(size)))))
+        accelerator.seed(0)
+        return PPO(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0)), said
+
+    return ppo
+
+
+def dropping(vocabulary: int, seed: int = 0) -> Any:
+    return gpt2(vocabulary)
+
+
+def passes(ppo: PPO, index: int) -> dict[str, int]:
+    """Forward passes of the policy and of the critic in a step, but for those that draw."""
+    counts = dict.fromkeys(ppo.engines, 0)
+
+    def count(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            counts[name] += 1
+
+        return hook
+
+    handles = [engine.engine.register_forward_hook(count(name)) for name, engine in ppo.engines.items()]
+    ppo.step(index)
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 3),
+        ({"micro_batch_size": None}, 1),
+        ({"micro_batch_size": None, "zero_stage": 3}, 1),
+        ({"reuse_forward": False}, 6),
+        ({"ppo_epochs": 2}, 9),
+    ],
+)
+def test_a_row_passes_once_through_policy_and_critic(build, changes, each):
+    ppo, _ = build(**changes)
+    assert [passes(ppo, index) for index in range(2)] == 2 * [{"actor": each, "critic": each}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": dropping, "dropout": 0.1}, "the actor is trained with dropout"),
+        ({"model": dropping, "dropout": None}, "the actor is trained with dropout"),
+        ({"model": dropping, "critic_dropout": 0.1}, "the critic is trained with dropout"),
+        ({"minibatch_size": 2}, "3 updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"),
+        ({"zero_stage": 3}, "at ZeRO-3 DeepSpeed gathers the actor's weights in the order of one micro-batch after "),
+        ({"reuse_forward": False}, "ppo.reuse_forward is false"),
+    ],
+)
+def test_why_it_passes_twice_is_said_in_a_line(build, changes, why):
+    _, said = build(**changes)
+    (line,) = (line for line in said if "passes of their own" in line)
+    assert line.startswith("ppo: rollouts are scored in passes of their own, not in those of the update: " + why)
+
+
+@pytest.mark.parametrize("changes", [{"lora": {"rank": 2, "dropout": 0.5}}, {"model": dropping}])
+def test_nothing_is_said_where_it_passes_once(build, changes):
+    _, said = build(**changes)
+    assert not [line for line in said if "passes of their own" in line]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"), [(2, "3 micro-batches of each model keep"), (None, "one micro-batch of each")]
+)
+def test_where_memory_is_short_it_passes_twice(build, accelerator, monkeypatch, rows, told):
+    """On any rank; there all micro-batches' activations would have to be kept at one time."""
+    monkeypatch.setattr(accelerator, "memory", lambda: Memory(allocated=2**28, peak=2**28, total=2**28))
+    ppo, said = build(micro_batch_size=rows)
+    assert [line for line in said if told in line and "would hardly fit in memory (ppo.micro_batch_size)" in line]
+    assert passes(ppo, 0)["actor"] == 2 * (3 if rows else 1)
+
+
+@pytest.mark.parametrize(("rows", "each"), [(2, 6), (None, 1)])
+def test_a_model_whose_shape_is_not_known_keeps_one_micro_batch_alone(build, monkeypatch, rows, each):
+    def unknown(*_: Any) -> Any:
+        raise ConfigError("actor: the plan does not know the shapes of model type 'ctrl'")
+
+    monkeypatch.setattr(stage, "shape_from", unknown)
+    ppo, said = build(micro_batch_size=rows)
+    assert passes(ppo, 0)["actor"] == each
+    assert [line for line in said if "is not known: actor: the plan does not know" in line] == (said if rows else [])
+
+
+def state(ppo: PPO) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, engine in ppo.engines.items():
+        with engine.whole_weights() as module:
+            found |= {f"{name} {key}": tensor.detach().clone() for key, tensor in module.state_dict().items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"zero_stage": 0, "lora": {"rank": 2}, "estimator": "rloo", "completions_per_prompt": 2},
+        {"zero_stage": 2, "entropy_coef": 0.1},
+        {"zero_stage": 3, "micro_batch_size": None},
+        pytest.param({"precision": "bf16"}, marks=NO_BF16),
+        pytest.param({"precision": "bf16", "zero_stage": 0}, marks=NO_BF16),
+        pytest.param({"precision": "bf16", "zero_stage": 2}, marks=NO_BF16),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_two_passes(build, changes):
+    """To the bit: of dropout there is none, so that evaluation and training compute the same."""
+    found = []
+    for once in (True, False):
+        ppo, _ = build(reuse_forward=once, **changes)
+        numbers = [ppo.step(index) for index in range(2)]
+        found.append((numbers, state(ppo)))
+    (ours, weights), (theirs, expected) = found
+    assert ours == theirs
+    assert all(numbers["approx_kl"] == numbers["clip_fraction"] == 0 for numbers in ours)
+    assert weights.keys() == expected.keys()
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("zero_stage", "rows"), [(0, 2), (1, 2), (3, None)])
+def test_with_loss_scaling_too(build, zero_stage, rows):
+    """Both models' gradients are there before either steps."""
+    found = []
+    with halves.accepted() as precision:
+        for once in (True, False):
+            ppo, _ = build(reuse_forward=once, zero_stage=zero_stage, micro_batch_size=rows, precision=precision)
+            assert passes(ppo, 0)["actor"] == (3 if rows else 1) * (1 if once else 2)
+            found.append((ppo.step(1), state(ppo)))
+    (ours, weights), (theirs, expected) = found
+    assert ours == theirs
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+
+
+def test_scores_that_are_asked_for_leave_nothing_behind(build):
+    """What `session.score` and evaluation call takes no training passes."""
+    ppo, _ = build()
+    (prompts,) = ppo.batches.step(0)
+    scored = ppo.score(ppo.generate(prompts))
+    assert not any(tensor.requires_grad for tensor in scored.values())

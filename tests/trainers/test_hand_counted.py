@@ -1,0 +1,343 @@
+"""The numbers of a run, counted by hand: small integers, with padding and filled-up rows that must not count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelerators import ShapePolicy
+from rlhf.config.schema import RewardConfig
+from rlhf.data.batches import Batches, collate_reward
+from rlhf.data.examples import Pair
+from rlhf.data.stage_dataset import StageData
+from rlhf.engine.metric_sums import Sums
+from rlhf.generation.decoder import Completions, Decoder
+from rlhf.reporting import timers
+from rlhf.trainers import loop, reward
+from rlhf.trainers.ppo import stage
+from rlhf.trainers.ppo.evaluation import distinct, evaluate
+from rlhf.trainers.ppo.samples import samples
+from tests.helpers import llama
+from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
+from tests.optimum import language
+
+EOS = 0
+
+
+def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    context = stage_context(accelerator, tmp_path, "sft", {"sft": {"log_every": 2}})
+    logged = []
+
+    def log(step: int, numbers: dict[str, float]) -> None:
+        logged.append((step, numbers["seconds"], numbers["tokens"], numbers["tokens_per_second"]))
+
+    monkeypatch.setattr(context.recorder, "log", log)
+
+    def step(index: int) -> dict[str, float]:
+        now[0] += 4.0
+        return {"tokens": 10.0 * (index + 1)}
+
+    settings = context.config.sft
+    loop.run_steps(context, total_steps=3, step=step, engines={}, settings=settings, unit="tokens", shown=())
+    assert logged == [(2, 4.0, 20.0, 5.0), (3, 4.0, 30.0, 7.5)]
+
+
+class LastToken(nn.Module):
+    """Scores every token with its own id."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return input_ids.float()
+
+
+COUNTED = [
+    Pair([1], [9], [5], ROW),
+    Pair([1], [3], [6], ROW),
+    Pair([1, 2], [8, 4], [7, 4], ROW),
+    Pair([1], [7], [2, 5], ROW),
+]
+"""Scores 9 > 5, 3 < 6, 4 = 4, 7 > 5."""
+
+
+def collate(pairs, real=None):
+    return collate_reward(pairs, real, policy=ShapePolicy("dynamic"), maximum=8, pad_token_id=19)
+
+
+def test_accuracy_counts_pairs_with_the_higher_chosen_score_and_a_tie_is_not_one():
+    batch = collate(COUNTED)
+    result = reward.pair_loss(LastToken(), batch, RewardConfig())
+    numbers = reward.averages({key: value.item() for key, value in reward.pair_statistics(result, batch).items()})
+    # accuracy 2 of 4; chosen (9 + 3 + 4 + 7) / 4; rejected (5 + 6 + 4 + 5) / 4
+    assert numbers == {"pairs": 4, "accuracy": 0.5, "chosen_score": 5.75, "rejected_score": 5.0, "margin": 0.75}
+
+
+def test_the_pairwise_loss_is_a_mean_over_tokens_then_pairs():
+    batch = collate([COUNTED[0], COUNTED[3], COUNTED[1]], 2)
+    loss = reward.pair_loss(LastToken(), batch, RewardConfig()).loss.item()
+    first = math.log(1 + math.exp(-(9 - 5)))
+    # the reply of two tokens: 7 against 2, then the padding, 19, against 5
+    second = (math.log(1 + math.exp(-(7 - 2))) + math.log(1 + math.exp(-(19 - 5)))) / 2
+    assert loss == pytest.approx((first + second) / 2, rel=1e-5)
+
+
+def test_the_loss_of_the_last_tokens_asks_for_the_margin_of_all_and_that_of_the_pair():
+    batch = collate([COUNTED[0], Pair([1], [7], [2, 5], replace(ROW, margin=1.5)), COUNTED[1]], 2)
+    settings = RewardConfig(loss="last", margin=0.5, center=0.01)
+    loss = reward.pair_loss(LastToken(), batch, settings).loss.item()
+    first = math.log(1 + math.exp(-(9 - 5 - 0.5))) + 0.01 * (9 + 5) ** 2
+    second = math.log(1 + math.exp(-(7 - 5 - 0.5 - 1.5))) + 0.01 * (7 + 5) ** 2
+    assert loss == pytest.approx((first + second) / 2, rel=1e-5)
+
+
+def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path):
+    context = stage_context(accelerator, tmp_path, "reward", {"reward": {"loss": "last"}})
+    # five in batches of four: the last one fills its batch up with three copies of itself
+    pairs = [*COUNTED, Pair([1], [8], [2], ROW)]
+    held_out = Batches(pairs, collate, batch_size=4, micro_batch_size=2, rank=0, world_size=1, seed=0, shuffle=False)
+    found = reward.evaluate(context, SimpleNamespace(engine=LastToken()), held_out, "now")
+    margins = [9 - 5, 3 - 6, 4 - 4, 7 - 5, 8 - 2]
+    # accuracy 3 of 5; chosen (9 + 3 + 4 + 7 + 8) / 5; rejected (5 + 6 + 4 + 5 + 2) / 5
+    assert found == {
+        "accuracy": pytest.approx(0.6),
+        "chosen_score": pytest.approx(6.2),
+        "rejected_score": pytest.approx(4.4),
+        "margin": pytest.approx(6.2 - 4.4),
+        "loss": pytest.approx(sum(math.log(1 + math.exp(-margin)) for margin in margins) / 5, rel=1e-5),
+    }
+
+
+JUNK = 50.0
+"""Stands where nothing must be counted."""
+FOUR = math.log(4)  # the models below know four words
+
+# Three rows of 3, 2 and 1 tokens, and one that only fills up the batch.
+IDS = torch.tensor([[1, 2, 3], [1, 2, EOS], [EOS, EOS, EOS], [2, 2, 2]])
+DRAWN = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
+# policy now / policy that drew, in the first update, where the policy gives every word 1/4
+RATIO = torch.tensor([[1, 1.5, 1], [0.5, 1, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
+LOG_RATIO = torch.tensor([[1, 0, 1], [1, 0, JUNK], [0, JUNK, JUNK], [JUNK] * 3])  # policy / reference
+LOG_PROBS = -FOUR - RATIO.log()
+SCORED = {
+    "log_probs": LOG_PROBS,
+    "ref_log_probs": LOG_PROBS - LOG_RATIO,
+    "entropy": torch.tensor([[1, 2, 3], [1, 3, JUNK], [2, JUNK, JUNK], [JUNK] * 3]),
+    "values": torch.tensor([[0, 0, 0], [0, 0, JUNK], [0, JUNK, JUNK], [JUNK] * 3]),
+    "scores": torch.tensor([1.0, 4, 7, JUNK]),
+}
+ROLLOUT = {
+    "reward": 4.0,  # (1 + 4 + 7) / 3, not clipped to 5
+    "reward_std": math.sqrt(6),  # ((1 - 4)^2 + (4 - 4)^2 + (7 - 4)^2) / 3 = 6
+    "kl": 1.0,  # (2 + 1 + 0) / 3 sequences
+    "entropy": 2.0,  # (6 + 4 + 2) / 6 tokens
+    "response_length": 2.0,  # 6 tokens / 3 sequences
+    "truncated_share": 2 / 3,  # the third row alone has drawn an end token
+}
+
+
+class KnownLogits:
+    """Gives the words 0 to 3 these probabilities, everywhere."""
+
+    def __init__(self, *probabilities: float) -> None:
+        self.logits = torch.tensor(probabilities).log()
+        self.config = SimpleNamespace()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
+        return SimpleNamespace(logits=self.logits.expand(len(input_ids), len(logits_to_keep), 4))
+
+    __call__ = forward
+
+
+@pytest.fixture
+def build_ppo(accelerator, tmp_path, monkeypatch):
+    """PPO whose decoder draws `IDS` and whose models find `SCORED`, on three prompts in batches of four."""
+
+    def build(**settings: Any) -> stage.PPO:
+        values = {
+            "precision": "fp32",
+            "data": {"max_prompt_length": 3, "max_completion_length": 3},
+            "ppo": {"batch_size": 4, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, **settings},
+        }
+        context = stage_context(accelerator, tmp_path, "ppo", values)
+        actor, reference = (llama(4, eos_token_id=EOS, num_hidden_layers=1) for _ in range(2))
+        critic, reward = scalar_llama(4, eos_token_id=EOS, num_hidden_layers=1), language.TableOfRewards(seed=0)
+        models = stage.Models(*map(given, (actor, reference, critic, reward)))
+        built = stage.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
+        built.batches._endless = False  # here a row fills the batch up, and must count nowhere
+        monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))
+        built.score = lambda sequences, examples, keep=None: SCORED
+        return built
+
+    return build
+
+
+PROMPTS = [language.prompt(1), language.prompt(2, 3), language.prompt(3, 1, 2)]
+
+
+def step_of(models: list[Any]) -> Any:
+    """An engine's step that computes the loss with the next of `models`, and updates nothing."""
+
+    def step(parts: list[Any], loss: Any) -> Sums:
+        sums = Sums()
+        model = models.pop(0)
+        for part in parts:
+            value, statistics = loss(model, part)
+            sums.add(loss=value, **statistics)
+        return sums
+
+    return step
+
+
+def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
+    built = build_ppo(ppo_epochs=2, kl_coef=0.5, lam=1.0, whiten_advantages=False, micro_batch_size=2)
+    built.actor.step = step_of([KnownLogits(0.25, 0.25, 0.25, 0.25), KnownLogits(1 / 6, 1 / 2, 1 / 6, 1 / 6)])
+    built.critic.step = step_of([lambda ids, mask: torch.full(ids.shape, 0.4)] * 2)
+    built.actor.grad_norm, built.critic.grad_norm = (lambda: 3.0), (lambda: 4.0)
+    # Rewards: -0.5 of the log-ratio, and the score, clipped to 5, on the last token. With gamma = lambda = 1 a return
+    # is the sum of the rewards from its token on: [0, .5, .5], [3.5, 4], [5]; the values are 0, so is the advantage.
+    # Policy, first update, ratios [1, 1.5, 1], [.5, 1], [1]; the lesser of ratio and clipped ratio times advantage:
+    #   0 + 1.2 * .5 + .5 + .5 * 3.5 + 4 + 5 = 11.85
+    # second update, where word 1 has become twice as likely and the others 2/3 times: [2, 1, 2/3], [1, 2/3], [2/3]
+    #   0 + .5 + 1/3 + 3.5 + 8/3 + 10/3 = 31/3
+    # Critic: the value is .4, clipped to .2; the greater of (.4 - R)^2 and (.2 - R)^2, the latter but for the first:
+    #   .16 + .09 + .09 + 10.89 + 14.44 + 23.04 = 48.71
+    # Approximate KL, the sum of ratio - 1 - log ratio: first .5 - log 1.5 - .5 + log 2, then 1 - log 2 - 1 + 3 log 1.5
+    assert built.step(0) == {
+        **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
+        "tokens": 6,
+        "padding_share": 12 / 24,  # 2 + 3, 3 + 2 and 1 + 1 tokens of real rows in 4 x (3 + 3) positions
+        "returns": pytest.approx(13.5 / 6),
+        "policy_loss": pytest.approx(-(11.85 + 31 / 3) / 6 / 2, rel=1e-5),
+        "value_loss": pytest.approx(48.71 / 6 / 2, rel=1e-5),
+        "clip_fraction": pytest.approx((2 / 6 + 4 / 6) / 2),  # 1.5 and .5; then 2 and three of 2/3
+        "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
+        "value_clip_fraction": pytest.approx(5 / 6),
+        "updates": 2,
+        "explained_variance": 0.0,  # the values do not differ
+        "reward_ema": pytest.approx(4.0),
+        "kl_coef": 0.5,
+        "learning_rate": 0.05,
+        "grad_norm": 3.0,
+        "critic_grad_norm": 4.0,
+    }
+
+
+def quiet(built: stage.PPO) -> stage.PPO:
+    """Its engines take no step."""
+    built.actor.step = built.critic.step = lambda parts, loss: Sums()
+    built.actor.grad_norm = built.critic.grad_norm = lambda: 0.0
+    return built
+
+
+def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
+    built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
+    built.score = lambda sequences, examples, keep=None: (
+        SCORED | {"values": torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])}
+    )
+    # Returns [0, .5, .5], [3.5, 4], [5], their mean 2.25: squares 5.0625 + 2 * 3.0625 + 1.5625 + 3.0625 + 7.5625
+    # Errors [0, -.5, -.5], [.5, 0], [2], their mean .25: squares .0625 + 2 * .5625 + .0625 + .0625 + 3.0625
+    assert built.step(0)["explained_variance"] == pytest.approx(1 - 4.375 / 23.375, rel=1e-5)
+
+
+def test_scores_are_scaled_then_clipped_then_less_a_penalty_where_there_is_no_end(build_ppo):
+    built = quiet(build_ppo(normalize_scores="batch", score_clip=1, missing_eos_penalty=0.5, kl_coef=0, lam=1.0))
+    built.step(0)
+    # 1, 4 and 7 have mean 4 and deviation sqrt(6): -1.22, 0 and 1.22, clipped to 1; the third alone ends.
+    assert built.experience.returns[:, 0].tolist() == pytest.approx([-1.5, -0.5, 1.0, 0.0])
+
+
+def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_ppo):
+    settings = {"normalize_scores": "running", "score_clip": 9, "kl_coef": 0, "lam": 1.0}
+    first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
+    first.step(0)
+    second.load_state(first.save_state())
+    second.score = lambda sequences, examples, keep=None: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
+    second.step(1)
+    # 1, 4, 7 and three times 10: mean 7, squares 36 + 9 + 0 + 3 * 9 = 72, deviation sqrt(12)
+    assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_the_coefficient_alone(build_ppo):
+    built = quiet(build_ppo(kl_coef=0.5))
+    built.load_state({"kl_coef": 0.25})
+    numbers = built.step(0)
+    assert numbers["kl_coef"] == 0.25 and numbers["reward_ema"] == pytest.approx(4.0)
+
+
+def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
+    built = quiet(build_ppo())
+    rewards = [4.0, 1.0, 10.0]
+    found = [built.shaping.learn({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
+    assert found == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
+
+
+def test_samples_of_a_rollout_are_its_texts_with_the_score_and_the_kl_of_each(build_ppo):
+    built = build_ppo()
+    assert samples(built, 3) == [], "there is no rollout yet"
+    (prompts,) = built.batches.step(0)
+    built.experience = built.collect(prompts, Sums())
+    asked = [" ".join(language.WORDS[token] for token in row if token) for row in prompts["prompt_ids"].tolist()]
+    assert set(asked[:3]) == {example.row.text for example in PROMPTS}
+    expected = [("a b c", 1.0, 2.0, 3), ("a b", 4.0, 1.0, 2), ("", 7.0, 0.0, 1)]  # an end is not shown
+    found = samples(built, 3)
+    assert [sample.prompt for sample in found] == asked[:3]
+    assert [sample[1:] for sample in found] == [
+        (text, score, pytest.approx(kl, abs=1e-5), tokens) for text, score, kl, tokens in expected
+    ]
+    assert found[0].numbers == "score 1, KL 2, 3 tokens"
+    assert samples(built, 2) == [found[0], found[2]], "as far apart as can be"
+    assert len(samples(built, 9)) == 4
+
+
+def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
+    built = build_ppo()
+    found = evaluate(built.context, built, PROMPTS, "now", lambda prompt, completion: completion.endswith("c"))
+    assert found.numbers == {
+        **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
+        "distinct_2": pytest.approx(2 / 3),  # (1, 2), (2, 3) and (1, 2) again
+        "approved_share": pytest.approx(1 / 3),  # "a b c", "a b", ""
+    }
+
+
+def test_without_a_judge_no_share_is_approved_or_not(build_ppo):
+    built = build_ppo()
+    assert "approved_share" not in evaluate(built.context, built, PROMPTS, "now", None).numbers
+
+
+@pytest.mark.parametrize(
+    ("completions", "expected"),
+    [
+        ([[5, 5, 5, 5]], 1 / 3),
+        ([[5, 6, 7]], 1.0),
+        ([[5, 6], [5, 6], [6, 5], [5, 7]], 3 / 4),  # pairs do not cross completions, and have an order
+        ([[5], []], 0.0),
+    ],
+)
+def test_distinct_2_is_different_pairs_over_all_pairs(completions, expected):
+    assert distinct(completions, 2) == pytest.approx(expected)
+
+
+def test_evaluation_repeats_its_prompts_and_random_numbers_and_leaves_the_generator_as_it_was(build_ppo, monkeypatch):
+    built = build_ppo()
+    seen = []
+
+    def generate(decoder, model, prompt_ids, prompt_mask, sampling):
+        seen.append((prompt_ids.tolist(), torch.rand(3).tolist()))
+        return Completions(IDS, DRAWN)
+
+    monkeypatch.setattr(Decoder, "generate", generate)
+    torch.manual_seed(5)
+    expected = torch.rand(4).tolist()
+    torch.manual_seed(5)
+    found = []
+    for _ in range(2):
+        evaluate(built.context, built, PROMPTS, "now", None)
+        found += torch.rand(2).tolist()
+    assert seen[0] == seen[1]
+    assert found == expected

@@ -1,0 +1,110 @@
+"""The loop of steps: what each rank draws, and what is saved when, so that nothing after the last step is lost."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.checkpoint import training_state
+from rlhf.config.schema import build_config
+from rlhf.data.stage_dataset import load_stage
+from rlhf.engine.distributed import World
+from rlhf.models.loading import load_causal_lm
+from rlhf.trainers import sft, supervised
+from rlhf.trainers.loop import begin, run_steps
+from tests.helpers import assert_same_weights
+from tests.in_process import given, stage_context
+
+
+@pytest.fixture
+def train(accelerator, recipe, tokenizer):
+    """Supervised fine-tuning in a folder, as far as it gets."""
+    config = build_config(recipe)
+    data = load_stage(config.data, "sft", tokenizer, seed=0)
+
+    def run(folder):
+        model = load_causal_lm(config.model, tokenizer, attention="sdpa")
+        return sft.run(stage_context(accelerator, folder, "sft", recipe), given(model), tokenizer, data)
+
+    return run
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("failing", ["evaluation", "export"])
+def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch, failing, failure):
+    expected = train(tmp_path / "whole")
+    measure = sft.evaluate
+
+    def fails(*arguments):
+        if arguments[-1] == "before":
+            return measure(*arguments)
+        raise failure
+
+    steps = []
+    with monkeypatch.context() as patch:
+        patch.setattr(*((sft, "evaluate") if failing == "evaluation" else (supervised, "leave")), fails)
+        with pytest.raises(failure):
+            train(tmp_path / "failed")
+    assert (tmp_path / "failed" / "sft" / "checkpoints" / "step-00000003").is_dir()
+    monkeypatch.setattr(supervised.TrainingEngine, "step", lambda *arguments: steps.append(arguments))
+    assert train(tmp_path / "failed") == expected
+    assert steps == [], "the three steps are not taken again"
+    assert_same_weights(tmp_path / "failed" / "sft" / "model", tmp_path / "whole" / "sft" / "model")
+
+
+def test_every_rank_draws_numbers_of_its_own_and_the_same_ones_again(accelerator, recipe, tmp_path):
+    def draws(rank, attempt):
+        context = stage_context(accelerator, tmp_path / f"{rank} {attempt}", "sft", recipe)
+        found = []
+
+        def step(index):
+            found.extend(torch.rand(3).tolist())
+            return {"rows": 1.0}
+
+        around = replace(context, world=World(rank, 2))
+        run_steps(around, total_steps=1, step=step, engines={}, settings=context.config.sft, unit="rows", shown=())
+        return found
+
+    first, second = draws(0, 1), draws(1, 1)
+    assert first == draws(0, 2) and second == draws(1, 2)
+    assert not set(first) & set(second)
+
+
+def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkeypatch):
+    save = training_state.save
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*arguments)
+
+    monkeypatch.setattr(training_state, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path)
+    assert (tmp_path / "sft" / "checkpoints" / "step-00000003").is_dir()
+    assert not (tmp_path / "sft" / "model").exists()
+
+
+def test_a_stage_that_resumes_goes_on_with_the_sums_of_its_steps(accelerator, recipe, tmp_path):
+    def run(total, arrived):
+        context = stage_context(accelerator, tmp_path, "sft", recipe)
+
+        def step(index):
+            with context.phases("training"):
+                if index == arrived:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return {"rows": 1.0}
+
+        settings = context.config.sft
+        run_steps(context, total_steps=total, step=step, engines={}, settings=settings, unit="rows", shown=())
+        return context.phases.totals
+
+    with pytest.raises(KeyboardInterrupt):
+        run(4, arrived=1)
+    context = stage_context(accelerator, tmp_path, "sft", recipe)
+    begin(context, {}, lambda state: None)
+    before = dict(context.phases.totals)
+    assert before["step"] >= before["training"] > 0
+    after = run(4, arrived=None)
+    assert after["step"] > before["step"] and after["training"] > before["training"]

@@ -1,0 +1,250 @@
+"""Training with LoRA: only adapters and heads learn, the actor is its own reference, and what a run leaves is plain."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.checkpoint import training_state
+from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from rlhf.data.stage_dataset import load_stage
+from rlhf.engine.engine import TrainingEngine
+from rlhf.generation.hybrid_engine import generating
+from rlhf.models.forward import completion_log_probs
+from rlhf.models.loading import load_causal_lm, load_scalar_head
+from rlhf.models.lora import add_adapters
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.ppo.trainer import PPO, Models
+from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
+from tests.in_process import given, held, stage_context
+from tests.trainers.test_shapes import comparisons_by_step, steps_of_different_lengths
+
+LORA = ("--set", "lora.rank=4")
+STAGES = ("sft", "reward", "ppo")
+IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
+PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
+
+
+def adapted():
+    model = llama(60)
+    add_adapters(model, LoraConfig(rank=4), seed=0)
+    return model
+
+
+def build(accelerator, zero_stage, precision="fp32"):
+    """An engine that trains the adapters of a tiny model."""
+    return TrainingEngine(
+        "test",
+        adapted(),
+        accelerator=accelerator,
+        precision=accelerator.precision(precision),
+        holding=held(zero_stage),
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, weight_decay=0.1),
+        total_steps=100,
+        micro_batch_size=4,
+        accumulation=1,
+    )
+
+
+def loss(model, ids):
+    return -completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs.mean(), {}
+
+
+def train(engine, steps):
+    for _ in range(steps):
+        engine.step([IDS], loss)
+
+
+def state(engine):
+    with engine.whole_weights() as module:
+        return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def changed(before, after):
+    return {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The weights after four steps of torch's own AdamW on the adapters, at ten times the stage's rate."""
+    model = adapted()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(model, IDS)[0].backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_steps_are_those_of_plain_torch_at_every_zero_stage(accelerator, plain, zero_stage):
+    engine = build(accelerator, zero_stage)
+    train(engine, 4)
+    assert_close_weights(state(engine), plain)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_generation_and_training_leave_the_frozen_weights_bit_for_bit(accelerator, zero_stage, precision):
+    engine = build(accelerator, zero_stage, precision)
+    at_first = state(engine)
+    train(engine, 2)
+    before = state(engine)
+    assert {".lora_" in name for name in changed(at_first, before)} == {True}
+    with generating(engine) as model:
+        merged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert model(input_ids=IDS).logits.isfinite().all()
+    assert {name.endswith("_proj.base_layer.weight") for name in changed(before, merged)} == {True}
+    assert changed(before, state(engine)) == set()
+    train(engine, 1)
+    assert {".lora_" in name for name in changed(before, state(engine))} == {True}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_checkpoint_of_the_adapters_resumes_to_the_same_weights(accelerator, zero_stage, tmp_path):
+    place = RunDirectory(tmp_path).stage("sft")
+    engine = build(accelerator, zero_stage)
+    train(engine, 2)
+    training_state.save(place, 2, {"model": engine}, {})
+    train(engine, 2)
+    resumed = build(accelerator, zero_stage)
+    assert training_state.restore(place, {"model": resumed}) == (2, {})
+    train(resumed, 2)
+    assert changed(state(engine), state(resumed)) == set()
+
+
+@pytest.fixture(scope="session")
+def lora_run(rlhf, tmp_path_factory) -> Path:
+    """The directory of a complete run of the tiny recipe with LoRA."""
+    output = tmp_path_factory.mktemp("lora") / "run"
+    rlhf("--output", output, *LORA, "--set", "ppo.checkpoint_every=2")
+    return output
+
+
+def original(folder, tokenizer):
+    return load_causal_lm(ModelConfig(path=str(folder)), tokenizer, attention="sdpa")
+
+
+@pytest.fixture
+def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
+    def build(zero_stage):
+        changes = {"engine": {**recipe["engine"], "zero_stage": zero_stage}, "lora": {"rank": 4}}
+        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}}
+        context = stage_context(accelerator, tmp_path, "ppo", values)
+        config = context.config
+        reward = str(lora_run / "reward" / "model")
+        critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
+        models = Models(*map(given, (original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)))
+        return PPO(context, models, tokenizer, load_stage(config.data, "ppo", tokenizer, seed=0))
+
+    return build
+
+
+def rollout(ppo):
+    (prompts,) = ppo.batches.step(0)
+    sequences = ppo.generate(prompts)
+    return sequences, ppo.score(sequences)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_the_reference_is_the_policy_that_training_began_with(build_ppo, lora_run, tokenizer, zero_stage):
+    ppo = build_ppo(zero_stage)
+    _, scored = rollout(ppo)
+    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    for index in range(2):
+        ppo.step(index)
+    sequences, scored = rollout(ppo)
+    model = original(lora_run / "sft" / "model", tokenizer)
+    with torch.no_grad():
+        length = sequences["action_mask"].shape[1]
+        expected = completion_log_probs(model, sequences["input_ids"], sequences["attention_mask"], length).log_probs
+    torch.testing.assert_close(scored["ref_log_probs"], expected)
+    assert (scored["log_probs"] - expected).abs().max() > 1e-3
+
+
+def test_ppo_trains_adapters_and_the_critics_head(build_ppo):
+    ppo = build_ppo(1)
+    before = [state(engine) for engine in (ppo.actor, ppo.critic)]
+    for index in range(2):
+        ppo.step(index)
+    actor, critic = (changed(old, state(engine)) for old, engine in zip(before, (ppo.actor, ppo.critic)))
+    assert len(actor) == 2 * 2 * 7 and all(".lora_" in name for name in actor)
+    assert {name for name in critic if ".lora_" not in name} == {"model.score.weight"}
+    assert len(critic) == len(actor) + 1
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_static_shapes_add_no_operator_after_the_first_step(build_ppo, zero_stage):
+    first, *later = steps_of_different_lengths(build_ppo(zero_stage))
+    for seen in later:
+        assert sorted(map(str, seen - first)) == []
+
+
+def test_at_zero_3_the_order_of_weights_is_settled_after_two_steps(build_ppo, monkeypatch):
+    first, _, *later = comparisons_by_step(build_ppo(3), 4, monkeypatch)
+    assert first > 0
+    assert later == [0, 0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_models_load_with_plain_transformers_and_differ_in_adapted_layers_alone(lora_run, model_folder, stage):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto_class = AutoModelForSequenceClassification if stage == "reward" else AutoModelForCausalLM
+    start = model_folder if stage == "sft" else lora_run / "sft" / "model"
+    model, found = auto_class.from_pretrained(lora_run / stage / "model", output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"] and model.config.use_cache
+    before, after = weights(start), weights(lora_run / stage / "model")
+    different = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(different) == 2 * 7 and all(name.endswith("_proj.weight") for name in different)
+    assert after.keys() - before.keys() == ({"score.weight"} if stage == "reward" else set())
+
+
+def test_a_run_says_what_was_trained(lora_run):
+    def counts(stage):
+        return json.loads((lora_run / stage / "stage.json").read_text())["parameters"]
+
+    base = sum(tensor.numel() for tensor in weights(lora_run / "sft" / "model").values())
+    sft, reward, ppo = map(counts, STAGES)
+    assert sft["all"] - sft["trainable"] == reward["all"] - reward["trainable"] == base
+    assert reward["trainable"] - sft["trainable"] == 32  # the scalar head
+    of_reward = sft["trainable"]  # the reward model's adapters, frozen below the critic's own
+    assert ppo == {"actor": sft, "critic": {**reward, "all": reward["all"] + of_reward}}
+    assert json.loads((lora_run / "run.json").read_text())["config"]["lora"]["rank"] == 4
+
+
+def test_the_policy_begins_as_the_reference(lora_run):
+    records = [json.loads(line) for line in (lora_run / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    measured = [record for record in records if "heldout_kl" in record]
+    assert measured[0]["heldout_kl"] == 0.0 and measured[-1]["heldout_kl"] != 0.0
+    assert next(record for record in records if "kl" in record)["kl"] == 0.0
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(rlhf, lora_run, tmp_path):
+    output = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    process = start(rlhf, "ppo", "--output", output, *LORA, "--overwrite", "--set", "ppo.checkpoint_every=1")
+    wait_for(output / "ppo" / "checkpoints" / "step-00000001", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    said = rlhf("ppo", "--output", output, *LORA, "--resume").stdout
+    assert "resumed after step" in said and "actor, reference, critic and reward share one frozen base" in said
+    assert_same_weights(output / "ppo" / "model", lora_run / "ppo" / "model")
+
+
+SLOW = [pytest.param(zero, ranks, marks=pytest.mark.slow) for zero, ranks in [(0, 1), (3, 1), (0, 2), (2, 2)]]
+
+
+@pytest.mark.parametrize(("zero_stage", "ranks"), [(3, 2), *SLOW])
+def test_neither_ranks_nor_zero_change_what_is_learned(rlhf, lora_run, tmp_path, zero_stage, ranks):
+    output = tmp_path / "run"
+    rlhf("--output", output, *LORA, "--ranks", ranks, "--set", f"engine.zero_stage={zero_stage}")
+    for stage in ("sft", "reward"):
+        assert_same_weights(output / stage / "model", lora_run / stage / "model", atol=2e-5)
+    assert json.loads((output / "ppo" / "stage.json").read_text())["before"]["kl"] == 0.0

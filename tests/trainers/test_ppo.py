@@ -1,0 +1,87 @@
+"""One step of PPO through its own interface: what must hold before the first update, whatever the model."""
+
+import pytest
+import torch
+
+from rlhf.data.stage_dataset import load_stage
+from rlhf.trainers.ppo.trainer import PPO, Models
+from tests.families.table import BY_NAME
+from tests.families.table import build as architecture
+from tests.helpers import llama
+from tests.in_process import given, stage_context
+
+NO_BF16 = pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
+
+
+def gpt2(vocabulary):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, **rates, **special))
+
+
+def linear_attention(vocabulary):
+    """A model whose cache has layers of another kind: states of one size instead of keys and values."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = BY_NAME["Qwen3.5"].configuration(vocab_size=vocabulary)
+    return architecture(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def scalar(model):
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    model.config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(model.config)
+
+
+@pytest.fixture
+def build(accelerator, recipe, tokenizer, tmp_path):
+    def ppo(model, *, zero_stage=0, precision="fp32", lora=None, **changes):
+        engine = {**recipe["engine"], "zero_stage": zero_stage}
+        settings = {"batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, **changes}
+        changed = {"precision": precision, "engine": engine, "lora": lora or {}, "ppo": {**recipe["ppo"], **settings}}
+        context = stage_context(accelerator, tmp_path, "ppo", {**recipe, **changed})
+        size = len(tokenizer)
+        models = Models(*map(given, (model(size), model(size), scalar(model(size)), scalar(model(size)))))
+        data = load_stage(context.config.data, "ppo", tokenizer, seed=0)
+        return PPO(context, models, tokenizer, data)
+
+    return ppo
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "dropout": 0.5}])
+def test_a_model_with_dropout_starts_at_a_ratio_of_one(build, lora):
+    """With two updates of nothing (a rate of almost 0) no ratio leaves 1: old and new policy drop nothing."""
+    optimizer = {"learning_rate": 1e-30, "warmup": 0}
+    ppo = build(gpt2, lora=lora, optimizer=optimizer, critic_optimizer=optimizer, clip=1e-3, ppo_epochs=2)
+    ppo.actor.engine.train()
+    numbers = ppo.step(0)
+    assert numbers["clip_fraction"] == 0.0
+    assert abs(numbers["policy_loss"]) < 1e-6, "the mean of whitened advantages"
+    assert numbers["grad_norm"] > 0
+
+
+def test_a_model_with_linear_attention_takes_a_step(build):
+    ppo = build(linear_attention)
+    numbers = ppo.step(0)
+    assert numbers["grad_norm"] > 0 and numbers["clip_fraction"] == 0.0
+    (session,) = ppo.decoder._sessions
+    linear, full = session.cache.layers
+    states = [linear.conv_states[0], linear.recurrent_states[0], full.keys, full.values]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in states)
+    assert held <= session.size() <= held + 64, "beside them a counter or two"
+
+
+@NO_BF16
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_in_bf16_the_reference_is_the_policy_before_its_first_step(build, zero_stage):
+    ppo = build(llama, zero_stage=zero_stage, precision="bf16")
+    (prompts,) = ppo.batches.step(0)
+    scored = ppo.score(ppo.generate(prompts))
+    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    assert ppo.step(0)["kl"] == 0.0

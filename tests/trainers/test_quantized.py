@@ -1,0 +1,87 @@
+"""The three stages with frozen weights in few bits: adapters learn, frozen models score, and what is left is whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rlhf.models.forward import last_token_scores
+from rlhf.models.loading import load_causal_lm
+from rlhf.models.quantized import count, quantized_layers
+from rlhf.trainers import pipeline
+from tests.helpers import weights
+from tests.in_process import given, scalar_llama, stage_context
+
+STAGES = ("sft", "reward", "ppo")
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def quantized_run(request, rlhf, tmp_path_factory) -> tuple[Path, str]:
+    """The directory of a complete run of the tiny recipe with LoRA on quantized weights, and what it said."""
+    output = tmp_path_factory.mktemp("quantized") / "run"
+    done = rlhf("--output", output, "--set", "lora.rank=4", "--set", f"engine.frozen={request.param}")
+    return output, done.stdout
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_models_load_with_plain_transformers_and_differ_in_adapted_layers_alone(quantized_run, model_folder, stage):
+    output, _ = quantized_run
+    before = weights(model_folder if stage == "sft" else output / "sft" / "model")
+    after = weights(output / stage / "model")
+    different = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(different) == 2 * 7 and all(name.endswith("_proj.weight") for name in different)
+    assert after.keys() - before.keys() == ({"score.weight"} if stage == "reward" else set())
+    # What training adds has the rank of the adapters: no trace of the steps that the base was rounded to.
+    for name in different:
+        change = (after[name].double() - before[name].double()).float()
+        assert torch.linalg.matrix_rank(change, rtol=1e-3) <= 4
+
+
+def test_a_run_says_what_is_quantized_and_counts_it_among_the_parameters(quantized_run):
+    output, said = quantized_run
+    assert "sft: the 15,360 frozen weights of its linear layers are in int" in said
+    assert said.count("are in int") == 3  # of PPO's models on one base once
+    base = sum(tensor.numel() for tensor in weights(output / "sft" / "model").values())
+    counts = json.loads((output / "sft" / "stage.json").read_text())["parameters"]
+    assert counts["all"] - counts["trainable"] == base
+
+
+def test_the_policy_begins_as_the_reference(quantized_run):
+    output, _ = quantized_run
+    assert json.loads((output / "ppo" / "stage.json").read_text())["before"]["kl"] == 0.0
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.2)])
+def test_a_frozen_reward_model_scores_nearly_as_it_does_whole(accelerator, tmp_path, kind, most):
+    model = scalar_llama(60)
+    context = stage_context(accelerator, tmp_path, "ppo", {"engine": {"frozen": kind}})
+    frozen = context.frozen("reward", given(scalar_llama(60)))
+    assert count(frozen) == 15_360
+    assert all(layer.source is None for layer in quantized_layers(frozen).values())
+    ids = torch.randint(3, 60, (16, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        found = last_token_scores(frozen(ids, mask), mask)
+        expected = model(input_ids=ids, attention_mask=mask).logits.flatten()
+    assert 0 < (found - expected).norm() / expected.norm() < most
+
+
+def test_a_stages_loader_packs_each_layer_as_it_is_read(accelerator, tmp_path, model_folder, tokenizer):
+    values = {"engine": {"frozen": "int8"}, "lora": {"rank": 4}, "model": {"path": str(model_folder)}}
+    context = stage_context(accelerator, tmp_path, "sft", values)
+    put = pipeline._put(context, context.holdings["sft"])
+    model = load_causal_lm(context.config.model, tokenizer, attention="sdpa", put=put)
+    assert count(model) == 15_360
+
+
+def test_a_quantized_base_is_shared_like_any_other(quantized_run):
+    _, said = quantized_run
+    assert "share one frozen base" in said
+
+
+def test_a_reward_model_saved_from_quantized_weights_scores(quantized_run):
+    output, _ = quantized_run
+    model = AutoModelForSequenceClassification.from_pretrained(output / "reward" / "model")
+    assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.isfinite().all()

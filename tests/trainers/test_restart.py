@@ -1,0 +1,234 @@
+"""A run that is killed, interrupted or diverges leaves its last good checkpoint, and continues from it exactly."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.schema import Config
+from rlhf.engine import distributed
+from rlhf.runs.stage_directory import StageDirectory
+from rlhf.trainers.context import StageContext
+from rlhf.trainers.loop import _restore_generators
+from tests.helpers import assert_same_weights, start, user_environment, wait_for
+
+
+def ppo_arguments(finished_run, output, steps=6):
+    keys = {
+        "ppo.actor": finished_run / "sft" / "model",
+        "ppo.reward_model": finished_run / "reward" / "model",
+        "ppo.steps": steps,
+        "ppo.checkpoint_every": 1,
+    }
+    return ["ppo", "--output", output, *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
+
+
+def kill_at(step, rlhf, finished_run, output, steps):
+    """Run PPO and kill it when it has saved a step."""
+    process = start(rlhf, *ppo_arguments(finished_run, output, steps))
+    wait_for(output / "ppo" / "checkpoints" / f"step-{step:08d}", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
+    rlhf(*ppo_arguments(finished_run, tmp_path / "whole"))
+    kill_at(2, rlhf, finished_run, tmp_path / "killed", steps=6)
+    assert not (tmp_path / "killed" / "ppo" / "stage.json").exists()
+    found = rlhf(*ppo_arguments(finished_run, tmp_path / "killed"), "--resume")
+    assert "resumed after step" in found.stdout
+    log = (tmp_path / "killed" / "ppo" / "console.log").read_text()
+    assert {line for line in found.stdout.splitlines() if line.startswith("ppo: ")} <= set(log.splitlines())
+    assert log.count(" rlhf ppo --output") == 2 and log.index("resumed after step") > log.rindex(" rlhf ppo --output")
+    assert_same_weights(tmp_path / "killed" / "ppo" / "model", tmp_path / "whole" / "ppo" / "model")
+    for folder in ("killed", "whole"):
+        lines = (tmp_path / folder / "ppo" / "metrics.jsonl").read_text().splitlines()
+        assert sum('"policy_loss"' in line for line in lines) == 6
+
+
+def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run, tmp_path):
+    output = tmp_path / "run"
+    arguments = ppo_arguments(finished_run, output, steps=500)
+    process = start(rlhf, *arguments, "--set", "ppo.checkpoint_every=0", "--ranks", 2)
+    wait_for(output / "ppo" / "evaluations.json", process)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    command = f"to continue: rlhf ppo --output {output} --resume --ranks 2"
+    assert errors.splitlines()[-1].endswith(command)
+    assert (output / "ppo" / "console.log").read_text().splitlines()[-1] == errors.splitlines()[-1]
+    (kept,) = (output / "ppo" / "checkpoints").iterdir()
+    assert len(list(kept.glob("state-rank*.pt"))) == 2
+    assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_printed_command(
+    rlhf, finished_run, tmp_path
+):
+    """The kernel sends SIGHUP, and what is written to the terminal from then on is an error."""
+    output = tmp_path / "run"
+    terminal, other = os.openpty()
+    arguments = [*ppo_arguments(finished_run, output, steps=500), "--set", "ppo.checkpoint_every=0"]
+    process = start(rlhf, *arguments, stdin=other, stdout=other, stderr=other, preexec_fn=on_terminal)
+    os.close(other)
+    closing = threading.Event()
+    reader = threading.Thread(target=drain, args=(terminal, closing))  # or the process would wait for a reader
+    reader.start()
+    wait_for(output / "ppo" / "evaluations.json", process)
+    time.sleep(1)
+    closing.set()
+    reader.join()
+    os.close(terminal)
+    assert process.wait(timeout=120) == 130
+    (kept,) = (output / "ppo" / "checkpoints").iterdir()
+    steps = int(kept.name.removeprefix("step-"))
+    found = rlhf("ppo", "--output", output, "--resume", "--set", f"ppo.steps={steps + 1}", recipe=None)
+    assert f"ppo: resumed after step {steps}" in found.stdout
+
+
+def test_a_terminal_that_is_gone_before_anyone_says_so_is_no_error():
+    """What is printed to it is lost; the process goes on and ends as it would have."""
+    script = """
+import os, signal, sys
+terminal, other = os.openpty()
+os.dup2(other, 1), os.dup2(other, 2), os.close(other)
+from rlhf import signals
+from rlhf.reporting.progress import console, progress
+with signals.terminal_that_may_close():
+    console.print("seen")
+    assert b"seen" in os.read(terminal, 1000)
+    os.close(terminal)
+    console.print("lost")
+    with progress(3, "steps") as bar:
+        bar.advance(3)
+    print("lost", file=sys.stderr, flush=True)
+os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True)
+    assert done.returncode == 7, done
+
+
+def on_terminal():
+    """In a process about to be started: standard input is its terminal, of which it hears also under `nohup`."""
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def drain(terminal, closing):
+    while not closing.is_set():
+        if select.select([terminal], [], [], 0.05)[0]:
+            with suppress(OSError):  # nobody is there yet
+                os.read(terminal, 10_000)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(rlhf, tmp_path):
+    output = tmp_path / "run"
+    rising = ["optimizer.learning_rate=1e30", "optimizer.warmup=0.9", "max_steps=8", "checkpoint_every=1"]
+    settings = [part for key in rising for part in ("--set", f"sft.{key}")]
+    found = rlhf("sft", "--output", output, *settings, check=False)
+    assert found.returncode == 2
+    (line,) = found.stderr.strip().splitlines()
+    assert "sft: loss became" in line or "sft: grad_norm became" in line
+    assert "step" in line and "batch" in line and not (output / "sft" / "model").exists()
+    kept = list((output / "sft" / "checkpoints").glob("step-*"))
+    assert len(kept) == 1 and str(kept[0]) in line
+    assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, tmp_path):
+    output = tmp_path / "run"
+    kill_at(1, rlhf, finished_run, output, steps=500)
+    found = rlhf(*ppo_arguments(finished_run, output, steps=500), "--resume", "--ranks", 2, check=False)
+    assert found.returncode == 2 and "resume with --ranks 1" in found.stderr
+
+
+def test_a_stage_is_not_resumed_with_fewer_steps_than_are_done(rlhf, finished_run, tmp_path):
+    output = tmp_path / "run"
+    kill_at(3, rlhf, finished_run, output, steps=500)
+    log = (output / "ppo" / "console.log").read_bytes()
+    found = rlhf("ppo", "--output", output, "--resume", "--set", "ppo.steps=2", recipe=None, check=False)
+    assert found.returncode == 2 and "ppo: training" not in found.stdout
+    assert re.search(r"step-\d+: \d+ steps of ppo are done, and 2 are asked for; ask for \d+ or more", found.stderr)
+    assert json.loads((output / "run.json").read_text())["config"]["ppo"]["steps"] == 500
+    assert (output / "ppo" / "console.log").read_bytes() == log, "a run that is refused changes nothing"
+
+
+def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
+    """The second one in a thread, with another wish for the accelerator."""
+    script = f"""
+import os, threading
+from pathlib import Path
+from rlhf import launch
+from rlhf.config.schema import load_config
+
+def run(name, *overrides, **wishes):
+    keys = ["sft.max_steps=2", "accelerator=cpu", *overrides]
+    config = load_config(Path({str(rlhf.recipe)!r}), [*keys, f"output={tmp_path!s}/{{name}}"])
+    launch.run(config, stages=("sft",), **wishes)
+
+run("first", accelerator="auto")
+assert "RLHF_ACCELERATOR" not in os.environ
+thread = threading.Thread(target=run, args=("second", "accelerator=cpu"))
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True, text=True)
+    assert (tmp_path / "second" / "sft" / "stage.json").exists(), done.stderr
+    assert_same_weights(tmp_path / "first" / "sft" / "model", tmp_path / "second" / "sft" / "model")
+
+
+class Elsewhere:
+    """A backend whose generators have other keys, or another format, than those that a checkpoint holds."""
+
+    def __init__(self, error=None):
+        self.error, self.seeds = error, []
+
+    def rng_state(self):
+        return {"python": 0, "here": 1}
+
+    def set_rng_state(self, state):
+        if self.error:
+            raise self.error
+
+    def seed(self, number):
+        self.seeds.append(number)
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"python": 0, "there": 1}, KeyError("here")),
+        ({"python": 0, "here": 1, "there": 2}, None),
+        ({"python": 0, "here": 1}, RuntimeError("RNG state is wrong size")),
+    ],
+)
+def test_random_numbers_of_another_accelerator_are_seeded_anew_and_not_silently(capsys, state, error):
+    accelerator, world = Elsewhere(error), distributed.World(0, 1)
+    context = StageContext(Config(seed=3), accelerator, None, None, world, None, StageDirectory(Path("x"), "ppo"), None)
+    _restore_generators(context, state, 5)
+    _restore_generators(context, state, 6)
+    assert len(set(accelerator.seeds)) == 2, "a later step does not draw what an earlier one drew"
+    assert "ppo: the checkpoint's random numbers are of another accelerator" in capsys.readouterr().out
+
+
+def test_random_numbers_of_this_accelerator_go_on_silently(capsys):
+    accelerator, world = Elsewhere(), distributed.World(0, 1)
+    context = StageContext(Config(), accelerator, None, None, world, None, StageDirectory(Path("x"), "ppo"), None)
+    _restore_generators(context, {"python": 0, "here": 1}, 5)
+    assert accelerator.seeds == [] and capsys.readouterr().out == ""

@@ -1,0 +1,121 @@
+"""What a person sees of a rollout while PPO trains: whole words, nothing that the terminal would obey."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf.trainers.ppo.samples import Sample, readable, shown
+from tests.helpers import user_environment
+
+
+def printed(sample: Sample, **options: Any) -> str:
+    file = io.StringIO()
+    Console(file=file, width=60, **options).print(shown(sample, "ppo: step 20"))
+    return file.getvalue()
+
+
+def test_a_sample_says_what_was_asked_and_answered_and_what_that_was_worth() -> None:
+    lines = printed(Sample("What is red?", "The plum is.", 1.25, 0.5, 4)).splitlines()
+    assert [re.sub(r" {2,}", " | ", line.strip()) for line in lines] == [
+        "prompt | What is red?",
+        "completion | The plum is.",
+        "ppo: step 20 | score 1.25, KL 0.5, 4 tokens",
+    ]
+
+
+def test_nothing_in_a_text_is_taken_for_markup_or_obeyed_by_the_terminal() -> None:
+    text = "[bold]no[/] \x1b[2J\x07\r\x9b31m \u202e \ud800 :smile: [link=http://x]"
+    found = printed(Sample(text, "", 0, 0, 0), force_terminal=True, color_system=None)
+    for part in ("[bold]no[/]", r"\x1b[2J\x07\r\x9b31m", r"\u202e", r"\ud800", ":smile:"):
+        assert part in found
+    assert not set(found) & set("\x1b\x07\r\x9b\u202e") and "(empty)" in found
+
+
+def test_a_log_file_gets_no_colours() -> None:
+    assert "\x1b" not in printed(Sample("a", "b", 1, 2, 3))
+    assert "\x1b" in printed(Sample("a", "b", 1, 2, 3), force_terminal=True, color_system="standard")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Grüße, 牛 👩‍🚀\n\tx", "Grüße, 牛 👩‍🚀\n\tx"),
+        ("a\n\n\n\n\nb", "a\n\nb"),
+        ("0123456789" * 3, "01234 [... 20 characters ...] 56789"),
+        ("0123456789", "0123456789"),
+    ],
+)
+def test_a_text_stays_readable(text: str, expected: str) -> None:
+    assert readable(text, 10 if "0" in text else 100) == expected
+
+
+def test_samples_stand_in_a_log_and_among_the_records(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
+    keys = {
+        "ppo.actor": finished_run / "sft" / "model",
+        "ppo.reward_model": finished_run / "reward" / "model",
+        "ppo.steps": 4,
+        "ppo.samples_every": 2,
+        "ppo.samples": 2,
+        "output": tmp_path,
+    }
+    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "rlhf", "ppo", "--config", str(rlhf.recipe), *settings]
+    environment = user_environment() | {"PYTHONIOENCODING": "ascii"}  # as of a terminal that knows no other letters
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
+    told = re.findall(r"^ppo: step (\d) +score (\S+), KL (\S+), (\d+) tokens", output, re.M)
+    records = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    texts = [record for record in records if record.get("tag", "").startswith("sample_")]
+    assert [(record["step"], record["tag"]) for record in texts] == [
+        (step, f"sample_{number}") for step in (2, 4) for number in (0, 1)
+    ]
+    assert [step for step, *_ in told] == ["2", "2", "4", "4"]
+    for (_, score, kl, tokens), record in zip(told, texts, strict=True):
+        assert record["text"].endswith(f"\nscore {score}, KL {kl}, {tokens} tokens")
+    assert output.isascii()
+
+
+@pytest.mark.slow
+def test_samples_and_evaluations_stand_above_the_bar_of_a_terminal(
+    rlhf: Any, finished_run: Path, tmp_path: Path
+) -> None:
+    import pty
+
+    keys = {
+        "ppo.actor": finished_run / "sft" / "model",
+        "ppo.reward_model": finished_run / "reward" / "model",
+        "ppo.eval_every": 2,
+        "output": tmp_path,
+    }
+    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update(user_environment())
+        os.execv(sys.executable, [sys.executable, "-m", "rlhf", "ppo", "--config", str(rlhf.recipe), *settings])
+    seen = SimpleNamespace(output=b"")
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        seen.output += part
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.output.decode(errors="replace"))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+    for step in (1, 2, 3):  # steps / 10 is less than one
+        assert any(re.match(rf"ppo: step {step} +score \S+, KL \S+, \d+ tokens$", line) for line in lines)
+    assert any(re.match(r"ppo: after step 2: reward \S+ \(before \S+\), kl ", line) for line in lines)

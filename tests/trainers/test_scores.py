@@ -1,0 +1,170 @@
+"""A completion's score: the weighted sum of what the reward model and the functions say, each kept by its name."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerators import Accelerator, ShapePolicy
+from rlhf.config.data import DataConfig
+from rlhf.config.schema import build_config
+from rlhf.data.batches import Batches, collate_ppo
+from rlhf.data.examples import Prompt
+from rlhf.data.load_sources import read_sources
+from rlhf.data.stage_dataset import load_stage
+from rlhf.engine.engine import Batch
+from rlhf.errors import RewardError
+from rlhf.trainers.ppo.metrics import means, rollout_statistics
+from rlhf.trainers.ppo.scores import Rewards
+from tests.optimum.language import COMPLETIONS, WORDS, Distance, log_probabilities, optimum, prompt, tokenizer
+from tests.optimum.test_optimum import BETA, build
+
+FUNCTIONS = """
+def words(prompt, completion, row): return float(len(completion.split()))
+def echoes(prompt, completion, row): return float(completion.startswith(prompt.split()[0]))
+def exact(prompt, completion, row): return float(completion == row["answer"]) if "answer" in row else -1.0
+def taste(prompt, completion, row): return completion.count("a") - 0.7 * completion.count("c") + 0.3 * len(completion)
+"""
+IDS = torch.tensor([[1, 2, 3, 1, 0], [0, 1, 2, 0, 0], [1, 2, 1, 1, 1], [1, 1, 1, 1, 1]])
+# Completions "c a <end>", "b <end>", "a a a"; the last row fills the batch up. Prompts are of two columns.
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]).float()
+SEQUENCES: Batch = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "action_mask": MASK,
+    "ended": torch.tensor([1.0, 1, 0, 0]),
+}
+MODEL = torch.tensor([1.0, -2.0, 3.0, 99.0])
+EXAMPLES = [prompt(3), prompt(1), prompt(2, 1)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def scores(examples: list[Prompt] = EXAMPLES, **settings: Any) -> Batch:
+    rewards = Rewards(build_config({"ppo": settings}).ppo, tokenizer())
+    return rewards({"scores": MODEL} if settings.get("reward_weight", 1) else {}, SEQUENCES, examples)
+
+
+def test_the_weighted_sum_by_hand(file: Path) -> None:
+    functions = [
+        {"function": f"{file}:words", "weight": 0.5},
+        {"function": f"{file}:echoes", "weight": -2, "name": "e"},
+    ]
+    found = scores(reward_functions=functions, reward_weight=3)
+    assert found["reward_model"].tolist() == MODEL.tolist()
+    assert found["reward/words"].tolist() == [2, 1, 3, 0]
+    assert found["reward/e"].tolist() == [1, 0, 0, 0]
+    assert found["scores"][:3].tolist() == [3 + 1 - 2, -6 + 0.5, 9 + 1.5]
+    assert found["scores"].dtype == torch.float32
+
+
+def test_without_a_model_the_functions_alone(file: Path) -> None:
+    found = scores(reward_functions=[f"{file}:words", {"function": f"{file}:echoes", "weight": 0}], reward_weight=0)
+    assert found["scores"].tolist() == [2, 1, 3, 0] and found["reward/echoes"].tolist() == [1, 0, 0, 0]
+    assert "reward_model" not in found
+
+
+def test_without_functions_the_model_s_score_and_nothing_beside() -> None:
+    found = scores(reward_weight=0.5)
+    assert found.keys() == {"scores"} and torch.equal(found["scores"], MODEL / 2)
+
+
+def test_rows_that_are_missing_do_not_score_0(file: Path) -> None:
+    with pytest.raises(RewardError, match="called with rows of the data, and these sequences came without"):
+        scores(EXAMPLES[:2], reward_functions=f"{file}:words")
+
+
+def test_they_are_recorded_as_means_over_real_rows(file: Path) -> None:
+    scored = scores(reward_functions=[f"{file}:words"])
+    nothing = torch.zeros_like(MASK)
+    scored |= {"log_probs": nothing, "ref_log_probs": nothing, "entropy": nothing}
+    sums = rollout_statistics(scored, SEQUENCES, torch.tensor([True, True, True, False]))
+    found = means({name: float(number) for name, number in sums.items()})
+    assert found["reward/words"] == 2.0
+    assert found["reward_model"] == pytest.approx(2 / 3) and found["reward"] == pytest.approx(2 / 3 + 2)
+
+
+def rows_of(folder: Path, *records: dict[str, Any]) -> dict[str, Prompt]:
+    """By their prompts, the examples that a file of these records gives PPO."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = {"datasets": [{"path": str(path), "stages": ["ppo"]}], "heldout_fraction": 0.5}
+    config = DataConfig.model_validate(values)
+    sources = read_sources(config, ["ppo"], seed=0, records=True)
+    data = load_stage(config, "ppo", tokenizer(), seed=0, sources=sources)
+    return {example.row.text: example for example in (*data.train, *data.heldout) if isinstance(example, Prompt)}
+
+
+def test_a_function_sees_the_columns_of_its_row(file: Path, tmp_path: Path) -> None:
+    found = rows_of(tmp_path, *({"prompt": p, "answer": a} for p, a in {"a b": "c a", "b": "b", "c c": "b"}.items()))
+    examples = [found[text] for text in ("a b", "b", "c c")]
+    assert scores(examples, reward_functions=[f"{file}:exact"], reward_weight=0)["scores"].tolist() == [1, 1, 0, 0]
+
+
+def test_columns_stand_above_what_was_read_in_them(tmp_path: Path) -> None:
+    record = {"prompt": "a b", "chosen": "c", "rejected": "b", "source": "mine", "level": 3}
+    found = rows_of(tmp_path, record, {"prompt": "c", "chosen": "a", "rejected": "b"})
+    read = {"messages": [{"role": "user", "content": "a b"}], "response": "c"}
+    assert found["a b"].row.as_dict() == record | read
+    assert found["c"].row.as_dict()["source"] == "rows.jsonl:2"
+
+
+def test_records_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n')
+    config = DataConfig.model_validate({"datasets": [str(tmp_path / "rows.jsonl")]})
+    kept = [
+        next(iter(read_sources(config, ["ppo"], seed=0, records=records)._read.values())) for records in (False, True)
+    ]
+    assert [rows.rows[0].record for rows in kept] == [{}, {"prompt": "a b", "answer": "c"}]
+    assert kept[0].rows == kept[1].rows and kept[0].fingerprint() == kept[1].fingerprint()
+
+
+@pytest.mark.parametrize("endless", [True, False])
+def test_a_rank_s_examples_are_those_of_its_rows(endless: bool) -> None:
+    """Five prompts in batches of four: the last one is filled up, with rows that are not real or of the next epoch."""
+    prompts = [prompt(*[1] * (number + 1)) for number in range(5)]
+    collate = partial(collate_ppo, policy=ShapePolicy("static"), maximum=5, pad_token_id=0)
+    for rank in range(2):
+        sizes = {"batch_size": 4, "micro_batch_size": 2, "rank": rank, "world_size": 2}
+        batches = Batches(prompts, collate, seed=0, endless=endless, **sizes)
+        for index in range(4):
+            (batch,) = batches.step(index)
+            lengths = batch["prompt_mask"].sum(1)[batch["row_mask"]].tolist()
+            assert [len(example.prompt_ids) for example in batches.share(index)] == lengths
+
+
+def test_each_completion_of_a_prompt_comes_with_its_example(accelerator: Accelerator, tmp_path: Path) -> None:
+    ppo = build(accelerator, tmp_path, {"batch_size": 8, "minibatch_size": 8, "completions_per_prompt": 2}, seed=0)
+    ppo.batches._examples = [prompt(*ids) for ids in ((1,), (2, 3), (3, 3, 3), (3, 1))]  # type: ignore[misc]
+    rows, examples = ppo.prompts(0), ppo.examples(0)
+    found = [ids[mask].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"].bool(), strict=True)]
+    assert found == [example.prompt_ids for example in examples] and len(set(map(tuple, found))) == 4
+
+
+@pytest.mark.slow
+def test_a_function_s_policy_becomes_the_best_one(accelerator: Accelerator, tmp_path: Path, file: Path) -> None:
+    """No reward model: the known optimum of `tests.optimum` for a reward that Python counts."""
+    changes = {"reward_weight": 0, "reward_functions": [f"{file}:taste"]}
+    ppo = build(accelerator, tmp_path, changes, seed=0)
+    texts = [" ".join(WORDS[word] for word in words if word) for words in COMPLETIONS]
+    rewards = torch.tensor(
+        [text.count("a") - 0.7 * text.count("c") + 0.3 * len(text) for text in texts], dtype=torch.float64
+    )
+    best = optimum(log_probabilities(ppo.actor.module), rewards, BETA)
+    before = Distance.between(log_probabilities(ppo.actor.module), best, rewards)
+    assert ppo.reward is None and min(before.forward, before.backward) > 0.5
+    for index in range(ppo.settings.steps):
+        numbers = ppo.step(index)
+    after = Distance.between(log_probabilities(ppo.actor.module), best, rewards)
+    assert max(after.forward, after.backward) < 0.01, (before, after)
+    assert numbers["reward"] == numbers["reward/taste"]

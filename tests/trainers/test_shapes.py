@@ -1,0 +1,129 @@
+"""Under a static shape policy a PPO step runs the same operators on the same shapes, whatever is drawn."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlhf.data.stage_dataset import load_stage
+from rlhf.models.loading import load_causal_lm, load_scalar_head
+from rlhf.trainers.ppo.trainer import PPO, Models
+from tests.in_process import given, stage_context
+
+
+class Operators(TorchDispatchMode):
+    """The (operator, shapes and types of its tensors) that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.seen.add((str(func), tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: Path):
+    def ppo(shapes: str, zero_stage: int = 1, **settings: object) -> PPO:
+        changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
+        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6, **settings}}
+        context = stage_context(accelerator, tmp_path, "ppo", values)
+        config = context.config
+        actor, reference = (load_causal_lm(config.model, tokenizer, attention="sdpa") for _ in range(2))
+        reward = str(finished_run / "reward" / "model")
+        critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
+        data = load_stage(config.data, "ppo", tokenizer, seed=0)
+        return PPO(context, Models(*map(given, (actor, reference, critic, scorer))), tokenizer, data)
+
+    return ppo
+
+
+def end_with(ppo: PPO, part: float) -> None:
+    """Let this part of the vocabulary end a completion; the tensor keeps its shape."""
+    size = len(ppo.tokenizer)
+    ends = torch.where(torch.arange(size) < part * size, torch.arange(size), -1)
+    if len(ppo.decoder.eos_ids) == size:
+        ppo.decoder.eos_ids.copy_(ends)  # sessions have it
+    else:
+        ppo.decoder.eos_ids = ends
+
+
+def lengths(ppo: PPO) -> list[int]:
+    return ppo.experience.action_mask.sum(-1).int().tolist()
+
+
+def steps_of_different_lengths(ppo: PPO) -> list[set[tuple]]:
+    """Operators of a step with mixed lengths, one whose rows stop at once, and one whose rows never stop."""
+    longest = ppo.context.config.data.max_completion_length
+    found = []
+    for index, part in enumerate((0.15, 1.0, 0.0)):
+        end_with(ppo, part)
+        with Operators() as operators:
+            ppo.step(index)
+        found.append(operators.seen)
+        if part == 0.15:
+            assert len(set(lengths(ppo))) > 2
+        else:
+            assert set(lengths(ppo)) == {1 if part else longest}
+    return found
+
+
+@pytest.mark.parametrize(("zero_stage", "rows"), [(0, None), (1, 4), (3, 1)])
+def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage, rows):
+    first, *later = steps_of_different_lengths(build("static", zero_stage, generation_batch_size=rows))
+    assert len(first) > 100
+    for seen in later:
+        assert sorted(map(str, seen - first)) == []
+
+
+def comparisons_by_step(ppo: PPO, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often each step had the ranks compare the order in which they gather weights, as DeepSpeed does anew."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as zero_3
+
+    compared: list[list[int]] = []
+    monkeypatch.setattr(zero_3, "assert_ints_same_as_other_ranks", compared.append)
+    found = []
+    for index in range(steps):
+        compared.clear()
+        ppo.step(index)
+        found.append(len(compared))
+    return found
+
+
+@pytest.mark.parametrize("weights", ["whole", "layerwise"])
+def test_at_zero_3_the_order_of_weights_is_settled_after_two_steps(build, monkeypatch, weights):
+    first, _, *later = comparisons_by_step(build("static", 3, generation_weights=weights), 4, monkeypatch)
+    assert first > 0
+    assert later == [0, 0]
+
+
+def test_dynamic_shapes_do_add_operators(build):
+    """The check above can fail: lengths that follow the data show up as new shapes."""
+    first, *later = steps_of_different_lengths(build("dynamic"))
+    assert any(seen - first for seen in later)
+
+
+def test_a_step_is_the_same_however_its_rollout_is_cut(build, accelerator):
+    """Six rows in parts of four at most, which are two of three."""
+    numbers, held = [], []
+    for rows in (None, 4):
+        ppo = build("static", generation_batch_size=rows)
+        accelerator.seed(0)
+        numbers.append(ppo.step(0))
+        held.append([session.shape[0] for session in ppo.decoder._sessions])
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+    assert held == [[6], [3]]
+
+
+def test_prompts_come_again_where_they_do_not_fill_a_batch(build):
+    """Three prompts in batches of six: every row of every minibatch is a real one."""
+    ppo = build("static")
+    ppo.batches._examples = ppo.batches._examples[:3]
+    numbers = ppo.step(0)
+    assert min(lengths(ppo)) > 0
+    assert numbers["tokens"] == sum(lengths(ppo))
+    assert numbers["response_length"] == pytest.approx(sum(lengths(ppo)) / 6)

@@ -1,0 +1,261 @@
+"""PPO's models on one frozen base: the numbers of four separate ones, in the memory of one, wherever the run lies."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from accelerators.backends.cpu import info as cpu_info
+from rlhf.evaluation.resolve import model_folder
+from rlhf.launchers import local
+from rlhf.trainers import oom, pipeline
+from rlhf.trainers.ppo.trainer import PPO
+from tests.in_process import stage_context
+
+NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
+PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
+RANK = 4
+ROOT = Path(__file__).parents[2]
+BASE = "actor, reference, critic and reward share one frozen base"
+
+
+@pytest.fixture(scope="module")
+def lora_run(rlhf, tmp_path_factory) -> Path:
+    """SFT and a reward model, trained with LoRA; moved since."""
+    output = tmp_path_factory.mktemp("lora") / "run"
+    for stage in ("sft", "reward"):
+        rlhf(stage, "--output", output, "--set", f"lora.rank={RANK}", "--set", "reward.optimizer.learning_rate=0.01")
+    return Path(shutil.move(output, output.with_name("moved")))
+
+
+@pytest.fixture
+def build(accelerator, recipe, lora_run, monkeypatch, capsys):
+    """PPO's models as a run makes them, before its first step; gives PPO, and what was said."""
+
+    def made(precision="fp32", zero_stage=1, roles=None, engine=None, **lora):
+        values = {
+            **recipe,
+            "precision": precision,
+            "engine": {**recipe["engine"], "zero_stage": zero_stage, **(engine or {})},
+            "lora": {"rank": RANK, **lora},
+            "roles": roles or {},
+        }
+        found = []
+        context = stage_context(accelerator, lora_run, "ppo", values)
+
+        def run(context, models, tokenizer, data, judge):
+            found.append(PPO(context, models, tokenizer, data))
+            return {}
+
+        monkeypatch.setattr(pipeline.ppo, "run", run)
+        capsys.readouterr()
+        pipeline._ppo(context)
+        return found[0], capsys.readouterr().out
+
+    return made
+
+
+def modules(ppo):
+    return {name: getattr(model, "module", model) for name, model in ppo.context.models.items()}
+
+
+def first_rollout(ppo):
+    ppo.accelerator.seed(5)
+    (prompts,) = ppo.batches.step(0)
+    sequences = ppo.generate(ppo.accelerator.to_device(prompts))
+    return sequences, ppo.score(sequences)
+
+
+def frozen_base(ppo):
+    """The base's tensors in each model, by their places in memory."""
+    return {
+        name: {
+            parameter.data_ptr()
+            for path, parameter in module.named_parameters()
+            if not parameter.requires_grad and ".lora_" not in path and not path.endswith("score.weight")
+        }
+        for name, module in modules(ppo).items()
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_frozen_weight_of_the_base_is_there_once(build, precision, zero_stage):
+    ppo, said = build(precision, zero_stage)
+    assert f"ppo: {BASE}\n" in said
+    actor, critic, reward = frozen_base(ppo).values()
+    assert actor == critic == reward and len(actor) == 2 * 9 + 2  # of two layers; embeddings and the last norm
+    ppo.step(0)
+    assert frozen_base(ppo) == {"actor": actor, "critic": actor, "reward": actor}
+
+
+def test_four_models_take_one_base_their_adapters_and_two_heads(build, tokenizer):
+    """Counted by hand; at ZeRO 0 and in fp32, where DeepSpeed adds nothing of its own."""
+    ppo, _ = build(zero_stage=0)
+    hidden, middle, keys = 32, 48, 16
+    linear = [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)]
+    linear += [(hidden, middle), (hidden, middle), (middle, hidden)]
+    embeddings = ppo.actor.module.get_input_embeddings().num_embeddings * hidden
+    base = embeddings + 2 * (sum(a * b for a, b in linear) + 2 * hidden) + hidden
+    adapters = 2 * sum(RANK * (a + b) for a, b in linear)
+    parameters = {
+        parameter.data_ptr(): parameter.numel() for module in modules(ppo).values() for parameter in module.parameters()
+    }
+    assert sum(parameters.values()) == base + 3 * adapters + 2 * hidden
+    held = oom.held_by(modules(ppo))
+    rotary = hidden // 4 // 2  # float32 numbers of a table, and of its copy
+    assert held["shared"] == 4 * (base + adapters + 2 * rotary)  # the reward model's adapters are the critic's too
+    assert held["actor"] == 4 * adapters and held["reward"] == 4 * hidden
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_numbers_are_those_of_four_separate_models(build, precision):
+    """In bf16 a separate reward model has its adapters rounded into weights of 8 bits, a shared one has not.
+
+    The policy is the same in either case, to the last bit.
+    """
+    shared, _ = build(precision)
+    apart, said = build(precision, share_base=False)
+    assert "critic" not in said.partition("rows")[0]
+    assert frozen_base(apart)["actor"].isdisjoint(frozen_base(apart)["critic"] | frozen_base(apart)["reward"])
+    (sequences, scored), (same, expected) = first_rollout(shared), first_rollout(apart)
+    assert torch.equal(sequences["input_ids"], same["input_ids"])
+    for key in ("log_probs", "ref_log_probs"):
+        assert torch.equal(scored[key], expected[key])
+    unit = {"fp32": 2.0**-20, "bf16": 2.0**-7}[precision]  # of numbers below 1: a few roundings, of 24 bits or of 8
+    for key in ("values", "scores"):
+        assert expected[key].abs().max() < 1
+        assert (scored[key] - expected[key]).abs().max() <= unit
+    numbers = []
+    for ppo in (shared, apart):
+        ppo.accelerator.seed(5)
+        numbers.append(ppo.step(0))
+    for key, value in numbers[1].items():
+        # Advantages are whitened, which makes as much of a small difference in values as of a large one: gradients.
+        if precision == "fp32" or not (key.endswith("grad_norm") or key == "clip_fraction"):
+            assert numbers[0][key] == pytest.approx(value, rel=1e-3, abs=4 * unit), key
+
+
+def test_a_critic_that_is_trained_whole_shares_nothing_and_the_reward_model_the_actor_s_base(build):
+    ppo, said = build(roles={"actor": {"lora_rank": 8}, "critic": {"lora_rank": 0}})
+    assert "ppo: actor, reference and reward share one frozen base; not more: the critic is trained whole\n" in said
+    bases = frozen_base(ppo)
+    assert bases["critic"] == set() and bases["actor"] == bases["reward"] and len(bases["actor"]) == 20
+    counts = ppo.critic.parameter_counts
+    assert counts["trainable"] == counts["all"]
+    (factor,) = {
+        parameter.shape[0] for name, parameter in ppo.actor.module.named_parameters() if ".lora_A.default" in name
+    }
+    assert factor == 8
+    ppo.step(0)
+    assert all(parameter.grad is None or parameter.requires_grad for parameter in ppo.critic.module.parameters())
+
+
+def test_an_actor_that_is_trained_whole_leaves_the_critic_and_the_reward_model_one_base(build):
+    ppo, said = build(roles={"actor": {"lora_rank": 0}})
+    assert "ppo: critic and reward share one frozen base; not more: the actor is trained whole\n" in said
+    bases = frozen_base(ppo)
+    assert bases["critic"] == bases["reward"] and bases["reference"].isdisjoint(bases["critic"]) and not bases["actor"]
+
+
+def test_with_norms_trained_too_the_reference_is_a_model_on_the_actor_s_base(build):
+    ppo, said = build(also_train=["norms"])
+    assert "ppo: actor, critic, reference and reward share one frozen base\n" in said
+    bases = frozen_base(ppo)
+    assert bases["actor"] < bases["reference"] and len(bases["reference"] - bases["actor"]) == 5
+    sequences, scored = first_rollout(ppo)
+    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    # The reward model was trained without norms: the critic begins with the base's, and trains its own.
+    norms = [modules(ppo)[name].model.model.norm.weight for name in ("critic", "reward")]
+    critic, reward = (norm.detach().clone() for norm in norms)
+    for index in range(2):
+        ppo.step(index)
+    assert not torch.equal(norms[0], critic) and torch.equal(norms[1], reward)
+    after = ppo.score(sequences)
+    assert torch.equal(after["ref_log_probs"], scored["ref_log_probs"])
+    assert (after["log_probs"] - scored["log_probs"]).abs().max() > 1e-3
+    assert torch.equal(after["scores"], scored["scores"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"zero_stage": 3}, "actor and reference share one frozen base; not more: at ZeRO-3 DeepSpeed shards and "),
+        ({"engine": {"frozen": "auto"}, "share_base": False}, None),
+        ({"rank": 0}, None),
+    ],
+)
+def test_what_is_not_shared_is_said(build, settings, line):
+    _, said = build(**settings)
+    assert line in said if line else "share" not in said
+
+
+def test_another_base_is_named(build, lora_run, recipe, model_folder):
+    record = lora_run / "reward" / "adapter" / "base.json"
+    before = record.read_text()
+    record.write_text(before.replace('"fingerprint": "', '"fingerprint": "0'))
+    try:
+        _, said = build()
+    finally:
+        record.write_text(before)
+    there = lora_run.with_name("run") / "sft" / "model"
+    line = f"{lora_run}/reward/model was trained on {there}, and the actor starts from {lora_run}/sft/model"
+    assert f"share one frozen base; not more: {line}\n" in said.replace("ppo: ", "")
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
+    precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.stages import one_base"
+    arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
+    outcome = local.start(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])
+    assert outcome is None, outcome.line
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"rank {rank}")
+        assert set(found.values()) == {(True, True, True)} and len(found) == 3 * len(precisions)
+
+
+def test_quantized_weights_are_there_once_too_and_the_policy_begins_as_the_reference(build):
+    ppo, said = build(engine={"frozen": "int8"})
+    assert (
+        BASE in said and "actor: adapters run beside the weights in rollouts: the frozen weights are quantized" in said
+    )
+    packed = [
+        {buffer.data_ptr() for buffer in module.buffers() if buffer.dtype == torch.int8}
+        for module in modules(ppo).values()
+    ]
+    assert len(packed[0]) == 14 and packed[0] == packed[1] == packed[2]
+    _, scored = first_rollout(ppo)
+    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    ppo.step(0)
+
+
+def test_what_ppo_leaves_is_merged_or_an_adapter_or_both(rlhf, lora_run, tmp_path):
+    def logits(model):
+        with torch.no_grad():
+            return model.eval()(input_ids=torch.arange(2, 12)[None]).logits
+
+    settings = ("--set", f"lora.rank={RANK}", "--set", "reward.optimizer.learning_rate=0.01", "--set", "ppo.steps=1")
+    left = {}
+    for wish in ("both", "adapter"):
+        output = Path(shutil.copytree(lora_run, tmp_path / wish))
+        rlhf("ppo", "--output", output, *settings, "--set", f"lora.save={wish}")
+        left[wish] = {path.name for path in (output / "ppo").iterdir() if path.name in ("model", "adapter")}
+        base = AutoModelForCausalLM.from_pretrained(output / "sft" / "model")
+        left[f"{wish}, loaded"] = logits(PeftModel.from_pretrained(base, output / "ppo" / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "ppo" / "model"))
+    assert left["both"] == {"model", "adapter"} and left["adapter"] == {"adapter"}
+    torch.testing.assert_close(left["both, loaded"], merged)
+    assert torch.equal(left["both, loaded"], left["adapter, loaded"])
+    assert model_folder(tmp_path / "adapter") == tmp_path / "adapter" / "ppo" / "adapter"
+    assert model_folder(tmp_path / "adapter", "sft") == tmp_path / "adapter" / "sft" / "model"
+
+
+def test_a_model_that_later_stages_start_from_is_left_whatever_is_saved(rlhf, tmp_path):
+    said = rlhf("sft", "--output", tmp_path / "run", "--set", "lora.rank=4", "--set", "lora.save=adapter").stdout
+    assert "sft: its model is left beside its adapter: later stages start from it" in said
+    assert all((tmp_path / "run" / "sft" / name).is_dir() for name in ("model", "adapter"))

@@ -1,0 +1,108 @@
+"""Fine-tuning in a process of its own whose perplexity falls until step 7 and rises then, and which may be killed.
+
+`python -m tests.trainers.tuned FOLDER` starts it once for each of `PLACES`, and kills it there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BEST, STEPS = 7, 12
+SETTINGS = {
+    "batch_size": 2,
+    "micro_batch_size": 1,
+    "epochs": 6,
+    "eval_every": 1,
+    "checkpoint_every": 3,
+    "keep": "best(perplexity)",
+    "optimizer": {"learning_rate": 0.03, "warmup": 0, "schedule": "constant"},
+}
+
+
+def tune(accelerator: Any, folder: Path, **changes: Any) -> dict[str, Any]:
+    """The stage's summary; the stage goes on from its newest checkpoint."""
+    from rlhf.data.stage_dataset import StageData
+    from rlhf.reporting.recorder import Recorder
+    from rlhf.runs.directory import RunDirectory
+    from rlhf.runs.stage_directory import step_of
+    from rlhf.trainers import sft
+    from tests.in_process import given, stage_context
+    from tests.optimum import language
+    from tests.trainers.test_stage_numbers import DEMONSTRATIONS, HELDOUT, policy
+
+    data, top = {"max_prompt_length": 3, "max_completion_length": 5}, changes.pop("top", {})
+    values = {"precision": "fp32", "data": data, "sft": SETTINGS | changes} | top
+    place = RunDirectory(folder).stage("sft")
+    latest = place.latest_checkpoint
+    with Recorder(place, resume_step=step_of(latest) if latest else None) as recorder:
+        context = stage_context(accelerator, folder, "sft", values, recorder=recorder)
+        return sft.run(context, given(policy()), language.tokenizer(), StageData(DEMONSTRATIONS, HELDOUT, []))
+
+
+def _kill(*arguments: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _nth(count: int, function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, but `instead` from the `count`-th call on, counted from 1."""
+    calls: list[None] = []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(None)
+        return (function if len(calls) < count else instead)(*arguments)
+
+    return call
+
+
+def _patch(place: str) -> None:
+    from rlhf.trainers import evaluation_schedule, sft, supervised
+
+    if place == "its model is written, and what was found is not":
+        evaluation_schedule.atomic_write_json = _nth(1 + 5, evaluation_schedule.atomic_write_json, _kill)
+    elif place == "a better model is kept than the checkpoint knows":
+        sft.evaluate = _nth(1 + 8, sft.evaluate, _kill)
+    elif place == "a checkpoint is written, and its model is not measured":
+        sft.evaluate = _nth(1 + 6, sft.evaluate, _kill)
+    elif place == "its model is not written, and is the best":
+        supervised.leave = _nth(6, supervised.leave, _kill)
+    else:
+        publish = evaluation_schedule.publish
+        evaluation_schedule.publish = lambda *paths: (publish(*paths), _kill())
+
+
+PLACES = {
+    "its model is written, and what was found is not": (3, 3),
+    "a better model is kept than the checkpoint knows": (3, 6),
+    "a checkpoint is written, and its model is not measured": (3, 6),
+    "its model is not written, and is the best": (7, 7),
+    "the kept model is in its place, and the stage not finished": (3, 12),
+}
+"""Where the process is killed: steps between its checkpoints, and the step of the newest one then."""
+
+
+def main(folder: Path) -> None:
+    import deepspeed  # noqa: F401  # imported once, for all that are forked
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+
+    import accelerators
+    from rlhf.engine import distributed
+
+    for place, (every, _) in PLACES.items():
+        process = os.fork()
+        if process == 0:
+            _patch(place)
+            with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+                tune(accelerator, folder / place, checkpoint_every=every)
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, place
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
