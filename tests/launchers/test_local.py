@@ -195,7 +195,7 @@ def test_a_job_in_the_background_is_heard_and_what_it_ignores_stays_ignored(tmp_
     rank = f"{HEAD}\nopen('{tmp_path}/' + rank, 'w').close()\ntime.sleep(30)"
     script = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
-        f"\nfrom rlhf import ranks\noutcome = ranks.start(2, [sys.executable, '-c', {rank!r}])"
+        f"\nfrom rlhf.launchers import local\noutcome = local.start(2, [sys.executable, '-c', {rank!r}])"
         "\nsys.exit(outcome.code if outcome else 0)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
@@ -224,7 +224,11 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
         "os.rename(path + '.partial', path); time.sleep(60)"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; from rlhf import ranks; ranks.start(2, [sys.executable, '-c', {rank!r}])"]
+        [
+            sys.executable,
+            "-c",
+            f"import sys; from rlhf.launchers import local; local.start(2, [sys.executable, '-c', {rank!r}])",
+        ]
     )
     while not all((tmp_path / str(rank)).exists() for rank in range(2)):
         assert launcher.poll() is None

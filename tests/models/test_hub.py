@@ -74,7 +74,7 @@ def check(home: Path, endpoint: str, *names: str, kind: str = "model", **more: s
     """What `check_hub` gives for each name, and whether libraries are left to ask; all in a process of its own."""
     script = f"""
 import json, sys
-from rlhf import hub
+from rlhf.models import hub
 from rlhf.errors import RLHFError
 hub._SECONDS = 1.0
 said = []
@@ -216,7 +216,7 @@ def test_what_switches_a_hub_off_for_data_sets_is_for_them_alone(hub: Hub, tmp_p
 SWITCHES = """
 import json, sys
 from huggingface_hub import constants
-from rlhf import hub
+from rlhf.models import hub
 from rlhf.errors import RLHFError
 hub._SECONDS = 1.0
 
@@ -324,9 +324,9 @@ def test_libraries_take_the_copy_at_once_and_without_a_word(tmp_path: Path, mode
     """They would try five times, with a line and a longer pause each."""
     remembered(tmp_path, "me/tiny", "model", model_folder)
     script = """
-from rlhf import quiet
+from rlhf.reporting import verbosity
 from rlhf.models.hub import check_hub
-quiet.command(debug=False)
+verbosity.command(debug=False)
 check_hub("me/tiny", "model")
 import time
 from transformers import AutoModelForCausalLM

@@ -129,8 +129,8 @@ def test_chat_with_an_unfinished_run_is_one_line(forks: Forks, tmp_path: Path) -
 
 SPEAKING = """
 import logging, sys, warnings
-from rlhf import quiet
-quiet.command(debug="--debug" in sys.argv)
+from rlhf.reporting import verbosity
+verbosity.command(debug="--debug" in sys.argv)
 warnings.warn("old", FutureWarning)
 for name in ("rlhf.part", "accelerators.part", "library"):
     for level in (logging.DEBUG, logging.WARNING, logging.ERROR):
@@ -160,17 +160,17 @@ def test_warnings_that_a_user_asks_for_are_shown() -> None:
 
 def test_deepspeed_has_nothing_to_say_of_the_device_that_it_would_choose() -> None:
     """It does so while it is imported, on standard output."""
-    done = python("from rlhf import quiet; quiet.command(debug=False); import deepspeed")
+    done = python("from rlhf.reporting import verbosity; verbosity.command(debug=False); import deepspeed")
     assert (done.returncode, done.stdout) == (0, "")
 
 
 LOUD = """
 import os, sys
-from rlhf import quiet
+from rlhf.reporting import verbosity
 if "--host" not in sys.argv:
-    quiet.command(debug="--debug" in sys.argv)
+    verbosity.command(debug="--debug" in sys.argv)
 print("before")
-with quiet.unheard():
+with verbosity.unheard():
     print("printed")
     os.system("echo compiled")
     os.system("echo broken >&2")
@@ -191,10 +191,10 @@ def test_with_debug_and_in_a_program_of_somebody_elses_it_is(who: str) -> None:
 
 def test_a_failure_where_nothing_is_heard_ends_the_silence() -> None:
     code = """
-from rlhf import quiet
-quiet.command(debug=False)
+from rlhf.reporting import verbosity
+verbosity.command(debug=False)
 try:
-    with quiet.unheard():
+    with verbosity.unheard():
         raise RuntimeError
 except RuntimeError:
     print("after")
@@ -205,11 +205,11 @@ except RuntimeError:
 def test_silences_of_two_threads_last_until_the_later_one_ends() -> None:
     code = """
 import os, threading
-from rlhf import quiet
-quiet.command(debug=False)
+from rlhf.reporting import verbosity
+verbosity.command(debug=False)
 entered, left, open_files = threading.Event(), threading.Event(), len(os.listdir("/proc/self/fd"))
 def first():
-    with quiet.unheard(), quiet.unheard():
+    with verbosity.unheard(), verbosity.unheard():
         entered.set()
         second_entered.wait(10)
     left.set()
@@ -217,7 +217,7 @@ second_entered = threading.Event()
 thread = threading.Thread(target=first)
 thread.start()
 entered.wait(10)
-with quiet.unheard():
+with verbosity.unheard():
     second_entered.set()
     left.wait(10)
     print("unasked", flush=True)
@@ -230,8 +230,8 @@ print("after", len(os.listdir("/proc/self/fd")) - open_files)
 def test_what_a_backend_and_deepspeed_print_while_they_are_opened_is_not_heard() -> None:
     code = """
 import os
-from rlhf import quiet
-quiet.command(debug=False)
+from rlhf.reporting import verbosity
+verbosity.command(debug=False)
 import accelerators
 from accelerators.backends.cpu.backend import CPU
 from rlhf.engine import distributed
@@ -257,7 +257,7 @@ import io, logging, os, sys, threading, time
 from pathlib import Path
 import datasets, deepspeed, huggingface_hub, transformers
 from huggingface_hub import constants
-from rlhf import launch
+from rlhf.trainers import run
 from rlhf.config.schema import load_config
 
 loggers = [logging.getLogger(name) for name in (
@@ -289,7 +289,7 @@ def tick():
 thread = threading.Thread(target=tick)
 thread.start()
 try:
-    launch.run(load_config(Path(sys.argv[1]), [f"output={sys.argv[2]}"]), stages=("sft",))
+    run.run(load_config(Path(sys.argv[1]), [f"output={sys.argv[2]}"]), stages=("sft",))
 finally:
     done.set()
     thread.join()

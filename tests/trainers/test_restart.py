@@ -106,7 +106,7 @@ def test_a_terminal_that_is_gone_before_anyone_says_so_is_no_error():
 import os, signal, sys
 terminal, other = os.openpty()
 os.dup2(other, 1), os.dup2(other, 2), os.close(other)
-from rlhf import signals
+from rlhf.utils import signals
 from rlhf.reporting.progress import console, progress
 with signals.terminal_that_may_close():
     console.print("seen")
@@ -174,13 +174,13 @@ def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
     script = f"""
 import os, threading
 from pathlib import Path
-from rlhf import launch
 from rlhf.config.schema import load_config
+from rlhf.trainers.run import run as run_stages
 
 def run(name, *overrides, **wishes):
     keys = ["sft.max_steps=2", "accelerator=cpu", *overrides]
     config = load_config(Path({str(rlhf.recipe)!r}), [*keys, f"output={tmp_path!s}/{{name}}"])
-    launch.run(config, stages=("sft",), **wishes)
+    run_stages(config, stages=("sft",), **wishes)
 
 run("first", accelerator="auto")
 assert "RLHF_ACCELERATOR" not in os.environ

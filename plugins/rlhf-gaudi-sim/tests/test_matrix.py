@@ -51,8 +51,8 @@ two_ranks.main({folder!r}, "hpu", watch)
 """
 LAUNCH = """
 import sys
-from rlhf import ranks
-outcome = ranks.start(2, [sys.executable, "-c", sys.argv[1]])
+from rlhf.launchers import local
+outcome = local.start(2, [sys.executable, "-c", sys.argv[1]])
 sys.exit(outcome.report() if outcome else 0)
 """
 EACH = [replace(point, precision="bf16") for point in POINTS if point.precision == "fp32"]
