@@ -210,7 +210,7 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
 @pytest.mark.slow
 def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
     precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.stages import one_base"
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.trainers import one_base"
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
     outcome = local.start(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])
     assert outcome is None, outcome.line
