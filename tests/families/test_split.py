@@ -1,6 +1,6 @@
 """Families whose layers are split among ranks: the parts together compute what the whole model does.
 
-Ranks are threads here, which wait for one another where processes would call a collective; tests/generation/test_two_ranks
+Ranks are threads here, which wait for one another where processes would call a collective; test_two_ranks
 has processes.
 """
 
