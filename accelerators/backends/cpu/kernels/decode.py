@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelerators.backends.cpu.attention import ATTENTION
 from accelerators.backends.cpu.kernels import compiler, packed
 from accelerators.backends.cpu.kernels.layers import SILU, part, replaced
 from accelerators.types import KernelImpl, Support
@@ -114,8 +115,8 @@ def _layer_obstacle(layer: Any) -> str:
     if (part(attention), part(mlp)) != ("Attention", "MLP") or any(map(replaced, layer.modules())):
         return "a part is not that of its family"
     config = attention.config
-    if config._attn_implementation != attention.ATTENTION:
-        return f"attention is {config._attn_implementation}, not {attention.ATTENTION}"
+    if config._attn_implementation != ATTENTION:
+        return f"attention is {config._attn_implementation}, not {ATTENTION}"
     if config.hidden_act not in SILU:
         return f"its gate is {config.hidden_act}, not silu"
     if any(each._forward_hooks or each._forward_pre_hooks for each in layer.modules() if each is not layer):
