@@ -69,8 +69,7 @@ def anchors(page: Path) -> set[str]:
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of every `rlhf ...` in a page's shell blocks.
 
-    Launchers before it (`srun`, `torchrun -m rlhf`, `run.sh RECIPE`) are left out, and so are comments, redirections and
-    pipes.
+    Launchers before it (`srun`, `torchrun -m rlhf`) are left out, and so are comments, redirections and pipes.
     """
     for block in blocks(page, "bash"):
         for line in _logical_lines(block):

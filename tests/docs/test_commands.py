@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from rlhf.cli.app import app
-from rlhf.config import Config, load_config
+from rlhf.config.schema import Config, load_config
 from tests.docs import pages
 
 KEY = re.compile(rf"(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+(?![\w(])")
