@@ -66,6 +66,29 @@ def cycle(root: Path, *packages: str) -> list[str]:
     return []
 
 
+# From the command line down: a room imports from rooms further down this list and from no other.
+ROOMS = (
+    *("cli", "api", "contrib", "trainers", "evaluation", "memory", "generation", "checkpoint", "data", "engine"),
+    *("models", "reporting", "runs", "losses", "roles", "rewards", "config", "launchers", "utils"),
+)
+LOOSE = {"__init__", "__main__", "errors", "version"}
+
+
+def arrows_up(root: Path) -> list[str]:
+    """Return the imports in `root`/rlhf of a room by one further down `ROOMS`."""
+    paths = [*(root / "rlhf").rglob("*.py")]
+    files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    floors = {room: floor for floor, room in enumerate(ROOMS)}
+    arrows = []
+    for module, path in files.items():
+        room = path.relative_to(root / "rlhf").parts[0].removesuffix(".py")
+        for target in imported(path, root, files):
+            other = [*target.split("."), "__init__"][1]
+            if room not in LOOSE and other not in LOOSE and floors[other] < floors[room]:
+                arrows.append(f"{module} -> {target}")
+    return sorted(arrows)
+
+
 def attributes(tree: ast.AST) -> Iterator[str]:
     """Dotted names in code: `torch.cuda.synchronize` gives itself and each of its beginnings."""
     for node in ast.walk(tree):
@@ -165,6 +188,27 @@ def test_no_files_import_one_another_in_a_ring() -> None:
     assert len(PLUGINS) > 1
     for package in PLUGINS:
         assert not cycle(package.parent, package.name)
+
+
+def test_rooms_are_those_of_the_list_and_nothing_else_is_loose() -> None:
+    folders = {path.name for path in (ROOT / "rlhf").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(ROOMS)
+    assert {path.stem for path in (ROOT / "rlhf").glob("*.py")} == LOOSE
+
+
+def test_rooms_import_downwards() -> None:
+    assert not arrows_up(ROOT)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["from rlhf.trainers import run", "def f():\n    import rlhf.trainers.run", "from ..trainers import run"],
+)
+def test_arrows_up_are_noticed(tmp_path: Path, statement: str) -> None:
+    for name, text in {"trainers/run.py": "", "models/loading.py": statement, "cli/app.py": statement}.items():
+        (tmp_path / "rlhf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "rlhf" / name).write_text(text)
+    assert arrows_up(tmp_path) == ["rlhf.models.loading -> rlhf.trainers.run"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from typing import Any
 from channel import Channel
 
 from rlhf.config.schema import build_config
+from rlhf.engine.select import select
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.run import select
 
 LARGE = 2e9  # parameters; above that, rollouts are those of a policy that is trained by LoRA
 

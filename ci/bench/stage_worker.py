@@ -10,8 +10,8 @@ from typing import Any
 from channel import Channel
 
 from rlhf.config.schema import EMBEDDED_RECIPE, load_config
+from rlhf.engine.select import select
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.run import select
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""An adapter in a folder of its own, as peft writes and reads it: `adapter_config.json`, `adapter_model.safetensors`.
+"""Write LoRA adapters to a folder in peft's format: `adapter_config.json`, `adapter_model.safetensors`.
 
 A trained engine flows in; out comes what training has changed, unmerged: peft's adapters, and beside them the scalar
 head and what else was trained, each as peft keeps modules that are trained whole.
@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from peft import LoraConfig as PeftConfig
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 from rlhf.engine import distributed
+from rlhf.models.adapter_files import WEIGHTS, peft_name
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import TRAINED, peft_config, trained_modules
+from rlhf.models.lora import peft_config, trained_modules
 from rlhf.roles.base_sharing import record_base
 from rlhf.utils.atomic_io import atomic_directory
 
 if TYPE_CHECKING:
-    from rlhf.engine.engine import TrainingEngine
+    from peft import LoraConfig
 
-_PREFIX = "base_model.model."  # what peft wraps a model in
-_WEIGHTS = "adapter_model.safetensors"
+    from rlhf.engine.engine import TrainingEngine
 
 
 def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: str | None = None) -> None:
@@ -47,32 +45,14 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: s
         if main:
             host = engine.accelerator.host_device()
             # Tied weights are one tensor with two names; safetensors takes no tensor twice.
-            tensors = {_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
+            tensors = {peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
             with atomic_directory(path) as folder:
-                save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+                save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
                 _config(model, engine, base).save_pretrained(str(folder))
                 record_base(folder, base, merged)
 
 
-def read_config(path: Path) -> PeftConfig:
-    """What peft is told of the adapter at `path`; modules that were trained whole are ordinary ones to it."""
-    config = PeftConfig.from_pretrained(str(path))
-    config.modules_to_save, config.bias, config.inference_mode = None, "none", False
-    return config
-
-
-def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of the adapter at `path` as a model has them whose adapters are called `name`."""
-    found = load_file(path / _WEIGHTS)
-    return {
-        key.removeprefix(_PREFIX)
-        .replace(".lora_A.weight", f".lora_A.{name}.weight")
-        .replace(".lora_B.weight", f".lora_B.{name}.weight"): tensor
-        for key, tensor in found.items()
-    }
-
-
-def _config(model: Any, engine: TrainingEngine, base: str | None) -> PeftConfig:
+def _config(model: Any, engine: TrainingEngine, base: str | None) -> LoraConfig:
     lora = engine.holding.lora
     config = peft_config(model, lora)
     config.task_type = "SEQ_CLS" if engine.holding.role.scalar_head else "CAUSAL_LM"
@@ -81,10 +61,6 @@ def _config(model: Any, engine: TrainingEngine, base: str | None) -> PeftConfig:
     config.bias = "all" if "biases" in lora.also_train else "none"
     config.inference_mode = True
     return config
-
-
-def _peft_name(name: str) -> str:
-    return _PREFIX + name.replace(f".{TRAINED}.", ".")
 
 
 @contextmanager

@@ -142,6 +142,7 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
+    from rlhf.engine.select import select
     from rlhf.launchers import local, multinode
     from rlhf.trainers import preflight
     from rlhf.trainers import run as launch
@@ -157,7 +158,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         # What is wrong with the command line shows here, once, and not on every rank.
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
-            launch.select(config, options.accelerator)
+            select(config, options.accelerator)
             ending = Ending(RunDirectory(config.output), stages)
             _end(local.start(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
@@ -175,6 +176,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
 
 def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks, those of the other machines beside them. The first machine checks the run for all."""
+    from rlhf.engine.select import select
     from rlhf.launchers import local, multinode
     from rlhf.trainers import preflight
     from rlhf.trainers import run as launch
@@ -189,7 +191,7 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
         wishes = {"resume": options.resume, "overwrite": options.overwrite}
         try:
             pending = preflight.check(config, stages, count * machine.count, **wishes)
-            launch.select(config, options.accelerator)
+            select(config, options.accelerator)
         except USER_ERRORS as error:
             with suppress(*USER_ERRORS, FailedElsewhere):
                 multinode.meet(machine, count, timeout, refusal=Outcome.brief(error))

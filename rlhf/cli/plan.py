@@ -96,10 +96,10 @@ def _where(config: Config, options: Options, devices: int, memory: str | None, h
             )
         return environment.described(config, devices, environment.parse_bytes(memory, "--memory"), given)
     from accelerators import stdout_to_stderr
-    from rlhf.trainers import run
+    from rlhf.engine.select import select
 
     with stdout_to_stderr():  # a device's software may print as it likes
-        accelerator = run.select(config, options.accelerator).create()
+        accelerator = select(config, options.accelerator).create()
         accelerator.bind(0)
         return environment.found(accelerator, config, devices, local=devices)
 

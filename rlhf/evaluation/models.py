@@ -52,17 +52,17 @@ class Device:
             AcceleratorError: no backend can be chosen, or it lacks the precision.
             ConfigError: it lacks an implementation that `engine.kernels` names.
         """
+        from rlhf.engine.select import choose_kernels, select
         from rlhf.reporting import verbosity
-        from rlhf.trainers import run
 
-        selection = run.select(config, accelerator)
+        selection = select(config, accelerator)
         from accelerators import ShapePolicy, stdout_to_stderr
 
         with stdout_to_stderr():  # a device's software may print as it likes
             made = selection.create()
             made.bind(0)
             made.seed(config.seed)
-            run.choose_kernels(config, made)
+            choose_kernels(config, made)
         verbosity.libraries()
         named = config.engine.shapes
         shapes = made.shape_policy() if named == "auto" else ShapePolicy(named)

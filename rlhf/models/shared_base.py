@@ -15,9 +15,9 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from rlhf.checkpoint import adapters
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
+from rlhf.models import adapter_files
 from rlhf.models.loading import empty
 from rlhf.models.lora import FROZEN, TRAINED, inject, plain_name
 from rlhf.models.weight_loading import remember, source_of
@@ -78,8 +78,8 @@ def on_base(
     model = empty(base.model.config, config, attention=attention, scalar_head=scalar_head)
     own: Mapping[str, Tensor] = {}
     if adapter:
-        inject(model, FROZEN, adapters.read_config(adapter))
-        own = {_place(model, name): tensor for name, tensor in adapters.read_tensors(adapter, FROZEN).items()}
+        inject(model, FROZEN, adapter_files.read_config(adapter))
+        own = {_place(model, name): tensor for name, tensor in adapter_files.read_tensors(adapter, FROZEN).items()}
     graft(model, base, own)
     return model.requires_grad_(False)
 

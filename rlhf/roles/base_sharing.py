@@ -7,20 +7,17 @@ the weights are shared is `rlhf.models.shared_base`'s.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL
 from rlhf.roles.roles import Holding, Name, holdings
 from rlhf.utils.atomic_io import atomic_write_json, read_json
-
-if TYPE_CHECKING:
-    from rlhf.runs.directory import RunDirectory
 
 ADAPTER = "adapter"
 """The folder of a stage's adapter, beside that of its model."""
@@ -73,7 +70,7 @@ def foreseen(config: Config, held: Mapping[Name, Holding]) -> Sharing:
     return _decide(config, held, lambda: _would_be_apart(config, STAGES, None), Path())
 
 
-def check(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> None:
+def check(config: Config, pending: Sequence[Stage], model_of: Callable[[Stage, str], str]) -> None:
     """Refuse what is asked of the frozen weights under LoRA and cannot be: one base for all, merging quantized ones.
 
     Raises:
@@ -87,7 +84,7 @@ def check(config: Config, pending: Sequence[Stage], directory: RunDirectory) -> 
             f"lora.merge: true, but the actor's frozen weights are {held['actor'].engine.frozen}, to which nothing can "
             "be added; leave it at auto, or set roles.actor.frozen=auto"
         )
-    _granted(config, _decide(config, held, lambda: _would_be_apart(config, pending, directory), Path()))
+    _granted(config, _decide(config, held, lambda: _would_be_apart(config, pending, model_of), Path()))
 
 
 def adapter_of(model: str) -> Path:
@@ -185,8 +182,10 @@ def _apart(actor: str, reward: str) -> tuple[str, str]:
     return why, "start both from the same model"
 
 
-def _would_be_apart(config: Config, pending: Sequence[Stage], directory: RunDirectory | None) -> tuple[str, str]:
-    """As `_apart`, of stages that are still to be run; what others left is in `directory`."""
+def _would_be_apart(
+    config: Config, pending: Sequence[Stage], model_of: Callable[[Stage, str], str] | None
+) -> tuple[str, str]:
+    """Predict `_apart` for stages that have not run; `model_of` returns the model of a finished stage."""
     values = config.model_dump()
     actor, reward = ACTOR, REWARD_MODEL
     before = REWARD
@@ -204,9 +203,9 @@ def _would_be_apart(config: Config, pending: Sequence[Stage], directory: RunDire
     if actor.named(values) is None and "sft" in pending:
         return "the reward model is trained before the model that the actor starts from", "train it anew"
     mine, theirs = actor.named(values), reward.named(values)
-    if directory:
-        mine = mine or directory.model_of("sft", actor.key)
-        theirs = theirs or directory.model_of("reward", reward.key)
+    if model_of:
+        mine = mine or model_of("sft", actor.key)
+        theirs = theirs or model_of("reward", reward.key)
     assert mine and theirs  # named, where every stage is still to be run
     return _apart(mine, theirs)
 

@@ -96,7 +96,7 @@ def check(
             check_rewards(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
-    base_sharing.check(config, pending, directory)
+    base_sharing.check(config, pending, directory.model_of)
     values = config.model_dump()
     for stage in pending:
         for start in starts(values, stage):

@@ -1,15 +1,13 @@
 """From a configuration to a running pipeline: what can be checked is checked, the accelerator chosen, stages run.
 
-`run` works in this process, alone or as one rank of those that a launcher (`rlhf.launchers.local`, torchrun)
-started. It may
-be called again, and from any thread.
+`run` works in this process, alone or as one rank of those that a launcher (`rlhf.launchers.local`, torchrun) started.
+It may be called again, and from any thread.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from rlhf.config.schema import STAGES, Config, Stage
+from rlhf.engine.select import choose_kernels, select
 from rlhf.errors import ConfigError, RunError
 from rlhf.models import hub
 from rlhf.reporting.progress import console
@@ -120,24 +119,6 @@ class Request:
     dry_run: bool
 
 
-def select(config: Config, accelerator: str | None = None) -> Selection:
-    """Choose the backend and set the environment that it and DeepSpeed want, before torch is imported.
-
-    Raises:
-        AcceleratorError: no backend can be chosen; the message says why.
-    """
-    import accelerators
-
-    selection = accelerators.select(accelerator, config.accelerator)
-    selection.export(os.environ, config.model_dump(mode="json"))
-    # DeepSpeed compiles with the `ninja` of this environment, which need not be activated.
-    programs = str(Path(sys.executable).parent)
-    path = os.environ.get("PATH", "")
-    if programs not in path.split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join(filter(None, [programs, path]))
-    return selection
-
-
 @contextmanager
 def _opened(
     config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
@@ -170,21 +151,6 @@ def _opened(
         if not request.dry_run:
             _check_shared(directory)
         yield config, accelerator
-
-
-def choose_kernels(config: Config, accelerator: Accelerator) -> None:
-    """Make the accelerator use the implementations that `engine.kernels` names.
-
-    Raises:
-        ConfigError: it has none of that name.
-    """
-    from accelerators import AcceleratorError
-
-    for operation, name in config.engine.kernels.items():
-        try:
-            accelerator.choose(operation, name)
-        except AcceleratorError as error:
-            raise ConfigError(f"engine.kernels.{error}") from error
 
 
 def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:

@@ -8,10 +8,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.checkpoint.adapters import read_config, read_tensors, save_adapter
+from rlhf.checkpoint.adapters import save_adapter
 from rlhf.checkpoint.export import save_model
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
+from rlhf.models.adapter_files import read_config, read_tensors
 from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import FROZEN, add_adapters

@@ -85,12 +85,12 @@ def test_the_backend_is_chosen_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     script = f"""
 import sys
-from rlhf.trainers import run
+from rlhf.engine import select as selection
 from rlhf.cli.app import app
 def select(*arguments):
     print(sorted({{"torch", "transformers", "deepspeed"}} & set(sys.modules)))
     sys.exit()
-run.select = select
+selection.select = select
 app(["chat", {str(tmp_path)!r}])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, stdin=subprocess.DEVNULL)

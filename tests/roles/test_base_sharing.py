@@ -138,8 +138,8 @@ def test_one_base_that_is_a_must_is_refused_before_anything_is_loaded(tmp_path, 
     lora = {"rank": 4, **values.get("lora", {}), "share_base": True}
     config = build_config({**values, "lora": lora, "output": str(tmp_path)})
     if words is None:
-        check(config, PENDING, RunDirectory(tmp_path))
+        check(config, PENDING, RunDirectory(tmp_path).model_of)
         return
     with pytest.raises(ConfigError, match=r"^lora\.share_base: true, but ") as caught:
-        check(config, PENDING, RunDirectory(tmp_path))
+        check(config, PENDING, RunDirectory(tmp_path).model_of)
     assert words in str(caught.value) and "\n" not in str(caught.value)

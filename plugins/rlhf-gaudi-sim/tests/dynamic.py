@@ -38,8 +38,8 @@ def spoil(loss: Callable[..., Any], faults: list[str]) -> Callable[..., Any]:
 
 def main(recipe: str, output: str, *faults: str) -> None:
     from rlhf.config.schema import load_config
+    from rlhf.engine.select import select
     from rlhf.runs.directory import RunDirectory
-    from rlhf.trainers.run import select
 
     config = load_config(Path(recipe), [f"output={output}", "precision=bf16", "engine.zero_stage=2"])
     selection = select(config, "hpu")

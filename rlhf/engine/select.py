@@ -1,0 +1,47 @@
+"""Choose the accelerator and its kernels for a run. Loads neither torch nor DeepSpeed: the choice comes first."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.schema import Config
+from rlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator, Selection
+
+
+def select(config: Config, accelerator: str | None = None) -> Selection:
+    """Choose the backend and set the environment that it and DeepSpeed want, before torch is imported.
+
+    Raises:
+        AcceleratorError: no backend can be chosen; the message says why.
+    """
+    import accelerators
+
+    selection = accelerators.select(accelerator, config.accelerator)
+    selection.export(os.environ, config.model_dump(mode="json"))
+    # DeepSpeed compiles with the `ninja` of this environment, which need not be activated.
+    programs = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [programs, path]))
+    return selection
+
+
+def choose_kernels(config: Config, accelerator: Accelerator) -> None:
+    """Make the accelerator use the implementations that `engine.kernels` names.
+
+    Raises:
+        ConfigError: it has none of that name.
+    """
+    from accelerators import AcceleratorError
+
+    for operation, name in config.engine.kernels.items():
+        try:
+            accelerator.choose(operation, name)
+        except AcceleratorError as error:
+            raise ConfigError(f"engine.kernels.{error}") from error
