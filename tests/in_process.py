@@ -11,7 +11,7 @@ from rlhf.data.records import Message, Row
 from rlhf.engine import distributed
 from rlhf.models.lora import plain_name
 from rlhf.reporting.recorder import Recorder
-from rlhf.roles.roles import Holding, holdings
+from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.oom import held_by
@@ -62,13 +62,13 @@ def scalar_llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
 
 def given(model: Any) -> Any:
     """A loader that gives `model`."""
-    return lambda holding: model
+    return lambda placement: model
 
 
-def held(zero_stage: int = 0, *, trained: bool = True, **engine: Any) -> Holding:
+def make_placement(zero_stage: int = 0, *, trained: bool = True, **engine: Any) -> ModelPlacement:
     """How a model is held at `zero_stage`, its parameters all sharded at ZeRO-3."""
     config = build_config({"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0, **engine}})
-    return holdings(config, "sft")["sft"] if trained else holdings(config, "ppo")["reward"]
+    return model_placements(config, "sft")["sft"] if trained else model_placements(config, "ppo")["reward"]
 
 
 def bytes_held(model: Any, place: Any = None) -> int:

@@ -85,9 +85,9 @@ def measure(arguments: argparse.Namespace) -> int:
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
     from rlhf.models.zero3_loading import shards
-    from rlhf.roles.roles import holdings
+    from rlhf.roles.roles import model_placements
 
-    held = holdings(build_config({"engine": {"zero_stage": 3}}), "ppo")
+    held = model_placements(build_config({"engine": {"zero_stage": 3}}), "ppo")
     models: list[Any] = []
     with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
         precision = accelerator.precision("bf16")
@@ -99,20 +99,20 @@ def measure(arguments: argparse.Namespace) -> int:
         gc.collect()
         before = status("VmRSS")
         for role in arguments.roles:
-            holding = held[role]
-            load = load_scalar_head if holding.role.scalar_head else load_causal_lm
+            placement = held[role]
+            load = load_scalar_head if placement.role.scalar_head else load_causal_lm
             model = load(
                 ModelConfig(),
                 tokenizer,
                 attention="sdpa",
-                path=paths["scalar" if holding.role.scalar_head else "causal"],
-                put=shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype),
+                path=paths["scalar" if placement.role.scalar_head else "causal"],
+                put=shards(deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype),
             )
             size = sum(parameter.ds_numel for parameter in model.parameters())
             numbers += 2 * size
-            model = ScalarHead(model) if holding.role.scalar_head else model
-            common = {"accelerator": accelerator, "precision": precision, "holding": holding}
-            if not holding.role.trained:
+            model = ScalarHead(model) if placement.role.scalar_head else model
+            common = {"accelerator": accelerator, "precision": precision, "placement": placement}
+            if not placement.role.trained:
                 model = freeze(model, **common)
             elif arguments.engines:
                 settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "micro_batch_size": 1, "accumulation": 1}

@@ -142,7 +142,7 @@ def make_ppo(context: Any, work: dict[str, Any]) -> Any:
     tokenizer, policy, scalar = loaders(context, work)
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")
     prompts = [Prompt(ids, row) for ids in work["prompts"]]
-    models = Models(*(lambda holding, load=load: load() for load in (policy, policy, scalar, scalar)))
+    models = Models(*(lambda placement, load=load: load() for load in (policy, policy, scalar, scalar)))
     return PPO(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
 
 
@@ -166,7 +166,7 @@ def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], 
     kind = Demonstration if work["stage"] == "sft" else Pair
     examples = [kind(*ids, row) for ids in work["rows"]]
     stage, load = (sft, policy) if work["stage"] == "sft" else (reward, scalar)
-    stage.run(context, lambda holding: load(), tokenizer, StageData(train=examples, heldout=examples, reports=[]))
+    stage.run(context, lambda placement: load(), tokenizer, StageData(train=examples, heldout=examples, reports=[]))
 
 
 def loaders(context: Any, work: dict[str, Any]) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:

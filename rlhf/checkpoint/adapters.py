@@ -53,9 +53,9 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: s
 
 
 def _config(model: Any, engine: TrainingEngine, base: str | None) -> LoraConfig:
-    lora = engine.holding.lora
+    lora = engine.placement.lora
     config = peft_config(model, lora)
-    config.task_type = "SEQ_CLS" if engine.holding.role.scalar_head else "CAUSAL_LM"
+    config.task_type = "SEQ_CLS" if engine.placement.role.scalar_head else "CAUSAL_LM"
     config.base_model_name_or_path = base
     config.modules_to_save = trained_modules(model) or None
     config.bias = "all" if "biases" in lora.also_train else "none"

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
-    from rlhf.roles.roles import Holding
+    from rlhf.roles.roles import ModelPlacement
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def describe(held: Iterable[Holding], accelerator: Accelerator) -> str:
+def describe(held: Iterable[ModelPlacement], accelerator: Accelerator) -> str:
     """One line about what waits on the host in a stage; empty where nothing does."""
     held = list(held)
     parts = {
-        "the optimizers": [holding.role.name for holding in held if holding.offloads_optimizer],
-        "the weights": [holding.role.name for holding in held if holding.offloads_parameters],
+        "the optimizers": [placement.role.name for placement in held if placement.offloads_optimizer],
+        "the weights": [placement.role.name for placement in held if placement.offloads_parameters],
     }
     said = " and ".join(f"{what} of {', '.join(names)}" for what, names in parts.items() if names)
     if said and accelerator.host_device() == accelerator.device():

@@ -20,7 +20,7 @@ from rlhf.config.validation_errors import explained
 from rlhf.engine import distributed
 from rlhf.errors import ConfigError
 from rlhf.reporting import verbosity
-from rlhf.roles.roles import Holding
+from rlhf.roles.roles import ModelPlacement
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
@@ -156,7 +156,7 @@ def check_disk(config: Config, accelerator: Accelerator) -> None:
 
 
 def deepspeed_config(
-    holding: Holding,
+    placement: ModelPlacement,
     accelerator: Accelerator,
     precision: Precision,
     micro_batch_size: int,
@@ -172,53 +172,53 @@ def deepspeed_config(
     ours = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": _zero(holding, accelerator, trained),
+        "zero_optimization": _zero(placement, accelerator, trained),
         # AdamW of the accelerator's choice, on the host too.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
-        **_float32_sums(holding, precision, accumulation),
-        **_numbers(holding, precision),
+        **_float32_sums(placement, precision, accumulation),
+        **_numbers(placement, precision),
     }
-    own = _named_as_deepspeed_writes(holding.engine.deepspeed)
+    own = _named_as_deepspeed_writes(placement.engine.deepspeed)
     for section in ("offload_optimizer", "offload_param"):  # a section alone would turn it on
         if section not in ours["zero_optimization"]:
             own.get("zero_optimization", {}).pop(section, None)
     return _merged(ours, own)
 
 
-def _zero(holding: Holding, accelerator: Accelerator, trained: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": holding.zero_stage}
+def _zero(placement: ModelPlacement, accelerator: Accelerator, trained: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": placement.zero_stage}
     if trained:
-        zero["reduce_bucket_size"] = holding.bucket(trained)
+        zero["reduce_bucket_size"] = placement.bucket(trained)
     place: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
-    if holding.zero_stage == 3 and holding.engine.nvme is not None:
+    if placement.zero_stage == 3 and placement.engine.nvme is not None:
         # DeepSpeed numbers a model's files anew for each model.
-        folder = holding.engine.nvme / f"{holding.stage}-{holding.role.name}"
+        folder = placement.engine.nvme / f"{placement.stage}-{placement.role.name}"
         place |= {"device": "nvme", "nvme_path": str(folder)}
-    if holding.offloads_optimizer:
+    if placement.offloads_optimizer:
         zero["offload_optimizer"] = place
-    if holding.zero_stage < 3:
+    if placement.zero_stage < 3:
         return zero
-    if holding.offloads_parameters:
+    if placement.offloads_parameters:
         zero["offload_param"] = dict(place)
-    threshold = zero["stage3_param_persistence_threshold"] = holding.engine.zero_persistence_threshold
+    threshold = zero["stage3_param_persistence_threshold"] = placement.engine.zero_persistence_threshold
     if threshold == 0:  # shard all of a small model: keep nothing gathered
         names = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
         zero |= {f"stage3_{name}": 0 for name in names}
     return zero
 
 
-def _numbers(holding: Holding, precision: Precision) -> dict[str, Any]:
+def _numbers(placement: ModelPlacement, precision: Precision) -> dict[str, Any]:
     """What to compute in, and how the loss is scaled where gradients could vanish."""
-    found, window = precision.deepspeed_config(), holding.engine.loss_scale_window
+    found, window = precision.deepspeed_config(), placement.engine.loss_scale_window
     if precision.loss_scaling and window is not None:
         found[precision.name] = {**found[precision.name], "loss_scale_window": window}
     return found
 
 
-def _float32_sums(holding: Holding, precision: Precision, accumulation: int) -> dict[str, Any]:
+def _float32_sums(placement: ModelPlacement, precision: Precision, accumulation: int) -> dict[str, Any]:
     """Add bf16 gradients of ranks in float32, and those of micro-batches too where gradients are sharded (ZeRO 2, 3).
 
     With 8 bits, every part that is added costs digits. Below ZeRO 2, DeepSpeed 0.19 adds micro-batches up in the
@@ -227,7 +227,7 @@ def _float32_sums(holding: Holding, precision: Precision, accumulation: int) -> 
     if precision.name != "bf16":
         return {}
     over_ranks = {"communication_data_type": "fp32"} if distributed.world().size > 1 else {}
-    if accumulation == 1 or holding.zero_stage < 2:
+    if accumulation == 1 or placement.zero_stage < 2:
         return over_ranks
     return over_ranks | {"data_types": {"grad_accum_dtype": "fp32"}}
 

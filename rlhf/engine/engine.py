@@ -30,7 +30,7 @@ from rlhf.models import quantized
 from rlhf.models.placement import place, place_buffers
 from rlhf.models.weight_loading import forget
 from rlhf.reporting import verbosity
-from rlhf.roles.roles import Holding
+from rlhf.roles.roles import ModelPlacement
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
@@ -54,7 +54,7 @@ class TrainingEngine:
         *,
         accelerator: Accelerator,
         precision: Precision,
-        holding: Holding,
+        placement: ModelPlacement,
         optimizer: OptimizerConfig,
         total_steps: int,
         micro_batch_size: int,
@@ -62,12 +62,12 @@ class TrainingEngine:
     ) -> None:
         self.name = name
         self.accelerator = accelerator
-        self.holding = holding
+        self.placement = placement
         self.optimizer_config = optimizer
-        self._adapter_factor = adapter_factor(optimizer, holding.lora)
+        self._adapter_factor = adapter_factor(optimizer, placement.lora)
         self.total_steps = total_steps
         self.left_out = 0  # steps of the schedule that were not taken
-        self.zero_stage = holding.zero_stage
+        self.zero_stage = placement.zero_stage
         self.precision = precision
         self.ema: EMA | None = None
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
@@ -83,7 +83,7 @@ class TrainingEngine:
         place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
         # Where the optimizer's state waits on the host, its step is taken there too.
-        on_host = holding.offloads_optimizer
+        on_host = placement.offloads_optimizer
         adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
         with verbosity.unheard():  # operators that DeepSpeed compiles
             self.engine, *_ = deepspeed.initialize(
@@ -96,7 +96,7 @@ class TrainingEngine:
                     eps=optimizer.eps,
                 ),
                 config=deepspeed_config(
-                    holding,
+                    placement,
                     accelerator,
                     precision,
                     micro_batch_size,
@@ -141,7 +141,7 @@ class TrainingEngine:
     def rates(self) -> dict[str, float]:
         """Learning rates of the next step, by the names under which they are recorded."""
         rate = self.scheduled_rate
-        adapters = {"lora_learning_rate": self._adapter_factor * rate} if self.holding.lora.rank else {}
+        adapters = {"lora_learning_rate": self._adapter_factor * rate} if self.placement.lora.rank else {}
         return {"learning_rate": rate} | adapters
 
     def train(self) -> None:
@@ -279,7 +279,7 @@ def _hooks_off(offload: Any) -> Iterator[None]:
 
 
 def freeze(
-    model: nn.Module, *, accelerator: Accelerator, precision: Precision, holding: Holding, shared: bool = False
+    model: nn.Module, *, accelerator: Accelerator, precision: Precision, placement: ModelPlacement, shared: bool = False
 ) -> nn.Module:
     """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3.
 
@@ -291,9 +291,9 @@ def freeze(
     model.requires_grad_(False).eval()
     forget(model)
     fuse_layers(model, accelerator)
-    if holding.zero_stage < 3 and holding.offloads_parameters:
+    if placement.zero_stage < 3 and placement.offloads_parameters:
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
-    if holding.zero_stage < 3:
+    if placement.zero_stage < 3:
         place(model, accelerator.device(), precision.dtype)
         if not shared and (prepare := accelerator.kernel("inference_weights")):
             # Not the output layer: its product may be made in parts, together with what is made of it.
@@ -301,7 +301,7 @@ def freeze(
         return model
     place_buffers(model, accelerator.device())
     frozen, *_ = deepspeed.initialize(
-        model=model, config=deepspeed_config(holding, accelerator, precision, micro_batch_size=1, accumulation=1)
+        model=model, config=deepspeed_config(placement, accelerator, precision, micro_batch_size=1, accumulation=1)
     )
     frozen.eval()
     return frozen

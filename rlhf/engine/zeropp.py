@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.schema import EVERY_STAGE, Config
 from rlhf.errors import ConfigError
 from rlhf.reporting import verbosity
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -35,7 +35,9 @@ def check(config: Config, ranks: int) -> None:
                 f"{what}: DeepSpeed 0.19 quantizes weights as it shards them, before adapters freeze any, and fails in "
                 "bf16 and on one rank; leave it out, or set engine.frozen=int8 and engine.zero_stage=2"
             )
-        if all(held.zero_stage < 3 for stage in EVERY_STAGE for held in holdings(config, stage).values()):
+        if all(
+            placement.zero_stage < 3 for stage in EVERY_STAGE for placement in model_placements(config, stage).values()
+        ):
             raise ConfigError(
                 f"{what}: is for ZeRO-3, and no model is held so; set engine.zero_stage=3, or leave it out"
             )

@@ -47,7 +47,7 @@ def _weights(engine: TrainingEngine, team: Alone | None) -> Iterator[nn.Module]:
     elif isinstance(team, InStep):
         yield engine.module
     else:
-        memory, lora = engine.accelerator.memory().total, engine.holding.lora
+        memory, lora = engine.accelerator.memory().total, engine.placement.lora
         with engine.whole_weights() as module, adapters_for_rollout(module, lora, memory):
             yield module
 

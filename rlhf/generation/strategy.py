@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.config.schema import Config, PPOConfig
 from rlhf.errors import ConfigError
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from rlhf.utils.process_info import here
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check(config: Config, ranks: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    ppo, actor = config.ppo, holdings(config, "ppo")["actor"]
+    ppo, actor = config.ppo, model_placements(config, "ppo")["actor"]
     mode, among = ppo.generation_weights, ppo.tensor_parallel
     if among and mode not in ("auto", "tensor_parallel"):
         raise ConfigError(
@@ -138,7 +138,7 @@ def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
     accelerator = engine.accelerator
     memory = accelerator.memory()
     shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
-    merged, _ = merges(engine.module, engine.holding.lora, memory.total)
+    merged, _ = merges(engine.module, engine.placement.lora, memory.total)
     weights = 0
     for name, weight in engine.module.named_parameters():
         copies = 2 if merged and name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept

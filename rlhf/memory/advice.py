@@ -139,7 +139,7 @@ def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> It
     if "ppo" in stages and share > 1:
         for rows in _parts(config.ppo.generation_batch_size or share):
             yield Change({"ppo.generation_batch_size": rows}, f"rollouts in parts of {rows} rows; the same samples")
-    besides = "dpo" in stages and "reference" in roles.holdings(config, "dpo")
+    besides = "dpo" in stages and "reference" in roles.model_placements(config, "dpo")
     if besides:
         yield Change({"dpo.reference": "precomputed"}, "one pass over the pairs before training; the same numbers")
     for smaller in _smaller_micro_batches(config, stages, around):

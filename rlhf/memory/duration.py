@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.memory.model_state import Model
-from rlhf.roles.roles import Holding, Name, holdings
+from rlhf.roles.roles import ModelPlacement, Name, model_placements
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def steps_of(config: Config, stage: Stage, rows: int | None) -> int | None:
 
 def operations(config: Config, stage: Stage, models: Mapping[Name, Model]) -> float:
     """Floating-point operations of one step, over all ranks, with rows as long as they may be."""
-    held = holdings(config, stage)
+    held = model_placements(config, stage)
     if stage != "ppo":
         name = next(iter(held))
         rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
@@ -57,7 +57,7 @@ def operations(config: Config, stage: Stage, models: Mapping[Name, Model]) -> fl
     settings, tokens = config.ppo, config.ppo.batch_size * config.data.max_length
     scored = sum(2 * models[name].counts(held[name])[0] for name in held)
     scored += 0 if "reference" in held else 2 * models["actor"].counts(held["actor"])[0]  # the actor once more
-    trained = (_update(models[name], holding) for name, holding in held.items() if holding.role.trained)
+    trained = (_update(models[name], placement) for name, placement in held.items() if placement.role.trained)
     updates = settings.ppo_epochs * sum(trained)
     return tokens * (2 * models["actor"].counts(held["actor"])[0] + scored + updates)
 
@@ -86,8 +86,8 @@ def from_run(folder: Path, stage: Stage, steps: int | None) -> Duration | None:
     return Duration(steps or done["steps"], done["seconds"] / done["steps"])
 
 
-def _update(model: Model, holding: Holding) -> float:
+def _update(model: Model, placement: ModelPlacement) -> float:
     """Operations of an update, for one token: gradients of weights are left out where those are frozen."""
-    everything, _ = model.counts(holding)
-    passes = 2 + (2 if holding.lora.rank else 4) + (2 if holding.gradient_checkpointing else 0)
+    everything, _ = model.counts(placement)
+    passes = 2 + (2 if placement.lora.rank else 4) + (2 if placement.gradient_checkpointing else 0)
     return passes * everything

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from rlhf.config.schema import Config
 from rlhf.models.shape import Shape
-from rlhf.roles.roles import BUCKET, Holding
+from rlhf.roles.roles import BUCKET, ModelPlacement
 
 Kind = Literal[
     "weights",
@@ -103,43 +103,43 @@ class Model:
     shared: bool = False
     parts: bool = False
 
-    def counts(self, holding: Holding) -> tuple[int, int]:
+    def counts(self, placement: ModelPlacement) -> tuple[int, int]:
         """All numbers, and those that are trained."""
         whole = self.shape.parameters(scalar_head=self.scalar_head)
-        adapters = self.shape.adapters(holding.lora.rank)
-        trained = adapters + (self.shape.embedding if self.scalar_head else 0) if holding.lora.rank else whole
-        return whole + adapters, trained if holding.role.trained else 0
+        adapters = self.shape.adapters(placement.lora.rank)
+        trained = adapters + (self.shape.embedding if self.scalar_head else 0) if placement.lora.rank else whole
+        return whole + adapters, trained if placement.role.trained else 0
 
-    def weights(self, holding: Holding, around: Surroundings, *, whole: bool = False) -> int:
+    def weights(self, placement: ModelPlacement, around: Surroundings, *, whole: bool = False) -> int:
         """Bytes of the weights of one rank, or `whole`."""
-        everything, trained = self.counts(holding)
+        everything, trained = self.counts(placement)
         frozen = everything - trained
-        quantized = self.shape.in_linears if holding.engine.frozen != "auto" and frozen else 0
+        quantized = self.shape.in_linears if placement.engine.frozen != "auto" and frozen else 0
         size = trained * around.width
         if not self.shared:
-            size += (frozen - quantized) * around.width + _quantized(quantized, holding.engine.frozen)
-        if holding.zero_stage < 3 or whole:
+            size += (frozen - quantized) * around.width + _quantized(quantized, placement.engine.frozen)
+        if placement.zero_stage < 3 or whole:
             return size
-        return size // around.ranks + (self._persistent(holding) * around.width if around.ranks > 1 else 0)
+        return size // around.ranks + (self._persistent(placement) * around.width if around.ranks > 1 else 0)
 
-    def resting(self, holding: Holding, around: Surroundings, *, fresh: bool = False) -> list[Item]:
+    def resting(self, placement: ModelPlacement, around: Surroundings, *, fresh: bool = False) -> list[Item]:
         """What is there between uses: weights, masters, moments, and at ZeRO-3 gradients.
 
         Args:
             fresh: before the first step, which makes the moments.
         """
-        _, trained = self.counts(holding)
-        each = self._each(holding)
-        stage, width, part = holding.zero_stage, around.width, _part(holding, around)
-        items = [each("weights", self.weights(holding, around), width, _host(holding.offloads_parameters, around))]
+        _, trained = self.counts(placement)
+        each = self._each(placement)
+        stage, width, part = placement.zero_stage, around.width, _part(placement, around)
+        items = [each("weights", self.weights(placement, around), width, _host(placement.offloads_parameters, around))]
         if not trained:
             return items
-        away = _host(holding.offloads_optimizer, around)
+        away = _host(placement.offloads_optimizer, around)
         if (stage or width < 4) and not (stage == 3 and width == 4):  # whose shards are masters already
             items.append(each("masters", 4 * trained // part, 4, away))
         if not fresh or stage == 0:
             items.append(each("moments", 8 * trained // part, 4, away))
-        if holding.offloads_optimizer:  # float32 gradients there, and below ZeRO-3 a copy in the weights' type
+        if placement.offloads_optimizer:  # float32 gradients there, and below ZeRO-3 a copy in the weights' type
             items.append(each("gradients", 4 * trained // part, 4, away))
             if stage < 3:
                 items.append(each("communication", width * trained // part, width, away))
@@ -151,37 +151,37 @@ class Model:
             size = (4 if self.parts else width) * trained // part
             items.append(in_blocks(self.role, "gradients", size, host=away))
         if stage == 3 and not (fresh and around.one_memory):  # a bucket for good; a host gives pages when they are used
-            items.append(in_blocks(self.role, "communication", around.sums * _bucket(holding, trained, around)))
+            items.append(in_blocks(self.role, "communication", around.sums * _bucket(placement, trained, around)))
         return items
 
-    def average(self, holding: Holding, around: Surroundings, *, on_host: bool) -> Item:
+    def average(self, placement: ModelPlacement, around: Surroundings, *, on_host: bool) -> Item:
         """A moving average of what is trained, in float32, shared among ranks as masters are."""
-        size = 4 * self.counts(holding)[1] // _part(holding, around)
-        return self._each(holding)("average", size, 4, _host(on_host, around))
+        size = 4 * self.counts(placement)[1] // _part(placement, around)
+        return self._each(placement)("average", size, 4, _host(on_host, around))
 
-    def making(self, holding: Holding, around: Surroundings) -> list[Item]:
+    def making(self, placement: ModelPlacement, around: Surroundings) -> list[Item]:
         """Loading: the weights, and the most that setting up the engine adds for a moment."""
-        _, trained = self.counts(holding)
-        each = self._each(holding)
-        items = self.resting(holding, around, fresh=True)
-        if trained and (holding.zero_stage or around.width < 4):  # gradients of 0, with which its states are made
-            items.append(each("loading", 4 * trained // _part(holding, around), 4))
-        if trained and holding.zero_stage in (1, 2):  # weights as they were read, before a flat copy took their place
+        _, trained = self.counts(placement)
+        each = self._each(placement)
+        items = self.resting(placement, around, fresh=True)
+        if trained and (placement.zero_stage or around.width < 4):  # gradients of 0, with which its states are made
+            items.append(each("loading", 4 * trained // _part(placement, around), 4))
+        if trained and placement.zero_stage in (1, 2):  # weights as they were read, before a flat copy took their place
             items.append(Item(self.role, "loading", 0, small=self._small(around.width)))
         return items
 
-    def backward(self, holding: Holding, around: Surroundings) -> tuple[Item, list[Item]]:
+    def backward(self, placement: ModelPlacement, around: Surroundings) -> tuple[Item, list[Item]]:
         """Gradients between the micro-batches of one step, and what is there when the last backward pass ends.
 
         An embedding that is the output's too has a gradient of either use, and their sum, at one time.
         """
-        _, trained = self.counts(holding)
-        each, width = self._each(holding), around.width
-        stage, part = holding.zero_stage, _part(holding, around)
-        bucket = width * _bucket(holding, trained, around)
+        _, trained = self.counts(placement)
+        each, width = self._each(placement), around.width
+        stage, part = placement.zero_stage, _part(placement, around)
+        bucket = width * _bucket(placement, trained, around)
         waiting = bucket if stage in (1, 2) and not around.one_memory else 0  # from the start of the pass
         kept = 0
-        if self.parts and stage == 2 and not holding.offloads_optimizer:
+        if self.parts and stage == 2 and not placement.offloads_optimizer:
             kept = 4 * trained // part
         elif self.parts and stage < 2:
             kept = width * trained
@@ -190,22 +190,22 @@ class Model:
         if stage == 2:
             gradients = kept + bucket
         elif stage == 3:
-            gradients = width * min(self.shape.layer if not holding.lora.rank else trained, trained)
+            gradients = width * min(self.shape.layer if not placement.lora.rank else trained, trained)
         twice = 0
         another = self.parts or stage > 1  # a sum, or a bucket, that has a copy already
-        if not holding.lora.rank and not self.scalar_head:
+        if not placement.lora.rank and not self.scalar_head:
             twice = (3 if another else 2) if self.shape.tied else (1 if another else 0)
         after = [in_blocks(self.role, "gradients", gradients) if stage > 1 else each("gradients", gradients, width)]
         if twice:
             after.append(in_blocks(self.role, "gradients", twice * width * self.shape.tokens))
         return before, after
 
-    def step(self, holding: Holding, around: Surroundings) -> list[list[Item]]:
+    def step(self, placement: ModelPlacement, around: Surroundings) -> list[list[Item]]:
         """Moments after the backward pass: ranks add their gradients up, and the optimizer takes its step."""
-        _, trained = self.counts(holding)
-        each = self._each(holding)
-        stage, width, part, ranks = holding.zero_stage, around.width, _part(holding, around), around.ranks
-        bucket = min(holding.bucket(trained) if stage else BUCKET, trained)
+        _, trained = self.counts(placement)
+        each = self._each(placement)
+        stage, width, part, ranks = placement.zero_stage, around.width, _part(placement, around), around.ranks
+        bucket = min(placement.bucket(trained) if stage else BUCKET, trained)
         own = each("gradients", width * trained, width)
         # A flat copy of a bucket, and that in the type in which it is added up.
         copies = (bucket * width + (bucket * 4 if width < around.sums else 0)) if ranks > 1 else 0
@@ -219,55 +219,55 @@ class Model:
             scattered = around.sums * bucket * (2 if around.one_memory else 1)
             if ranks == 1:
                 scattered = (4 if self.parts else width) * bucket
-            stepping = 0 if holding.offloads_optimizer else kept + (0 if self.parts else 4 * trained // part)
+            stepping = 0 if placement.offloads_optimizer else kept + (0 if self.parts else 4 * trained // part)
             return [
                 [in_blocks(self.role, "communication", scattered)],
-                [in_blocks(self.role, "communication", stepping, 0 if holding.offloads_optimizer else norm)],
+                [in_blocks(self.role, "communication", stepping, 0 if placement.offloads_optimizer else norm)],
             ]
         flat = in_blocks(self.role, "gradients", width * (trained if stage == 1 else bucket))
         if stage == 2 and self.parts and width < 4:  # kept in float32 already
-            kept_there = in_blocks(self.role, "gradients", 0 if holding.offloads_optimizer else 4 * trained // part)
+            kept_there = in_blocks(self.role, "gradients", 0 if placement.offloads_optimizer else 4 * trained // part)
             if ranks == 1:  # a flat copy of the bucket here too
                 adding = in_blocks(self.role, "communication", bucket * width)
             return [[flat, adding, kept_there]]
-        stepping = 0 if holding.offloads_optimizer else (width + (4 if width < 4 else 0)) * trained // part
+        stepping = 0 if placement.offloads_optimizer else (width + (4 if width < 4 else 0)) * trained // part
         return [[flat, adding], [flat, in_blocks(self.role, "communication", stepping)]]
 
-    def gathered(self, holding: Holding, around: Surroundings) -> list[Item]:
+    def gathered(self, placement: ModelPlacement, around: Surroundings) -> list[Item]:
         """ZeRO-3: layers that are whole for a moment."""
-        if holding.zero_stage < 3 or around.ranks == 1:
+        if placement.zero_stage < 3 or around.ranks == 1:
             return []
-        whole, one = self.counts(holding)[0], max(self.shape.layer, self.shape.tokens)
-        if not holding.engine.zero_persistence_threshold:
-            return [self._each(holding)("gathered layers", around.width * one, around.width)]
+        whole, one = self.counts(placement)[0], max(self.shape.layer, self.shape.tokens)
+        if not placement.engine.zero_persistence_threshold:
+            return [self._each(placement)("gathered layers", around.width * one, around.width)]
         # What was fetched ahead lies in a flat buffer until the last of its parameters, copied out of it, is used; gloo
         # on a host gathers into a buffer of its own, in two threads at a time.
         ahead = around.width * min(whole, AHEAD) * (3 if around.one_memory else 1)
-        live = self._each(holding)("gathered layers", around.width * min(whole, LIVE), around.width)
+        live = self._each(placement)("gathered layers", around.width * min(whole, LIVE), around.width)
         return [live, in_blocks(self.role, "gathered layers", ahead)]
 
-    def for_rollouts(self, config: Config, holding: Holding, around: Surroundings) -> list[Item]:
+    def for_rollouts(self, config: Config, placement: ModelPlacement, around: Surroundings) -> list[Item]:
         """Generating: whole weights at ZeRO-3, and the copy that adapters are merged into."""
         items = []
-        if holding.zero_stage == 3 and around.ranks > 1:
-            items.append(Item(self.role, "gathered layers", self._rollout(config, holding, around)))
-        if holding.lora.rank and self._merges(config, holding, around):
-            items.append(self._each(holding)("merged weights", self.shape.in_linears * around.width, around.width))
+        if placement.zero_stage == 3 and around.ranks > 1:
+            items.append(Item(self.role, "gathered layers", self._rollout(config, placement, around)))
+        if placement.lora.rank and self._merges(config, placement, around):
+            items.append(self._each(placement)("merged weights", self.shape.in_linears * around.width, around.width))
         return items
 
-    def saving(self, holding: Holding, around: Surroundings) -> list[Item]:
+    def saving(self, placement: ModelPlacement, around: Surroundings) -> list[Item]:
         """Export and checkpoints: one parameter at a time is whole, on the host."""
         return [in_blocks(self.role, "saving", 4 * self.shape.largest, host=_host(True, around))]
 
-    def _merges(self, config: Config, holding: Holding, around: Surroundings) -> bool:
+    def _merges(self, config: Config, placement: ModelPlacement, around: Surroundings) -> bool:
         """Whether rollouts add adapters to a copy of the weights; as `rlhf.models.lora.merges` decides it."""
         if config.lora.merge != "auto":
             return config.lora.merge
         copy = self.shape.in_linears * around.width
-        return holding.engine.frozen == "auto" and (around.memory is None or copy <= _LARGEST_COPY * around.memory)
+        return placement.engine.frozen == "auto" and (around.memory is None or copy <= _LARGEST_COPY * around.memory)
 
-    def _rollout(self, config: Config, holding: Holding, around: Surroundings) -> int:
-        whole = self.weights(holding, around, whole=True)
+    def _rollout(self, config: Config, placement: ModelPlacement, around: Surroundings) -> int:
+        whole = self.weights(placement, around, whole=True)
         how = config.ppo.generation_weights
         if how == "layerwise":
             return around.width * (self.shape.layer + self.shape.tokens)
@@ -275,12 +275,12 @@ class Model:
             return whole // (config.ppo.tensor_parallel or around.ranks)
         return whole
 
-    def _each(self, holding: Holding) -> Callable[..., Item]:
+    def _each(self, placement: ModelPlacement) -> Callable[..., Item]:
         """Makes items whose bytes are spread over parameters: in blocks of their own, or flat from ZeRO 1 on."""
-        everything, trained = self.counts(holding)
+        everything, trained = self.counts(placement)
 
         def item(kind: Kind, size: int, width: int, host: bool = False) -> Item:
-            flat = holding.zero_stage in (1, 2) and not holding.lora.rank and trained and kind != "gradients"
+            flat = placement.zero_stage in (1, 2) and not placement.lora.rank and trained and kind != "gradients"
             if flat or size < BLOCK:
                 return in_blocks(self.role, kind, size, host=host)
             part = 1.0 if trained < everything and kind != "weights" else self._small(width) / (everything * width)
@@ -295,27 +295,27 @@ class Model:
         inside = shape.layers * (sum(small) + shape.norms)
         return width * (inside + (shape.tokens if shape.tokens * width < BLOCK else 0))
 
-    def _persistent(self, holding: Holding) -> int:
+    def _persistent(self, placement: ModelPlacement) -> int:
         """ZeRO-3: numbers in parameters below the threshold, which stay whole."""
-        threshold = holding.engine.zero_persistence_threshold
+        threshold = placement.engine.zero_persistence_threshold
         small = self.shape.norms + sum(linear.outputs for linear in self.shape.linears if linear.bias)
         adapters = [
             numbers
             for linear in self.shape.linears
-            for numbers in (linear.inputs * holding.lora.rank, linear.outputs * holding.lora.rank)
+            for numbers in (linear.inputs * placement.lora.rank, linear.outputs * placement.lora.rank)
             if numbers < threshold
         ]
         return self.shape.layers * (small + sum(adapters)) if threshold > self.shape.hidden else 0
 
 
-def _part(holding: Holding, around: Surroundings) -> int:
+def _part(placement: ModelPlacement, around: Surroundings) -> int:
     """Among how many ranks the optimizer's state is shared."""
-    return around.ranks if holding.zero_stage else 1
+    return around.ranks if placement.zero_stage else 1
 
 
-def _bucket(holding: Holding, trained: int, around: Surroundings) -> int:
+def _bucket(placement: ModelPlacement, trained: int, around: Surroundings) -> int:
     """Elements of the bucket for gradients; of a host's memory, those that are written to."""
-    size = holding.bucket(trained)
+    size = placement.bucket(trained)
     return min(size, trained) if around.one_memory else size
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from rlhf.config.schema import Config, Stage
 from rlhf.memory.model_state import Model
 from rlhf.models.shape import Shape, shape_from, shape_of
-from rlhf.roles.base_sharing import foreseen
+from rlhf.roles.base_sharing import predict_sharing
 from rlhf.roles.lineage import ALL, starts
-from rlhf.roles.roles import Name, holdings
+from rlhf.roles.roles import Name, model_placements
 
 EMBEDDED = {
     "model_type": "llama",
@@ -36,9 +36,9 @@ def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dic
         ConfigError: the shape of a model is not known.
     """
     found = {}
-    held = holdings(config, stage)
-    shared = foreseen(config, held).donors if stage == "ppo" else ()
-    for role in (holding.role for holding in held.values()):
+    held = model_placements(config, stage)
+    shared = predict_sharing(config, held).donors if stage == "ppo" else ()
+    for role in (placement.role for placement in held.values()):
         path, _ = source(config, role.start)
         shape = (shapes or {}).get(path)
         if shape is None:

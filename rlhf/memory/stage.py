@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rlhf.config.schema import Config, Stage
 from rlhf.memory.activations import Rows, cache, kept, kept_by_checkpoints, logits, passing, sampling
 from rlhf.memory.model_state import BLOCK, Item, Model, Surroundings, in_blocks, total
-from rlhf.roles.roles import Holding, Name, holdings
+from rlhf.roles.roles import ModelPlacement, Name, model_placements
 
 PASSES = 50 * 2**20
 """Bytes that a process gains with its first passes: threads, kernels' own memory, modules that are imported late."""
@@ -74,7 +74,7 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], aroun
     Raises:
         ConfigError: its batches cannot be divided over the ranks.
     """
-    held = holdings(config, stage)
+    held = model_placements(config, stage)
     parts = _micro_batches(config, stage, around.ranks) > 1
     models = {name: replace(model, parts=parts) for name, model in models.items()}
     resting = [item for name in held for item in models[name].resting(held[name], around)]
@@ -97,7 +97,7 @@ _TRAINED: tuple[Name, ...] = ("actor", "critic")  # by PPO, in its order
 
 Moments = list[tuple[str, list[Item]]]
 Models = Mapping[Name, Model]
-Held = Mapping[Name, Holding]
+Held = Mapping[Name, ModelPlacement]
 
 
 def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
@@ -196,18 +196,18 @@ def reuses(config: Config, held: Held, ranks: int) -> bool:
     """True if the settings let the update's passes score policy and critic (`rlhf.trainers.ppo.forward_reuse`)."""
     settings = config.ppo
     parts = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
-    trained = [holding for name, holding in held.items() if holding.role.trained]
-    one_pass = settings.reuse_forward and settings.updates == 1 and not any(holding.dropout for holding in trained)
-    return one_pass and (parts == 1 or all(holding.zero_stage < 3 for holding in trained))
+    trained = [placement for name, placement in held.items() if placement.role.trained]
+    one_pass = settings.reuse_forward and settings.updates == 1 and not any(placement.dropout for placement in trained)
+    return one_pass and (parts == 1 or all(placement.zero_stage < 3 for placement in trained))
 
 
 def _graphs(name: Name, models: Models, held: Held, batch: Rows, columns: int, number: int) -> list[Item]:
     """What the training passes of `number` micro-batches keep for backward: activations, and logits of `columns`."""
     if number < 1:
         return []
-    shape, holding = models[name].shape, held[name]
-    count = kept_by_checkpoints if holding.gradient_checkpointing else kept
-    activations = count(shape, batch, dropout=holding.dropout != 0)
+    shape, placement = models[name].shape, held[name]
+    count = kept_by_checkpoints if placement.gradient_checkpointing else kept
+    activations = count(shape, batch, dropout=placement.dropout != 0)
     activations += batch.tokens * shape.hidden * 3 * batch.width  # embeddings, and the last norm with its input
     widest = batch.tokens * max(shape.hidden, shape.intermediate) * batch.width
     items = [Item(name, "activations", number * activations, small=number * activations if widest < BLOCK else 0)]
@@ -224,19 +224,19 @@ def _update(
     Args:
         columns: those that are projected to the vocabulary; 0: none.
     """
-    model, holding = models[name], held[name]
-    before, after = model.backward(holding, around)
-    between = [before, *_graphs(name, models, held, batch, 0, 1), *model.gathered(holding, around)]
+    model, placement = models[name], held[name]
+    before, after = model.backward(placement, around)
+    between = [before, *_graphs(name, models, held, batch, 0, 1), *model.gathered(placement, around)]
     if columns:
         between.append(in_blocks(name, "logits", *logits(model.shape, batch, columns, 2)))
-    return [between, [*after, *model.gathered(holding, around)], *model.step(holding, around)]
+    return [between, [*after, *model.gathered(placement, around)], *model.step(placement, around)]
 
 
 def _loading(models: Models, held: Held, around: Surroundings) -> list[list[Item]]:
     """One role after the other: those before it rest, and it is made."""
     moments: list[list[Item]] = []
     before: list[Item] = []
-    for name, holding in held.items():
-        moments.append([*before, *models[name].making(holding, around)])
-        before += models[name].resting(holding, around, fresh=True)
+    for name, placement in held.items():
+        moments.append([*before, *models[name].making(placement, around)])
+        before += models[name].resting(placement, around, fresh=True)
     return moments

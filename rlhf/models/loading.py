@@ -27,7 +27,7 @@ from rlhf.models.folder import check_model_folder
 from rlhf.models.hf_errors import reason, unreachable
 from rlhf.models.tokenizers import end_tokens, load_tokenizer
 from rlhf.models.weight_loading import Checkpoint, Put, fill, grow, into, make_real, prepare
-from rlhf.roles.roles import Holding
+from rlhf.roles.roles import ModelPlacement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Loader = Callable[[Holding], Any]
+Loader = Callable[[ModelPlacement], Any]
 """Loads one role's model, to be held so."""
 
 

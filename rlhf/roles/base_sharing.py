@@ -16,7 +16,7 @@ from typing import Any
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL
-from rlhf.roles.roles import Holding, Name, holdings
+from rlhf.roles.roles import ModelPlacement, Name, model_placements
 from rlhf.utils.atomic_io import atomic_write_json, read_json
 
 ADAPTER = "adapter"
@@ -39,7 +39,7 @@ class Sharing:
     why_not: str = ""
     remedy: str = ""
 
-    def line(self, held: Mapping[Name, Holding]) -> str | None:
+    def line(self, held: Mapping[Name, ModelPlacement]) -> str | None:
         """What to say of it; None: LoRA trains nothing, or sharing was not asked for."""
         with_reference = "reference" not in held  # it is the actor without its adapters
         because = f": {self.why_not}" if self.why_not else ""
@@ -55,7 +55,7 @@ class Sharing:
         return f"{said}; not more{because}" if because else said
 
 
-def decide(config: Config, held: Mapping[Name, Holding], actor: str, reward: str | None) -> Sharing:
+def decide(config: Config, held: Mapping[Name, ModelPlacement], actor: str, reward: str | None) -> Sharing:
     """What PPO's models share that start from the folders or hub names `actor` and `reward`; None: no reward model.
 
     Raises:
@@ -65,7 +65,7 @@ def decide(config: Config, held: Mapping[Name, Holding], actor: str, reward: str
     return _granted(config, _decide(config, held, apart, adapter_of(reward) if reward else None))
 
 
-def foreseen(config: Config, held: Mapping[Name, Holding]) -> Sharing:
+def predict_sharing(config: Config, held: Mapping[Name, ModelPlacement]) -> Sharing:
     """What PPO's models will share, as far as settings, and folders that they name, tell it; for a plan."""
     return _decide(config, held, lambda: _would_be_apart(config, STAGES, None), Path())
 
@@ -78,7 +78,7 @@ def check(config: Config, pending: Sequence[Stage], model_of: Callable[[Stage, s
     """
     if "ppo" not in pending:
         return
-    held = holdings(config, "ppo")
+    held = model_placements(config, "ppo")
     if config.lora.merge is True and held["actor"].lora.rank and held["actor"].engine.frozen != "auto":
         raise ConfigError(
             f"lora.merge: true, but the actor's frozen weights are {held['actor'].engine.frozen}, to which nothing can "
@@ -117,21 +117,21 @@ def fingerprint(model: str) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: Path | None) -> Sharing:
+def _decide(config: Config, held: Mapping[Name, ModelPlacement], apart: Any, adapter: Path | None) -> Sharing:
     """`apart`: gives (why the reward model is not on the actor's base, what to do about it), or empty texts."""
-    ranks = {name: holding.lora.rank for name, holding in held.items() if holding.role.trained}
+    ranks = {name: placement.lora.rank for name, placement in held.items() if placement.role.trained}
     if config.lora.share_base is False:
         return Sharing()
     if not any(ranks.values()):
         if config.lora.share_base is not True:
             return Sharing()
         return Sharing(why_not="nothing is trained with LoRA", remedy="set lora.rank")
-    if sharded := [name for name, holding in held.items() if holding.zero_stage == 3]:
+    if sharded := [name for name, placement in held.items() if placement.zero_stage == 3]:
         return Sharing(
             why_not=f"at ZeRO-3 DeepSpeed shards and gathers each model's weights by itself ({_listed(sharded)})",
             remedy="set engine.zero_stage=2",
         )
-    if len({holding.engine.frozen for holding in held.values()}) > 1:
+    if len({placement.engine.frozen for placement in held.values()}) > 1:
         return Sharing(
             why_not="the models hold their frozen weights in different numbers (roles.*.frozen)",
             remedy="set engine.frozen alone",
@@ -150,7 +150,9 @@ def _decide(config: Config, held: Mapping[Name, Holding], apart: Any, adapter: P
     return Sharing(own_reference | ({"reward": "actor"} if "reward" in held else {}), adapter, why, remedy)
 
 
-def _alone(config: Config, held: Mapping[Name, Holding], ranks: Mapping[Name, int], *, alike: bool) -> tuple[str, str]:
+def _alone(
+    config: Config, held: Mapping[Name, ModelPlacement], ranks: Mapping[Name, int], *, alike: bool
+) -> tuple[str, str]:
     """Why a model that is trained shares no base, whatever the reward model is, and what to do about it."""
     if whole := [name for name, rank in ranks.items() if not rank]:
         return f"the {whole[0]} is trained whole", f"leave roles.{whole[0]}.lora_rank out"
@@ -190,7 +192,7 @@ def _would_be_apart(
     actor, reward = ACTOR, REWARD_MODEL
     before = REWARD
     if reward.named(values) is None and "reward" in pending:
-        if not holdings(config, "reward")["reward"].lora.rank:
+        if not model_placements(config, "reward")["reward"].lora.rank:
             return "the reward model is trained whole", "leave roles.reward.lora_rank out"
         mine, theirs = actor.named(values), before.named(values)
         if mine == theirs:

@@ -1,7 +1,7 @@
-"""The models of each stage: where each comes from, whether it is trained, and how it is held.
+"""The models of each stage: what each is loaded from, whether it is trained, and how it is placed.
 
-The settings flow in; a `Holding` for each role flows out, which loading, engines, the check before a run and the plan
-read alike. Needs no torch.
+`model_placements` turns the settings into one `ModelPlacement` per role. Loading, the engines, preflight and the memory
+plan all read it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROLES: Mapping[Stage, tuple[Role, ...]] = {
 
 
 @dataclass(frozen=True)
-class Holding:
+class ModelPlacement:
     """How a role's model is held: `engine`, `model` and `lora` of the settings, with what `roles` says of it.
 
     `lora.rank` is 0 where all weights are trained, and for a frozen model; `engine` has what the role says of its own.
@@ -87,14 +87,14 @@ class Holding:
         return int(size) if isinstance(size, int | float) else min(BUCKET, trained)
 
 
-def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
+def model_placements(config: Config, stage: Stage) -> dict[Name, ModelPlacement]:
     """How each model of a stage is held.
 
     With LoRA on the policy, there is no reference: it is the policy without its adapters, unless more of it is trained.
     DPO needs none where the policy scores all pairs before it is trained. Not every advantage estimator needs a critic,
     nor every reward a model.
     """
-    found = {role.name: _holding(config, stage, role) for role in ROLES[stage]}
+    found = {role.name: _place_model(config, stage, role) for role in ROLES[stage]}
     adapted = found[ROLES[stage][0].name].lora.rank and not config.lora.also_train
     if adapted or (stage == "dpo" and config.dpo.reference == "precomputed"):
         found.pop("reference", None)
@@ -110,7 +110,7 @@ def holdings(config: Config, stage: Stage) -> dict[Name, Holding]:
     return found
 
 
-def _holding(config: Config, stage: Stage, role: Role) -> Holding:
+def _place_model(config: Config, stage: Stage, role: Role) -> ModelPlacement:
     own: RoleConfig = getattr(config.roles, role.name)
     rank = config.lora.rank if own.lora_rank is None else own.lora_rank
     rate = config.lora.learning_rate if own.lora_learning_rate is None else own.lora_learning_rate
@@ -118,7 +118,7 @@ def _holding(config: Config, stage: Stage, role: Role) -> Holding:
     if checkpointing is None:
         checkpointing = config.model.gradient_checkpointing
     zero_stage = _zero_stage(config.engine.zero_stage if own.zero_stage is None else own.zero_stage, role)
-    return Holding(
+    return ModelPlacement(
         role,
         stage,
         gradient_checkpointing=checkpointing and role.trained,
@@ -165,10 +165,10 @@ def check(config: Config, stages: Sequence[Stage], ranks: int) -> None:
         ConfigError: with the nearest that can be.
     """
     _check_reference(config, stages)
-    held = [holding for stage in stages for holding in holdings(config, stage).values()]
-    for holding in held:
-        _check_offload(config, holding, held)
-        _check_frozen(config, holding)
+    held = [placement for stage in stages for placement in model_placements(config, stage).values()]
+    for placement in held:
+        _check_offload(config, placement, held)
+        _check_frozen(config, placement)
     _check_nvme(config, held)
 
 
@@ -180,7 +180,7 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
     if not besides or not said:
         return
     for stage in besides:
-        if "reference" not in holdings(config, stage):
+        if "reference" not in model_placements(config, stage):
             policy = ROLES[stage][0].name
             name = "actor" if stage == "ppo" else "policy"
             raise ConfigError(
@@ -205,12 +205,12 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
         )
 
 
-def _check_offload(config: Config, holding: Holding, held: Sequence[Holding]) -> None:
-    name, wish, stage = holding.role.name, holding.engine.offload, holding.zero_stage
+def _check_offload(config: Config, placement: ModelPlacement, held: Sequence[ModelPlacement]) -> None:
+    name, wish, stage = placement.role.name, placement.engine.offload, placement.zero_stage
     own = getattr(config.roles, name)
     key = "engine.offload" if own.offload is None else f"roles.{name}.offload"
     zero = "engine.zero_stage" if own.zero_stage is None else f"roles.{name}.zero_stage"
-    if holding.offloads_optimizer and stage == 0:
+    if placement.offloads_optimizer and stage == 0:
         raise ConfigError(
             f"{key}: {wish}: DeepSpeed keeps an optimizer on the host from ZeRO 1 on, and the {name} model is held "
             f"at ZeRO 0; set {zero}=1, on one rank too, or {key}=none"
@@ -218,7 +218,7 @@ def _check_offload(config: Config, holding: Holding, held: Sequence[Holding]) ->
     # What is said of all models is for those that it suits; what is said of one, for any stage that it is part of.
     alike = [one for one in held if getattr(config.roles, one.role.name).offload is None]
     if own.offload is not None:
-        alike = [one for of in ROLES for one in holdings(config, of).values() if one.role.name == name]
+        alike = [one for of in ROLES for one in model_placements(config, of).values() if one.role.name == name]
     if wish in ("parameters", "all") and not any(one.offloads_parameters for one in alike):
         raise ConfigError(
             f"{key}: {wish}: weights that are trained wait on the host at ZeRO-3 only, and the {name} model is held "
@@ -226,32 +226,34 @@ def _check_offload(config: Config, holding: Holding, held: Sequence[Holding]) ->
         )
 
 
-def _check_frozen(config: Config, holding: Holding) -> None:
-    name, kind = holding.role.name, holding.engine.frozen
+def _check_frozen(config: Config, placement: ModelPlacement) -> None:
+    name, kind = placement.role.name, placement.engine.frozen
     own = getattr(config.roles, name)
     key = "engine.frozen" if own.frozen is None else f"roles.{name}.frozen"
     # What is said of all models is for the frozen ones, and the reward model is one in PPO.
-    if own.frozen not in (None, "auto") and holding.quantization is None and name != "reward":
+    if own.frozen not in (None, "auto") and placement.quantization is None and name != "reward":
         raise ConfigError(
             f"{key}: {kind}: the {name} model is trained whole, and has no frozen weights; set roles.{name}.lora_rank, "
             "or leave it out"
         )
-    if holding.quantization and holding.zero_stage == 3:
+    if placement.quantization and placement.zero_stage == 3:
         zero = "engine.zero_stage" if own.zero_stage is None else f"roles.{name}.zero_stage"
-        most = 2 if holding.role.trained or own.zero_stage is None else 0  # 2, said of all models, is 0 for frozen ones
+        most = (
+            2 if placement.role.trained or own.zero_stage is None else 0
+        )  # 2, said of all models, is 0 for frozen ones
         raise ConfigError(
             f"{key}: {kind}: ZeRO-3 shards the weights of the {name} model, and quantized ones lie whole on every "
             f"rank; set {zero}={most}, or {key}=auto"
         )
 
 
-def _check_nvme(config: Config, held: Sequence[Holding]) -> None:
+def _check_nvme(config: Config, held: Sequence[ModelPlacement]) -> None:
     if config.engine.nvme is None:
         return
-    offloading = [holding for holding in held if holding.offloads_optimizer or holding.offloads_parameters]
+    offloading = [placement for placement in held if placement.offloads_optimizer or placement.offloads_parameters]
     if not offloading:
         raise ConfigError("engine.nvme: nothing is offloaded; set engine.offload=all, or leave engine.nvme out")
-    if all(holding.zero_stage < 3 for holding in offloading):
+    if all(placement.zero_stage < 3 for placement in offloading):
         raise ConfigError(
             "engine.nvme: DeepSpeed uses a disk at ZeRO-3 only, and no model that is offloaded is held so; "
             "set engine.zero_stage=3, or leave engine.nvme out for the host's memory"

@@ -27,7 +27,7 @@ from rlhf.models.shared_base import Base
 from rlhf.reporting.progress import console
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import Phases
-from rlhf.roles.roles import Holding, Name, holdings
+from rlhf.roles.roles import ModelPlacement, Name, model_placements
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
@@ -81,9 +81,9 @@ class StageContext:
             self.run.settle(self.directory)
 
     @cached_property
-    def holdings(self) -> dict[Name, Holding]:
+    def placements(self) -> dict[Name, ModelPlacement]:
         """How each model of this stage is held."""
-        return holdings(self.config, self.directory.name)
+        return model_placements(self.config, self.directory.name)
 
     @cached_property
     def phases(self) -> Phases:
@@ -108,12 +108,12 @@ class StageContext:
     def products(self) -> dict[Name, Products] | None:
         """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
         found = {}
-        for name, holding in self.holdings.items():
+        for name, placement in self.placements.items():
             try:
                 shape = self.shape(name)
             except ConfigError:
                 return None
-            found[name] = Products.of(shape, scalar_head=holding.role.scalar_head, rank=holding.lora.rank)
+            found[name] = Products.of(shape, scalar_head=placement.role.scalar_head, rank=placement.lora.rank)
         return found
 
     def engine(
@@ -127,7 +127,7 @@ class StageContext:
         micro_batch_size: int,
         more: int = 0,
     ) -> TrainingEngine:
-        """The role's model, loaded and held as `holdings` says, under an engine for batches of `batch_size` rows.
+        """Load the role's model and return its training engine, for batches of `batch_size` rows.
 
         Args:
             more: micro-batches of each optimizer step on a rank beside those of these rows.
@@ -135,22 +135,22 @@ class StageContext:
         Raises:
             RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
         """
-        holding = self.holdings[name]
-        lora, model = holding.lora, self._loaded(holding, load)
-        if holding.dropout is not None:
-            set_dropout(model, holding.dropout)
-        if holding.gradient_checkpointing:
+        placement = self.placements[name]
+        lora, model = placement.lora, self._loaded(placement, load)
+        if placement.dropout is not None:
+            set_dropout(model, placement.dropout)
+        if placement.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
-            if self.directory.name == "ppo" and lora.share_base is not False and holding.zero_stage < 3:
+            if self.directory.name == "ppo" and lora.share_base is not False and placement.zero_stage < 3:
                 self.bases[name] = Base(model)
         engine = self.models[name] = TrainingEngine(
             name,
-            ScalarHead(model) if holding.role.scalar_head else model,
+            ScalarHead(model) if placement.role.scalar_head else model,
             accelerator=self.accelerator,
             precision=self.precision,
-            holding=holding,
+            placement=placement,
             optimizer=optimizer,
             total_steps=total_steps,
             micro_batch_size=micro_batch_size,
@@ -166,30 +166,32 @@ class StageContext:
 
     def frozen(self, name: Name, load: Loader) -> nn.Module:
         """The role's model for scoring only; see `freeze`."""
-        holding = self.holdings[name]
-        model = self._loaded(holding, load)
+        placement = self.placements[name]
+        model = self._loaded(placement, load)
         shared = self._on_a_base(model)
-        if holding.offloads_parameters and shared:
+        if placement.offloads_parameters and shared:
             if self.accelerator.host_device() != self.accelerator.device():
                 self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
-            holding = replace(holding, engine=holding.engine.model_copy(update={"offload": "none"}))
+            placement = replace(placement, engine=placement.engine.model_copy(update={"offload": "none"}))
         self.models[name] = freeze(
-            ScalarHead(model) if holding.role.scalar_head else model,
+            ScalarHead(model) if placement.role.scalar_head else model,
             accelerator=self.accelerator,
             precision=self.precision,
-            holding=holding,
+            placement=placement,
             shared=shared,
         )
         return self.models[name]
 
-    def _loaded(self, holding: Holding, load: Loader) -> Any:
+    def _loaded(self, placement: ModelPlacement, load: Loader) -> Any:
         """A role's model, its frozen weights quantized where they are to be."""
-        model = load(holding)
-        if kind := holding.quantization:
+        model = load(placement)
+        if kind := placement.quantization:
             packing = self.accelerator.kernel("quantized_weights", required=True)
-            quantize(model, kind, packing, exported=holding.role.trained)  # what `load` has not packed yet
+            quantize(model, kind, packing, exported=placement.role.trained)  # what `load` has not packed yet
             if not self._on_a_base(model):  # or else it has been said of that
-                self.say(f"{holding.role.name}: the {count(model):,} frozen weights of its linear layers are in {kind}")
+                self.say(
+                    f"{placement.role.name}: the {count(model):,} frozen weights of its linear layers are in {kind}"
+                )
         return model
 
     def _on_a_base(self, model: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
     stage = Supervised(context, load, collate, replace(data, train=train, heldout=heldout))
     referenced: References
     if settings.reference == "beside":
-        reference = context.frozen("reference", load) if "reference" in context.holdings else None
+        reference = context.frozen("reference", load) if "reference" in context.placements else None
         referenced = Beside(context, stage.engine, reference)
     else:
         met = min(stage.total_steps, len(stage.batches))

@@ -21,7 +21,7 @@ from accelerators import lack_of_memory
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError, OutOfMemory
 from rlhf.roles import roles
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -89,7 +89,7 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
         free.append(f"engine.offload={wish}")
     elif situation.host and phase != "loading" and config.engine.zero_stage == 0 and not config.lora.rank:
         of_the_stage.append("engine.zero_stage=1 --set engine.offload=optimizer")
-    if stage == "dpo" and "reference" in holdings(config, stage):
+    if stage == "dpo" and "reference" in model_placements(config, stage):
         of_the_stage.append("dpo.reference=precomputed")
     if phase == "generation" and (rows := _smaller_rollout(situation)):
         of_the_stage.append(f"ppo.batch_size={rows}")
@@ -245,7 +245,10 @@ def _more_offload(situation: Situation) -> str:
 
 
 def _offloaded(config: Config, stage: Stage) -> list[tuple[bool, bool]]:
-    return [(held.offloads_optimizer, held.offloads_parameters) for held in roles.holdings(config, stage).values()]
+    return [
+        (placement.offloads_optimizer, placement.offloads_parameters)
+        for placement in roles.model_placements(config, stage).values()
+    ]
 
 
 def _micro_batch(situation: Situation) -> int:
@@ -269,7 +272,7 @@ def _fewer_at_a_time(situation: Situation) -> int:
 
 def _gathers_more(situation: Situation) -> bool:
     """Whether a rollout may take more of the sharded weights onto a device than one layer at a time."""
-    sharded = holdings(situation.config, "ppo")["actor"].zero_stage == 3 and situation.ranks > 1
+    sharded = model_placements(situation.config, "ppo")["actor"].zero_stage == 3 and situation.ranks > 1
     return sharded and situation.config.ppo.generation_weights != "layerwise"
 
 

@@ -45,7 +45,7 @@ def _write(
     context: StageContext, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, folder: Path, suffix: str
 ) -> None:
     save, stage, model = context.config.lora.save, context.directory.name, folder / f"model{suffix}"
-    adapted = engine.holding.lora.rank > 0
+    adapted = engine.placement.lora.rank > 0
     merged = None if adapted and save == "adapter" and stage in _LAST else str(model)
     if merged:
         save_model(engine, tokenizer, model)
@@ -59,7 +59,7 @@ def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
     if engine.ema:
         folders = " and ".join(f"{context.directory.path / name}" for name in context.directory.averages)
         context.say(f"{stage}: the moving average of its weights is left in {folders}")
-    if engine.holding.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
+    if engine.placement.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
         context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
 
 

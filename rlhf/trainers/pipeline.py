@@ -35,7 +35,7 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.summary import print_summary
 from rlhf.roles.base_sharing import decide
 from rlhf.roles.lineage import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
-from rlhf.roles.roles import Holding
+from rlhf.roles.roles import ModelPlacement
 from rlhf.runs.stage_directory import step_of
 from rlhf.trainers import dpo, oom, reward, sft
 from rlhf.trainers.context import StageContext, Trial
@@ -107,7 +107,7 @@ def prepare(context: StageContext) -> dict[str, Any]:
     """Say how a stage's models will be held and what that will take; gives what `finish` keeps of it."""
     planned = _planned(context.directory.name, context)
     context.accelerator.reset_peak()
-    if line := cpu_offload.describe(context.holdings.values(), context.accelerator):
+    if line := cpu_offload.describe(context.placements.values(), context.accelerator):
         context.say(f"{context.directory.name}: {line}")
     return planned
 
@@ -154,9 +154,9 @@ def _sft(context: StageContext) -> dict[str, Any]:
     (attention,) = _attention(context, path)
     tokenizer = _tokenizer(context) if path else world_tokenizer()
 
-    def load(holding: Holding) -> Any:
+    def load(placement: ModelPlacement) -> Any:
         if path:
-            return load_causal_lm(config.model, tokenizer, attention=attention, put=_put(context, holding))
+            return load_causal_lm(config.model, tokenizer, attention=attention, put=_put(context, placement))
         return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
 
     data = stage_rows(context, tokenizer, generation_settings(path, config.model) if path else None)
@@ -169,7 +169,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
 
-    def load(holding: Holding) -> Any:
+    def load(placement: ModelPlacement) -> Any:
         return load_scalar_head(
             config.model,
             tokenizer,
@@ -178,7 +178,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
             seed=config.seed,
             reset_norm=config.reward.reset_final_norm,
             say=context.say,
-            put=_put(context, holding),
+            put=_put(context, placement),
         )
 
     data = stage_rows(context, tokenizer, generation_settings(path, config.model))
@@ -191,8 +191,8 @@ def _dpo(context: StageContext) -> dict[str, Any]:
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
 
-    def load(holding: Holding) -> Any:
-        return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, holding))
+    def load(placement: ModelPlacement) -> Any:
+        return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, placement))
 
     data = stage_rows(context, tokenizer, generation_settings(path, config.model))
     return dpo.run(context, load, tokenizer, data) | data.written
@@ -220,14 +220,14 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
     tokenizer = _tokenizer(context, actor_path)
     attention = dict(zip(paths, _attention(context, *paths.values())))
 
-    sharing = decide(config, context.holdings, actor_path, paths.get(REWARD_MODEL.key))
-    if line := sharing.line(context.holdings):
+    sharing = decide(config, context.placements, actor_path, paths.get(REWARD_MODEL.key))
+    if line := sharing.line(context.placements):
         context.say(f"ppo: {line}")
 
-    def policy(holding: Holding) -> Any:
-        if donor := sharing.donors.get(holding.role.name):
+    def policy(placement: ModelPlacement) -> Any:
+        if donor := sharing.donors.get(placement.role.name):
             return on_base(context.bases[donor], config.model, attention=attention[ACTOR.key])
-        put = _put(context, holding)
+        put = _put(context, placement)
         return load_causal_lm(config.model, tokenizer, attention=attention[ACTOR.key], path=actor_path, put=put)
 
     said: list[str] = []
@@ -238,9 +238,9 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
             said.append(line)
             context.say(line)
 
-    def scalar(holding: Holding) -> Any:
-        start = holding.role.start
-        if donor := sharing.donors.get(holding.role.name):
+    def scalar(placement: ModelPlacement) -> Any:
+        start = placement.role.start
+        if donor := sharing.donors.get(placement.role.name):
             base = context.bases[donor]
             return on_base(base, config.model, attention=attention[start], scalar_head=True, adapter=sharing.adapter)
         may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto"} if start == CRITIC.key else {}
@@ -249,7 +249,7 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
             tokenizer,
             attention=attention[start],
             path=paths[start],
-            put=_put(context, holding),
+            put=_put(context, placement),
             say=say,
             **may_be_new,
         )
@@ -261,15 +261,15 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
     return PolicyNeeds(models, tokenizer, data, judge)
 
 
-def _put(context: StageContext, holding: Holding) -> Put:
+def _put(context: StageContext, placement: ModelPlacement) -> Put:
     """What makes a role's parameters: in the compute precision, and where its engine will have them."""
     accelerator, precision = context.accelerator, context.precision
-    if holding.zero_stage == 3:
-        return shards(deepspeed_config(holding, accelerator, precision, 1, 1), precision.dtype)
-    parked = not holding.role.trained and holding.offloads_parameters
+    if placement.zero_stage == 3:
+        return shards(deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
+    parked = not placement.role.trained and placement.offloads_parameters
     place = accelerator.host_device() if parked else accelerator.device()
     put = into(precision.dtype, place)
-    if kind := holding.quantization:
+    if kind := placement.quantization:
         put = quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), place)
     return put
 

@@ -21,7 +21,7 @@ from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import base_sharing
 from rlhf.roles.lineage import starts
 from rlhf.roles.roles import check as check_roles
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import Fingerprints
 from rlhf.trainers.base_models import Origin, Tokenizers, origin
@@ -137,9 +137,9 @@ def examine(
 
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
-    if any(held.offloads_optimizer for stage in pending for held in holdings(config, stage).values()):
+    if any(placement.offloads_optimizer for stage in pending for placement in model_placements(config, stage).values()):
         accelerator.kernel("adamw_cpu_offload", required=True)
-    if any(held.quantization for stage in pending for held in holdings(config, stage).values()):
+    if any(placement.quantization for stage in pending for placement in model_placements(config, stage).values()):
         accelerator.kernel("quantized_weights", required=True)
     deepspeed_config.check(config)
     deepspeed_config.check_disk(config, accelerator)
@@ -236,7 +236,7 @@ class _Models(Tokenizers):
             if found.start.key == "ppo.actor" and self._config.ppo.ptx_coef:
                 check_positions(found.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
             check_fits(self.tokenizer(found), outline, found.path)
-            held = [one for one in holdings(self._config, stage).values() if one.role.start == found.start.key]
+            held = [one for one in model_placements(self._config, stage).values() if one.role.start == found.start.key]
             for one in held:
                 check_dropout(outline, one.dropout, f"{stage}.{'critic_' * (one.role.name == 'critic')}dropout")
             if stage == "reward":
@@ -275,7 +275,11 @@ class _Models(Tokenizers):
 
     def trained(self, stage: Stage, origins: Sequence[Origin]) -> list[PreTrainedModel]:
         """Of the models that the stage trains, those that are read from somewhere."""
-        keys = {held.role.start for held in holdings(self._config, stage).values() if held.role.trained}
+        keys = {
+            placement.role.start
+            for placement in model_placements(self._config, stage).values()
+            if placement.role.trained
+        }
         found = (self.outline(origin) for origin in origins if origin.start.key in keys)
         return [outline for outline in found if outline is not None]
 

@@ -57,7 +57,7 @@ class Supervised:
         self.batches = context.batches(data.train, collate, **sizes, length=tokens_of)
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=tokens_of)
         self.total_steps = settings.total_steps(len(self.batches))
-        (role,) = (role for role, holding in context.holdings.items() if holding.role.trained)
+        (role,) = (role for role, placement in context.placements.items() if placement.role.trained)
         self.engine = context.engine(
             role,
             load,

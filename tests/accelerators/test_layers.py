@@ -18,7 +18,7 @@ from accelerators.backends.cpu.kernels.layers import FAMILIES, _Gate, _RMSNorm, 
 from rlhf.config.schema import OptimizerConfig
 from rlhf.engine.engine import TrainingEngine, freeze
 from rlhf.models.forward import completion_log_probs
-from tests.in_process import held
+from tests.in_process import make_placement
 
 SIZES = {
     "hidden_size": 192,
@@ -210,7 +210,7 @@ def engine_of(accelerator):
                 model_of("llama", torch.float32),
                 accelerator=accelerator,
                 precision=accelerator.precision("bf16"),
-                holding=held(0),
+                placement=make_placement(0),
                 optimizer=OptimizerConfig(learning_rate=1e-4, schedule="constant", warmup=0),
                 total_steps=100,
                 micro_batch_size=4,
@@ -243,6 +243,6 @@ def test_training_with_and_without_takes_the_same_steps(engine_of):
 
 def test_models_that_score_are_fused_too(accelerator):
     frozen = freeze(
-        model_of("llama"), accelerator=accelerator, precision=accelerator.precision("bf16"), holding=held(0)
+        model_of("llama"), accelerator=accelerator, precision=accelerator.precision("bf16"), placement=make_placement(0)
     )
     assert sum("forward" in vars(each) for each in frozen.modules() if layers.part(each)) >= 7

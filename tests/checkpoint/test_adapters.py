@@ -17,7 +17,7 @@ from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import FROZEN, add_adapters
 from rlhf.models.shared_base import Base, on_base
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
 
@@ -40,7 +40,7 @@ def engine(accelerator, model, stage="sft", zero_stage=1, **lora):
         ScalarHead(model) if stage == "reward" else model,
         accelerator=accelerator,
         precision=accelerator.precision("fp32"),
-        holding=holdings(config, stage)[stage],
+        placement=model_placements(config, stage)[stage],
         optimizer=OptimizerConfig(),
         total_steps=1,
         micro_batch_size=1,

@@ -14,7 +14,7 @@ from rlhf.config.schema import LoraConfig, OptimizerConfig
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models.lora import add_adapters
 from tests.helpers import build_tokenizer, llama
-from tests.in_process import held
+from tests.in_process import make_placement
 
 
 def engine(accelerator: Any, stage: int) -> TrainingEngine:
@@ -25,7 +25,7 @@ def engine(accelerator: Any, stage: int) -> TrainingEngine:
         model,
         accelerator=accelerator,
         precision=accelerator.precision("fp32"),
-        holding=held(stage),
+        placement=make_placement(stage),
         optimizer=OptimizerConfig(),
         total_steps=1,
         micro_batch_size=1,

@@ -15,7 +15,7 @@ from rlhf.launchers import local
 from rlhf.models.forward import completion_log_probs
 from rlhf.runs.directory import RunDirectory
 from tests.helpers import llama
-from tests.in_process import held
+from tests.in_process import make_placement
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def build(accelerator, zero_stage=1, precision="fp32", accumulation=1):
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        holding=held(zero_stage),
+        placement=make_placement(zero_stage),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         total_steps=10,
         micro_batch_size=len(IDS) // accumulation,

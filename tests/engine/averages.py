@@ -13,7 +13,7 @@ from rlhf.config.schema import OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.lora import add_adapters
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from tests.helpers import llama
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -25,16 +25,16 @@ def build(
 ) -> TrainingEngine:
     """An engine for one micro-batch a step on each rank."""
     values = {"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0, **engine}, "lora": {"rank": lora}}
-    holding = holdings(build_config(values), "sft")["sft"]
+    placement = model_placements(build_config(values), "sft")["sft"]
     model = llama(60)
     if lora:
-        add_adapters(model, holding.lora, seed=0)
+        add_adapters(model, placement.lora, seed=0)
     return TrainingEngine(
         "test",
         model,
         accelerator=accelerator,
         precision=accelerator.precision(precision) if isinstance(precision, str) else precision,
-        holding=holding,
+        placement=placement,
         optimizer=OptimizerConfig(learning_rate=1e-2, schedule="linear", warmup=0.3),
         total_steps=20,
         micro_batch_size=len(IDS),

@@ -9,10 +9,10 @@ from accelerators.backends.cpu.backend import CPU
 from rlhf.config.schema import build_config
 from rlhf.engine.cpu_offload import at_hand, describe, park
 from rlhf.engine.engine import freeze
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from tests.engine.test_engine import IDS
 from tests.helpers import llama
-from tests.in_process import bytes_held, held
+from tests.in_process import bytes_held, make_placement
 
 META = torch.device("meta")
 
@@ -107,8 +107,8 @@ def test_where_the_host_is_the_device_nothing_moves(accelerator):
 
 @pytest.mark.parametrize(("offload", "waits"), [("none", False), ("optimizer", False), ("parameters", True)])
 def test_a_frozen_model_below_zero_3_is_parked_where_weights_are_offloaded(apart, offload, waits):
-    holding = held(1, trained=False, offload=offload)
-    model = freeze(llama(60), accelerator=apart, precision=apart.precision("fp32"), holding=holding)
+    placement = make_placement(1, trained=False, offload=offload)
+    model = freeze(llama(60), accelerator=apart, precision=apart.precision("fp32"), placement=placement)
     assert places(model) == {"cpu" if waits else "meta"}
     used(model)
     assert places(model) == {"cpu" if waits else "meta"}
@@ -117,7 +117,7 @@ def test_a_frozen_model_below_zero_3_is_parked_where_weights_are_offloaded(apart
 def test_a_line_says_what_waits_on_the_host(apart, accelerator):
     def said(on, **engine):
         config = build_config({"engine": {"zero_stage": 1, **engine}, "roles": {"reward": {"offload": "none"}}})
-        return describe(holdings(config, "ppo").values(), on)
+        return describe(model_placements(config, "ppo").values(), on)
 
     both = "offload: the optimizers of actor, critic and the weights of reference"
     assert said(apart) == said(accelerator) == ""

@@ -9,14 +9,14 @@ from rlhf.config.schema import build_config
 from rlhf.engine import deepspeed_config
 from rlhf.engine.deepspeed_config import OWN, check, check_disk
 from rlhf.errors import ConfigError
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from tests.engine.test_engine import build, train
-from tests.in_process import held
+from tests.in_process import make_placement
 
 
 def told(accelerator, zero_stage=1, precision="fp32", **engine):
-    holding = held(zero_stage, **engine)
-    return deepspeed_config.deepspeed_config(holding, accelerator, accelerator.precision(precision), 2, 1)
+    placement = make_placement(zero_stage, **engine)
+    return deepspeed_config.deepspeed_config(placement, accelerator, accelerator.precision(precision), 2, 1)
 
 
 def refusal(own):
@@ -58,7 +58,7 @@ def test_the_bucket_for_gradients_is_no_larger_than_what_is_trained(accelerator,
 
 def test_a_frozen_model_has_no_bucket_and_a_large_one_deepspeeds(accelerator):
     assert "reduce_bucket_size" not in told(accelerator, 3)["zero_optimization"]
-    assert held(2).bucket(10**10) == DeepSpeedZeroConfig().reduce_bucket_size
+    assert make_placement(2).bucket(10**10) == DeepSpeedZeroConfig().reduce_bucket_size
 
 
 def test_either_name_of_a_setting_replaces_the_one_that_is_set(accelerator):
@@ -142,8 +142,8 @@ def test_sections_of_offload(accelerator, zero_stage, offload):
 def test_every_model_has_a_folder_of_its_own_on_the_disk(accelerator, tmp_path):
     config = build_config({"engine": {"zero_stage": 3, "offload": "all", "nvme": str(tmp_path)}})
     folders = []
-    for holding in holdings(config, "ppo").values():
-        made = deepspeed_config.deepspeed_config(holding, accelerator, accelerator.precision("fp32"), 1, 1)
+    for placement in model_placements(config, "ppo").values():
+        made = deepspeed_config.deepspeed_config(placement, accelerator, accelerator.precision("fp32"), 1, 1)
         found = made["zero_optimization"]["offload_param"]
         assert found["device"] == "nvme"
         folders.append(found["nvme_path"])

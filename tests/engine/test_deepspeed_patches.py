@@ -12,7 +12,7 @@ from rlhf.config.schema import OptimizerConfig
 from rlhf.engine.deepspeed_patches import spare
 from rlhf.engine.engine import TrainingEngine
 from tests.helpers import llama
-from tests.in_process import held
+from tests.in_process import make_placement
 
 RATE, BETAS, EPSILON, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
@@ -27,7 +27,7 @@ def engine_of(request, accelerator):
                 llama(60),
                 accelerator=accelerator,
                 precision=accelerator.precision("bf16"),
-                holding=held(0),
+                placement=make_placement(0),
                 optimizer=OptimizerConfig(
                     learning_rate=RATE, schedule="constant", warmup=0, weight_decay=DECAY, max_grad_norm=most
                 ),

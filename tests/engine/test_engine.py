@@ -7,7 +7,7 @@ from rlhf.config.schema import OptimizerConfig
 from rlhf.engine.engine import TrainingEngine, freeze
 from rlhf.models.forward import completion_log_probs
 from tests.helpers import assert_close_weights, llama
-from tests.in_process import held
+from tests.in_process import make_placement
 
 ROWS, PROMPT, COMPLETION = 4, 4, 8
 IDS = torch.randint(2, 60, (ROWS, PROMPT + COMPLETION), generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ def build(accelerator, zero_stage, precision="fp32", accumulation=1, **engine):
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        holding=held(zero_stage, **engine),
+        placement=make_placement(zero_stage, **engine),
         optimizer=OptimizerConfig(**settings),
         total_steps=100,
         micro_batch_size=ROWS // accumulation,
@@ -129,7 +129,7 @@ def test_bf16_gradients_do_not_lose_digits_to_the_number_of_micro_batches(accele
             llama(60),
             accelerator=accelerator,
             precision=accelerator.precision("bf16"),
-            holding=held(zero_stage),
+            placement=make_placement(zero_stage),
             optimizer=OptimizerConfig(),
             total_steps=1,
             micro_batch_size=micro,
@@ -157,7 +157,7 @@ def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_fi
 
     monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", kept)
     ids = torch.randint(2, 60, (2, 600), generator=torch.Generator().manual_seed(1))
-    holding = held(zero_stage)
+    placement = make_placement(zero_stage)
     precision = accelerator.precision("bf16")
 
     def log_probs(model):
@@ -169,14 +169,14 @@ def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_fi
         llama(60, max_position_embeddings=1024),
         accelerator=accelerator,
         precision=precision,
-        holding=holding,
+        placement=placement,
         optimizer=OptimizerConfig(),
         total_steps=1,
         micro_batch_size=2,
         accumulation=1,
     )
     frozen = freeze(
-        llama(60, max_position_embeddings=1024), accelerator=accelerator, precision=precision, holding=holding
+        llama(60, max_position_embeddings=1024), accelerator=accelerator, precision=precision, placement=placement
     )
     trained.engine.eval()
     assert torch.equal(log_probs(trained.engine), log_probs(frozen))
@@ -199,7 +199,7 @@ def test_a_frozen_model_scores_and_keeps_no_gradients(accelerator, zero_stage):
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision("fp32"),
-        holding=held(zero_stage),
+        placement=make_placement(zero_stage),
     )
     with torch.no_grad():
         expected = completion_log_probs(llama(60), IDS, torch.ones_like(IDS), COMPLETION).log_probs

@@ -11,7 +11,7 @@ from rlhf.engine.engine import freeze
 from rlhf.runs.directory import RunDirectory
 from tests.engine.test_engine import IDS, build, train, weights_of
 from tests.helpers import llama
-from tests.in_process import bytes_held, held
+from tests.in_process import bytes_held, make_placement
 
 PLACES = [
     *((zero_stage, offload) for zero_stage in (1, 2) for offload in ("optimizer", "all")),
@@ -89,9 +89,9 @@ def test_a_frozen_model_scores_as_without_offload(accelerator, zero_stage):
     precision = accelerator.precision("fp32")
 
     def scores(offload):
-        holding = held(zero_stage, trained=False, offload=offload)
-        assert holding.offloads_parameters == (offload != "none")
-        model = freeze(llama(60), accelerator=accelerator, precision=precision, holding=holding)
+        placement = make_placement(zero_stage, trained=False, offload=offload)
+        assert placement.offloads_parameters == (offload != "none")
+        model = freeze(llama(60), accelerator=accelerator, precision=precision, placement=placement)
         with torch.no_grad():
             return model(input_ids=IDS).logits
 

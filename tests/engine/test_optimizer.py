@@ -8,7 +8,7 @@ from rlhf.config.schema import LoraConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
 from rlhf.models.lora import add_adapters
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 
 
 def rates(**settings):
@@ -97,7 +97,7 @@ def test_an_engine_steps_adapters_and_head_by_the_rates_that_it_records(accelera
             model,
             accelerator=accelerator,
             precision=accelerator.precision("fp32"),
-            holding=holdings(config, "reward")["reward"],
+            placement=model_placements(config, "reward")["reward"],
             optimizer=OptimizerConfig(
                 learning_rate=1e-3, warmup=0.5, schedule="linear", weight_decay=0.0, eps=1e-12, max_grad_norm=1e9
             ),

@@ -23,7 +23,7 @@ from rlhf.generation.hybrid_engine import generating
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.models.lora import add_adapters
 from tests.helpers import llama
-from tests.in_process import bytes_held, held
+from tests.in_process import bytes_held, make_placement
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 PRECISIONS = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
@@ -46,10 +46,10 @@ def without(accelerator: Any) -> Iterator[None]:
 
 
 def build(accelerator: Any, precision: str, zero_stage: int = 0, **lora: Any) -> TrainingEngine:
-    model, holding = llama(60), held(zero_stage)
+    model, placement = llama(60), make_placement(zero_stage)
     if lora:
-        holding = replace(holding, lora=LoraConfig(rank=4, **lora))
-        add_adapters(model, holding.lora, seed=0)
+        placement = replace(placement, lora=LoraConfig(rank=4, **lora))
+        add_adapters(model, placement.lora, seed=0)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
@@ -58,7 +58,7 @@ def build(accelerator: Any, precision: str, zero_stage: int = 0, **lora: Any) ->
         model,
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        holding=holding,
+        placement=placement,
         optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup=0),
         total_steps=100,
         micro_batch_size=4,
@@ -152,9 +152,9 @@ def test_a_packing_that_fails_leaves_nothing_behind(accelerator, monkeypatch):
 
 
 def frozen(accelerator: Any, model: Any, precision: str = "fp32", shared: bool = False, **engine: Any) -> nn.Module:
-    holding = held(0, trained=False, **engine)
+    placement = make_placement(0, trained=False, **engine)
     return freeze(
-        model, accelerator=accelerator, precision=accelerator.precision(precision), holding=holding, shared=shared
+        model, accelerator=accelerator, precision=accelerator.precision(precision), placement=placement, shared=shared
     )
 
 

@@ -24,7 +24,7 @@ from rlhf.generation.hybrid_engine import generating
 from rlhf.generation.rank_groups import Alone, InStep, Team
 from rlhf.models.lora import add_adapters
 from tests.families.table import BY_NAME, build
-from tests.in_process import held
+from tests.in_process import make_placement
 
 LENGTH = 12
 TEAMS = {"whole": Alone, "layerwise": InStep, "tensor_parallel": lambda: Team.of(2)}
@@ -80,7 +80,7 @@ def engine(accelerator: Any, found: Any) -> TrainingEngine:
         found,
         accelerator=accelerator,
         precision=accelerator.precision("fp32"),
-        holding=held(3),
+        placement=make_placement(3),
         optimizer=OptimizerConfig(),
         total_steps=1,
         micro_batch_size=1,

@@ -11,7 +11,7 @@ from rlhf.memory.advice import Room, changes, plan, remedy
 from rlhf.memory.duration import operations
 from rlhf.memory.model_state import Surroundings
 from rlhf.memory.models import models_of
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from rlhf.trainers.oom import Situation, advice
 
 AROUND = Surroundings(1, "bf16")
@@ -70,7 +70,7 @@ def test_the_references_pass_is_counted_once_for_all_epochs_or_with_every_step()
     def passes(**dpo: Any) -> float:
         config = configuration(batch_size=1, **dpo)
         models = models_of(config, "dpo")
-        everything, _ = models["dpo"].counts(holdings(config, "dpo")["dpo"])
+        everything, _ = models["dpo"].counts(model_placements(config, "dpo")["dpo"])
         return operations(config, "dpo", models) / (2 * 512 * 2 * everything)
 
     assert passes() == pytest.approx(4)  # forward, backward for inputs and for weights, and the reference's

@@ -27,7 +27,7 @@ from rlhf.models.lora import add_adapters, merged_adapters
 from rlhf.models.weight_loading import into
 from rlhf.models.zero3_loading import is_sharded, shards
 from tests.helpers import build_tokenizer
-from tests.in_process import held, plain_state_dict
+from tests.in_process import make_placement, plain_state_dict
 
 LORA = LoraConfig(rank=4)
 
@@ -63,7 +63,7 @@ class Check:
             if rank:
                 add_adapters(model, LORA, seed=0)
             found += [f"stage {stage}, LoRA {rank}: {line}" for line in self.of_engine(model, stage, expected)]
-        frozen = freeze(self.load(self.put(3)), **self.holding(3, trained=False))
+        frozen = freeze(self.load(self.put(3)), **self.placement(3, trained=False))
         found += [f"frozen: {line}" for line in self.of_weights(frozen, expected)]
         buffers = dict(plain.named_buffers())
         for name, buffer in getattr(frozen, "module", frozen).named_buffers():
@@ -77,20 +77,20 @@ class Check:
             return load_scalar_head(ModelConfig(), self.tokenizer, seed=5, **where)
         return load_causal_lm(ModelConfig(), self.tokenizer, **where)
 
-    def holding(self, stage: int, *, trained: bool = True) -> dict[str, Any]:
-        holding = held(stage, trained=trained)
-        return {"accelerator": self.accelerator, "precision": self.precision, "holding": holding}
+    def placement(self, stage: int, *, trained: bool = True) -> dict[str, Any]:
+        placement = make_placement(stage, trained=trained)
+        return {"accelerator": self.accelerator, "precision": self.precision, "placement": placement}
 
     def put(self, stage: int) -> Any:
         if stage < 3:
             return into(torch.bfloat16, self.accelerator.device())
-        return shards(deepspeed_config(held(3), self.accelerator, self.precision, 1, 1), torch.bfloat16)
+        return shards(deepspeed_config(make_placement(3), self.accelerator, self.precision, 1, 1), torch.bfloat16)
 
     def of_engine(self, model: Any, stage: int, expected: dict[str, Any]) -> list[str]:
         engine = TrainingEngine(
             "test",
             ScalarHead(model) if self.scalar else model,
-            **self.holding(stage),
+            **self.placement(stage),
             optimizer=OptimizerConfig(),
             total_steps=1,
             micro_batch_size=1,

@@ -23,7 +23,7 @@ from rlhf.models.quantized import count, quantize, quantized_layers, quantizing,
 from rlhf.models.weight_loading import into
 from tests.families.table import BY_NAME
 from tests.helpers import build_tokenizer, llama, weights
-from tests.in_process import bytes_held, held, scalar_llama
+from tests.in_process import bytes_held, make_placement, scalar_llama
 
 IDS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 PACKING = QuantizedWeights()
@@ -176,13 +176,13 @@ def test_a_model_that_nobody_exports_keeps_no_float_weight():
 # under an engine
 
 
-def engine(accelerator, model, zero_stage, precision, **holding):
+def engine(accelerator, model, zero_stage, precision, **placement):
     return TrainingEngine(
         "test",
         model,
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        holding=held(zero_stage, **holding),
+        placement=make_placement(zero_stage, **placement),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0),
         total_steps=100,
         micro_batch_size=3,

@@ -89,7 +89,7 @@ def trained(accelerator: Accelerator, folder: Path, **changes: Any) -> tuple[Ten
     context = stage_context(accelerator, folder, "dpo", {"data": data, "dpo": settings})
     model = llama(len(WORDS), **SIZES)
     before = log_probabilities(model)
-    dpo.run(context, lambda holding: model, tokenizer(), StageData(rows, rows[:1], []))
+    dpo.run(context, lambda placement: model, tokenizer(), StageData(rows, rows[:1], []))
     return before, log_probabilities(model)
 
 

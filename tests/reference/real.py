@@ -44,7 +44,7 @@ def supervised(
     around = _context(accelerator, config, stage, folder)
     with around.recorder:
         # A model of its own at each call: DPO's reference is one beside the policy.
-        summary = run(around, lambda holding: _loaded(model, config), Tokenizer(), data(stage, count))
+        summary = run(around, lambda placement: _loaded(model, config), Tokenizer(), data(stage, count))
     if not around.world.is_main:
         return None
     return Outcome(_records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
 from rlhf.roles.base_sharing import adapter_of, check, decide, fingerprint, record_base
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from rlhf.runs.directory import RunDirectory
 
 PENDING = ("sft", "reward", "ppo")
@@ -28,7 +28,7 @@ def folders(tmp_path):
 
 def found(folders, *, roles=None, engine=None, **lora):
     config = build_config({"lora": {"rank": 4, **lora}, "roles": roles or {}, "engine": engine or {}})
-    held = holdings(config, "ppo")
+    held = model_placements(config, "ppo")
     sharing = decide(config, held, *folders)
     return dict(sharing.donors), sharing.line(held)
 
@@ -42,8 +42,8 @@ def test_all_four_where_the_reward_model_was_trained_on_the_actor_s_base(folders
 def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folders, tmp_path):
     def decided(folders):
         config = build_config({"lora": {"rank": 4}, "ppo": {"estimator": "rloo"}})
-        sharing = decide(config, holdings(config, "ppo"), *folders)
-        return dict(sharing.donors), sharing.adapter, sharing.line(holdings(config, "ppo"))
+        sharing = decide(config, model_placements(config, "ppo"), *folders)
+        return dict(sharing.donors), sharing.adapter, sharing.line(model_placements(config, "ppo"))
 
     line = "actor, reference and reward share one frozen base"
     assert decided(folders) == ({"reward": "actor"}, adapter_of(folders[1]), line)

@@ -12,9 +12,9 @@ from rlhf.memory.duration import operations
 from rlhf.memory.model_state import Surroundings
 from rlhf.memory.models import models_of
 from rlhf.memory.stage import plan_stage
-from rlhf.roles.base_sharing import Sharing, foreseen
+from rlhf.roles.base_sharing import Sharing, predict_sharing
 from rlhf.roles.lineage import ALL, starts
-from rlhf.roles.roles import Holding, holdings
+from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import differences, started_from
 from rlhf.trainers.base_models import origin
@@ -41,7 +41,7 @@ def test_a_model_is_needed_where_something_reads_it(
 ) -> None:
     config = configured(**ppo)
     assert [start.key for start in starts(config.model_dump(), "ppo")] == models
-    found = holdings(config, "ppo")
+    found = model_placements(config, "ppo")
     assert found["actor"].role.start == found["reference"].role.start == "ppo.actor"
     for name, start in held.items():
         assert (found[name].role.start if name in found else None) == start  # type: ignore[index]
@@ -98,7 +98,7 @@ def test_settings_that_contradict_each_other_are_one_line(ppo: dict[str, Any], m
 
 def shared(**sections: Any) -> Sharing:
     config = build_config({"model": {"path": "opt-125m"}, "lora": {"rank": 4}, **sections})
-    return foreseen(config, holdings(config, "ppo"))
+    return predict_sharing(config, model_placements(config, "ppo"))
 
 
 def test_what_shares_a_base_beside_a_critic_of_another_start() -> None:
@@ -130,7 +130,7 @@ def test_a_plan_counts_the_models_that_are_there() -> None:
     for name, ppo in {"all": {}, "no model": FUNCTION, "rloo": FUNCTION | {"estimator": "rloo"}}.items():
         config = configured(**ppo)
         models = models_of(config, "ppo")
-        assert models.keys() == holdings(config, "ppo").keys()
+        assert models.keys() == model_placements(config, "ppo").keys()
         plan = plan_stage(config, "ppo", models, Surroundings())
         assert ("critic" in plan.parameters) == (name != "rloo")
         sizes[name] = plan.fullest.device, operations(config, "ppo", models)
@@ -140,8 +140,8 @@ def test_a_plan_counts_the_models_that_are_there() -> None:
 
 def test_every_role_starts_from_what_is_listed() -> None:
     keys = {start.key for start in ALL}
-    held: list[Holding] = [
-        *holdings(configured(critic="c"), "ppo").values(),
-        *holdings(configured(), "reward").values(),
+    held: list[ModelPlacement] = [
+        *model_placements(configured(critic="c"), "ppo").values(),
+        *model_placements(configured(), "reward").values(),
     ]
-    assert {holding.role.start for holding in held} <= keys
+    assert {placement.role.start for placement in held} <= keys

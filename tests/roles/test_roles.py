@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.config.schema import STAGES, build_config
 from rlhf.errors import ConfigError
-from rlhf.roles.roles import check, holdings
+from rlhf.roles.roles import check, model_placements
 
 
 def configuration(**sections):
@@ -88,7 +88,7 @@ def test_what_cannot_be_held_so_is_refused_with_the_nearest_that_can(sections, s
 
 def test_dpo_has_a_reference_where_it_is_held_beside_the_policy_and_is_not_the_policy_itself():
     def roles(**sections):
-        return [*holdings(configuration(**sections), "dpo")]
+        return [*model_placements(configuration(**sections), "dpo")]
 
     assert roles() == ["dpo"]
     beside = {"reference": "beside"}
@@ -102,7 +102,7 @@ def test_dpo_has_a_reference_where_it_is_held_beside_the_policy_and_is_not_the_p
         "roles.reference.offload: with LoRA the reference is the policy without its adapters, held as the policy is; "
         "leave it out, or set roles.dpo.lora_rank=0"
     )
-    held = holdings(configuration(dpo=beside | {"dropout": 0.3}, roles={"dpo": {"zero_stage": 2}}), "dpo")
+    held = model_placements(configuration(dpo=beside | {"dropout": 0.3}, roles={"dpo": {"zero_stage": 2}}), "dpo")
     assert (held["dpo"].zero_stage, held["dpo"].dropout) == (2, 0.3)
     assert (held["reference"].zero_stage, held["reference"].dropout) == (0, 0.0)
 
@@ -145,9 +145,9 @@ def test_weights_that_nothing_of_the_stage_could_offload_are_refused():
     ],
 )
 def test_what_waits_on_the_host(zero_stage, offload, optimizers, parameters):
-    held = holdings(configuration(engine={"zero_stage": zero_stage, "offload": offload}), "ppo")
-    assert {name for name, holding in held.items() if holding.offloads_optimizer} == optimizers
-    assert {name for name, holding in held.items() if holding.offloads_parameters} == parameters
+    held = model_placements(configuration(engine={"zero_stage": zero_stage, "offload": offload}), "ppo")
+    assert {name for name, placement in held.items() if placement.offloads_optimizer} == optimizers
+    assert {name for name, placement in held.items() if placement.offloads_parameters} == parameters
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,16 @@ def test_weights_that_cannot_be_quantized_are_refused_with_the_nearest_that_can(
 def test_what_is_quantized_is_what_is_frozen(sections, stage, quantized):
     config = configuration(**sections)
     check(config, STAGES, 1)
-    held = holdings(config, stage)
-    assert {name: holding.quantization for name, holding in held.items() if holding.quantization} == quantized
+    held = model_placements(config, stage)
+    assert {name: placement.quantization for name, placement in held.items() if placement.quantization} == quantized
 
 
 def test_adapters_of_each_model_may_have_a_rate_of_their_own():
     rates = {"actor": {"lora_learning_rate": 4e-4}, "reward": {"lora_learning_rate": 5e-3}}
     config = configuration(lora={"rank": 4, "learning_rate": 1e-4}, roles=rates)
-    assert {role: held.lora.learning_rate for stage in STAGES for role, held in holdings(config, stage).items()} == {
+    assert {
+        role: held.lora.learning_rate for stage in STAGES for role, held in model_placements(config, stage).items()
+    } == {
         "sft": 1e-4,
         "reward": 5e-3,
         "actor": 4e-4,

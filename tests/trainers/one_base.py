@@ -13,7 +13,7 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models.lora import add_adapters
 from rlhf.models.shared_base import Base, on_base
-from rlhf.roles.roles import holdings
+from rlhf.roles.roles import model_placements
 from tests.helpers import llama
 
 IDS = torch.randint(2, 60, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -31,10 +31,12 @@ def main(folder: str, *precisions: str) -> None:
 
 
 def _one(accelerator: Any, precision: str, zero_stage: int) -> tuple[bool, bool, bool]:
-    holding = holdings(build_config({"engine": {"zero_stage": zero_stage}, "lora": {"rank": 4}}), "sft")["sft"]
+    placement = model_placements(build_config({"engine": {"zero_stage": zero_stage}, "lora": {"rank": 4}}), "sft")[
+        "sft"
+    ]
     model, engines = llama(60), []
     for _ in range(2):
-        add_adapters(model, holding.lora, seed=0)
+        add_adapters(model, placement.lora, seed=0)
         base = Base(model)
         engines.append(
             TrainingEngine(
@@ -42,7 +44,7 @@ def _one(accelerator: Any, precision: str, zero_stage: int) -> tuple[bool, bool,
                 model,
                 accelerator=accelerator,
                 precision=accelerator.precision(precision),
-                holding=holding,
+                placement=placement,
                 optimizer=OptimizerConfig(warmup=0),
                 total_steps=2,
                 micro_batch_size=2,

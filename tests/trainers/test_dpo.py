@@ -39,7 +39,7 @@ def run(
     place = RunDirectory(folder).stage("dpo")
     with Recorder(place, resume_step=place.latest_checkpoint and step_of(place.latest_checkpoint)) as recorder:
         context = stage_context(accelerator, folder, "dpo", values, precision=precision, recorder=recorder)
-        dpo.run(context, lambda holding: cases.language_model(1, kind), cases.Tokenizer(), DATA)
+        dpo.run(context, lambda placement: cases.language_model(1, kind), cases.Tokenizer(), DATA)
     lines = [json.loads(line) for line in (folder / "dpo" / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "learning_rate" in line]
 

@@ -16,8 +16,8 @@ from tests.helpers import llama
 from tests.in_process import given, scalar_llama, stage_context
 
 
-def nobody(holding):
-    raise AssertionError(f"{holding.role.name} was loaded")
+def nobody(placement):
+    raise AssertionError(f"{placement.role.name} was loaded")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rlhf.models.lora import add_adapters
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.ppo.trainer import PPO, Models
 from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
-from tests.in_process import given, held, stage_context
+from tests.in_process import given, make_placement, stage_context
 from tests.trainers.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
@@ -43,7 +43,7 @@ def build(accelerator, zero_stage, precision="fp32"):
         adapted(),
         accelerator=accelerator,
         precision=accelerator.precision(precision),
-        holding=held(zero_stage),
+        placement=make_placement(zero_stage),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, weight_decay=0.1),
         total_steps=100,
         micro_batch_size=4,

@@ -19,7 +19,7 @@ from rlhf.trainers.oom import Situation, advice
 from rlhf.trainers.ppo.trainer import PPO
 from tests.engine.test_engine import build, train
 from tests.helpers import llama
-from tests.in_process import bytes_held, held
+from tests.in_process import bytes_held, make_placement
 
 INT8 = "engine.frozen=int8"
 ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_length=96"
@@ -187,6 +187,9 @@ def test_a_trained_model_holds_weights_two_moments_and_what_it_is_stepped_in(
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_a_frozen_model_holds_its_weights(accelerator, parameters, zero_stage):
     model = freeze(
-        llama(60), accelerator=accelerator, precision=accelerator.precision("fp32"), holding=held(zero_stage)
+        llama(60),
+        accelerator=accelerator,
+        precision=accelerator.precision("fp32"),
+        placement=make_placement(zero_stage),
     )
     assert 4 <= bytes_held(model) / parameters <= 4 * 1.01

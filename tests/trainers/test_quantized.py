@@ -71,7 +71,7 @@ def test_a_frozen_reward_model_scores_nearly_as_it_does_whole(accelerator, tmp_p
 def test_a_stages_loader_packs_each_layer_as_it_is_read(accelerator, tmp_path, model_folder, tokenizer):
     values = {"engine": {"frozen": "int8"}, "lora": {"rank": 4}, "model": {"path": str(model_folder)}}
     context = stage_context(accelerator, tmp_path, "sft", values)
-    put = pipeline._put(context, context.holdings["sft"])
+    put = pipeline._put(context, context.placements["sft"])
     model = load_causal_lm(context.config.model, tokenizer, attention="sdpa", put=put)
     assert count(model) == 15_360
 

@@ -49,10 +49,10 @@ def _fits(context: StageContext) -> bool:
     Raises:
         ConfigError: the plan does not know the shape of a model.
     """
-    config, held = context.config, context.holdings
+    config, held = context.config, context.placements
     local = here().local_size or context.world.size
     around, room = environment.found(context.accelerator, config, context.world.size, local=local)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in held)
     around = replace(around, base=min(around.base, environment.PROCESS), fused=fused)
-    shapes = {source(config, holding.role.start)[0]: context.shape(name) for name, holding in held.items()}
+    shapes = {source(config, placement.role.start)[0]: context.shape(name) for name, placement in held.items()}
     return settled(config, ["ppo"], around, room=room, shapes=shapes).ppo.reuse_forward

@@ -72,7 +72,7 @@ class PPO:
             "batch_size": minibatch,
             "micro_batch_size": micro_rows,
         }
-        held = context.holdings
+        held = context.placements
         pretraining = Pretraining.read(context, tokenizer)
         more = settings.pretraining(context.world.size)[0]
         self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes, more=more)
