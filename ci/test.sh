@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
-# Lint, types and tests, in .venv, which is made where it is missing.
+# Lint, types and tests, in .venv, which is created if it is missing.
 #
 #   bash ci/test.sh            what every change must pass
-#   bash ci/test.sh --all      slow tests too
+#   bash ci/test.sh ROOM       one room: ruff on its code and tests, then its tests in one process. ROOM is a folder of
+#                              rlhf/ or tests/ (data, trainers, contrib/sweep, reference), or accelerators
+#   bash ci/test.sh --all      slow tests too; prints the slowest twenty
 #   bash ci/test.sh --lowest   the tests alone, on the lowest versions that pyproject.toml admits, in .venv-lowest
-#   bash ci/test.sh ARGUMENTS  further arguments go to pytest, without the plugins' tests:
+#   bash ci/test.sh ARGUMENTS  other arguments go to pytest, without the plugins' tests:
 #                              bash ci/test.sh tests/data -k split
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Workers share the cores, so each uses one; nothing may reach for a network.
+# Workers share the cores, so each uses one; nothing may use a network.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-arguments=()
-plugins=true lowest=false
+arguments=() room="" plugins=true lowest=false
+if [[ ${1:-} =~ ^[a-z_]+(/[a-z_]+)?$ && -d tests/$1 ]]; then
+    room=$1
+    shift
+fi
 for argument in "$@"; do
     case $argument in
-    --all) arguments+=(-m "") ;;
+    --all) arguments+=(-m "" --durations=20) ;;
     --lowest) lowest=true ;;
     *) arguments+=("$argument") plugins=false ;;
     esac
@@ -29,6 +34,21 @@ if $lowest; then
 else
     make_environment test,dev
     export PATH="$PWD/.venv/bin:$PATH"
+fi
+
+if [ -n "$room" ]; then
+    folders=("tests/$room")
+    for folder in "rlhf/$room" "$room"; do
+        [ ! -d "$folder" ] || folders+=("$folder")
+    done
+    echo "== lint of ${folders[*]}"
+    ruff check "${folders[@]}"
+    ruff format --check "${folders[@]}"
+    echo "== tests of $room"
+    exec pytest "tests/$room" ${arguments[@]+"${arguments[@]}"}
+fi
+
+if ! $lowest; then
     echo "== lint"
     ruff check .
     ruff format --check .
