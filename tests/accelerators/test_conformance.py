@@ -112,8 +112,8 @@ BROKEN_ELSEWHERE = [
 
 DRIVER = """
 import json, sys
-from accelerators.testing import elsewhere, run
-elsewhere.PROBE_SECONDS = 0.2
+from accelerators.testing import run, subprocess_checks
+subprocess_checks.PROBE_SECONDS = 0.2
 found = [[vars(result) for result in run(name, [check])] for name, check in json.loads(sys.argv[1])]
 print(json.dumps(found))
 """

@@ -146,7 +146,7 @@ SLOW_RANK = """
 import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from rlhf.engine import checkpoint
+from rlhf.checkpoint import training_state
 from rlhf.runs.directory import RunDirectory
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -163,7 +163,7 @@ class Holder:
     engine = Engine()
 
 try:
-    checkpoint.save(RunDirectory(Path("{folder}")).stage("sft"), 3, dict(model=Holder()), dict(rank=rank))
+    training_state.save(RunDirectory(Path("{folder}")).stage("sft"), 3, dict(model=Holder()), dict(rank=rank))
 except BaseException as error:
     Path("{folder}", f"error{{rank}}").write_text(str(error))
 dist.destroy_process_group()

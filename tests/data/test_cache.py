@@ -285,17 +285,17 @@ def test_the_settings_of_a_run_say_what_is_kept(tokenizer: Any) -> None:
 _BUILD = """
 import sys, time
 from rlhf.config.schema import DataConfig
-from rlhf.data import making
+from rlhf.data import tokenize_rows
 from rlhf.data.cache import StageCache
 from tests.helpers import build_tokenizer
 path, marks, pause = sys.argv[1:]
-encode = making.encode_prompts
+encode = tokenize_rows.encode_prompts
 def counted(tokenizer, rows, **options):
     with open(marks, "a") as file:
         file.write(f"{len(rows)}\\n")
     time.sleep(float(pause))
     return encode(tokenizer, rows, **options)
-making.encode_prompts = counted
+tokenize_rows.encode_prompts = counted
 config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}], max_prompt_length=30, max_completion_length=12)
 kept = StageCache(config, "sft", build_tokenizer(), 3, [1])
 assert kept.build(show=True) is None

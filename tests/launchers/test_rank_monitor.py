@@ -24,15 +24,15 @@ SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from rlhf.launchers.exit_status import Outcome
-from rlhf.engine import supervision
-supervision._SECONDS_TO_LEAVE = 1.0
+from rlhf.launchers import rank_monitor
+rank_monitor._SECONDS_TO_LEAVE = 1.0
 import torch, torch.distributed as dist
 from rlhf.errors import DataError
 from rlhf.utils.process_info import here
 from rlhf.engine import distributed
 rank = here().rank
 try:
-    with supervision.supervised(here(), {timeout}) as member:
+    with rank_monitor.supervised(here(), {timeout}) as member:
         dist.init_process_group("gloo")
         distributed._members.append(member)
         dist.barrier()

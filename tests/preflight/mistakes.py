@@ -5,6 +5,14 @@ Nearly all of them would stop the second or the third stage only. Those in batch
 
 from __future__ import annotations
 
+from tests.preflight import (  # noqa: F401  # importing them enters their mistakes
+    mistakes_in_data,
+    mistakes_in_holding,
+    mistakes_in_models,
+    mistakes_in_pretraining,
+    mistakes_in_rewards,
+    mistakes_in_rollouts,
+)
 from tests.preflight.bench import MISTAKES, Bench, mistake, settings
 
 __all__ = ["MISTAKES", "Bench", "settings"]

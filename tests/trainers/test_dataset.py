@@ -26,7 +26,7 @@ from types import SimpleNamespace
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from rlhf.config.schema import load_config
-from rlhf.data import making
+from rlhf.data import tokenize_rows
 from rlhf.engine import distributed
 from rlhf.trainers.dataset import stage_rows
 from tests.helpers import build_tokenizer
@@ -36,8 +36,8 @@ os.environ["LOCAL_RANK"] = str({machines!r}[:int(rank)].count(machine))
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 os.environ["HF_DATASETS_CACHE"] = f"{folder}/{{machine}}"
 dist.init_process_group("gloo")
-tokenized, encode = [], making.encode_prompts
-making.encode_prompts = lambda t, rows, **o: (tokenized.append(len(rows)), encode(t, rows, **o))[1]
+tokenized, encode = [], tokenize_rows.encode_prompts
+tokenize_rows.encode_prompts = lambda t, rows, **o: (tokenized.append(len(rows)), encode(t, rows, **o))[1]
 said = []
 context = SimpleNamespace(
     config=load_config(None, ["data.datasets=" + {sources!r}[int(rank)], "model.path=x"]),
