@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/deepspeed-chat.md"
 sys.path.insert(0, str(ROOT))
 
-from rlhf.config.dump import scalar  # noqa: E402
+from rlhf.config.dump import format_scalar  # noqa: E402
 from rlhf.contrib.deepspeed_chat.tables import Flag, Variable, flags, implied, scripts, variables  # noqa: E402
 
 PROGRAMS = {
@@ -101,7 +101,7 @@ def _said(row: Flag | Variable, keys: str) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value)
-    return scalar(value) if value is not None else "null"
+    return format_scalar(value) if value is not None else "null"
 
 
 TABLES = {

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from rlhf.config.loader import Keys, names_model_or_data, overridden
+from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, load_config
 from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import Interrupted
@@ -73,7 +73,7 @@ class Options:
         """
         if self.config is not None:
             return self
-        given = overridden(Keys(), self.overrides or ())
+        given = apply_overrides(TrackedDict(), self.overrides or ())
         folder = self.output or given.get("output") or Config().output
         if not isinstance(folder, str | Path):
             return self  # `load` says what is wrong

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from rlhf.cli.options import SETTINGS, Options, shared
-from rlhf.config.dump import recipe_text
+from rlhf.config.dump import format_recipe
 from rlhf.config.schema import EMBEDDED_RECIPE, Config
 from rlhf.errors import ConfigError
 
@@ -82,7 +82,7 @@ def config(
     values = (replace(options, config=EMBEDDED_RECIPE) if example else options).load(example=False)
     if options.config:  # whose paths start from its folder, and not from that of the recipe printed here
         values = Config.model_validate(values.model_dump(mode="json"))
-    _show(recipe_text(values, about))
+    _show(format_recipe(values, about))
 
 
 def _translation(commands: list[str], devices: int | None, options: Options, example: bool) -> str:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf.config import paths
-from rlhf.config.loader import as_sources
-from rlhf.config.types import Name, OptionalName, Section, Shares
-from rlhf.config.validation_errors import at, shown
+from rlhf.config.loader import as_source_list
+from rlhf.config.types import ConfigModel, OptionalPathOrHubId, PathOrHubId, Shares
+from rlhf.config.validation_errors import error_at, short_repr
 
 Share = Literal["sft", "reward", "ppo"]
 """A part of a source's rows: `data.stage_split` says how large each is."""
@@ -29,7 +29,7 @@ _WHOLE = re.compile(r"^(-?\d+)\.0+$")
 _BOOLEANS = ("True", "False", "TRUE", "FALSE")
 
 
-class ColumnsConfig(Section):
+class ColumnsConfig(ConfigModel):
     """Names of a data set's columns, where they differ from the known formats; `a.0.b` is what a column holds."""
 
     prompt: str | None = Field(None, description="column that holds the prompt")
@@ -52,11 +52,11 @@ class ColumnsConfig(Section):
     def _fit_together(self) -> ColumnsConfig:
         if (self.first is None) != (self.second is None):
             missing = "second" if self.second is None else "first"
-            raise at(missing, "a pair needs columns.first and columns.second; name the other one too")
+            raise error_at(missing, "a pair needs columns.first and columns.second; name the other one too")
         if self.first and (self.chosen or self.rejected):
-            raise at("first", "the pair has its columns already; leave columns.chosen and columns.rejected out")
+            raise error_at("first", "the pair has its columns already; leave columns.chosen and columns.rejected out")
         if self.text and len(self.named()) > 1:
-            raise at("text", "a text has no prompt and no replies; leave the other columns out")
+            raise error_at("text", "a text has no prompt and no replies; leave the other columns out")
         return self
 
     def named(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class ColumnsConfig(Section):
         return {field: name for field, name in self.model_dump().items() if name}
 
 
-def label_text(value: Any) -> Any:
+def normalize_label(value: Any) -> Any:
     """A label as text, as which labels are compared: CSV has no other, and 1, 1.0 and "1" are one label.
 
     So are true and what a program wrote of it: True, TRUE.
@@ -82,10 +82,10 @@ def share_of(stage: Stage) -> Share:
     return "reward" if stage == "dpo" else stage
 
 
-Label = Annotated[str | None, BeforeValidator(label_text)]
+Label = Annotated[str | None, BeforeValidator(normalize_label)]
 
 
-class PreferConfig(Section):
+class PreferenceLabelConfig(ConfigModel):
     """What decides which of columns.first and columns.second is preferred; `none`: chosen and rejected are so."""
 
     label: str | None = Field(None, description="column whose value names the better one")
@@ -106,15 +106,17 @@ class PreferConfig(Section):
         return self.label is not None or self.scores is not None
 
     @model_validator(mode="after")
-    def _one_way(self) -> PreferConfig:
+    def _one_way(self) -> PreferenceLabelConfig:
         if sum([self.label is not None, self.scores is not None, self.nothing]) > 1:
-            raise at("label", "one thing decides: give label (with its value `first`), scores, or none, not several")
+            raise error_at(
+                "label", "one thing decides: give label (with its value `first`), scores, or none, not several"
+            )
         if self.label is not None and self.first is None:
-            raise at("first", "missing; give the value of the label where columns.first is better")
+            raise error_at("first", "missing; give the value of the label where columns.first is better")
         if self.label is None and (self.first, self.second) != (None, None):
-            raise at("label", "missing; name the column that holds these values")
+            raise error_at("label", "missing; name the column that holds these values")
         if self.label is not None and self.first == self.second:
-            raise at("second", "the same as prefer.first; give the value where columns.second is better")
+            raise error_at("second", "the same as prefer.first; give the value where columns.second is better")
         return self
 
 
@@ -125,16 +127,16 @@ def _weight(value: Any) -> Any:
             return value
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"expected a number above 0, or all, found {shown(value)}")
+    raise ValueError(f"expected a number above 0, or all, found {short_repr(value)}")
 
 
-class DatasetConfig(Section):
+class DatasetConfig(ConfigModel):
     """One source of rows."""
 
-    path: Name = Field(
+    path: PathOrHubId = Field(
         description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
     )
-    heldout: OptionalName = Field(
+    heldout: OptionalPathOrHubId = Field(
         None, description="a second source, used for evaluation only; empty: a fraction of `path`"
     )
     subset: str | None = Field(None, description="configuration of a hub data set that has several")
@@ -159,8 +161,11 @@ class DatasetConfig(Section):
     columns: ColumnsConfig = Field(
         ColumnsConfig(), description="column names, where they are not standard; question.text, answers.0 look inside"
     )
-    prefer: Annotated[PreferConfig, BeforeValidator(lambda value: {"nothing": True} if value == "none" else value)] = (
-        Field(PreferConfig(), description="what decides which reply of a pair is better; none: chosen and rejected do")
+    prefer: Annotated[
+        PreferenceLabelConfig, BeforeValidator(lambda value: {"nothing": True} if value == "none" else value)
+    ] = Field(
+        PreferenceLabelConfig(),
+        description="what decides which reply of a pair is better; none: chosen and rejected do",
     )
     clean: tuple[Cleaning, ...] | None = Field(
         None,
@@ -171,16 +176,20 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _decided(self) -> DatasetConfig:
         if self.columns.first and not self.prefer.decides:
-            raise at("prefer", "missing; say what decides between columns.first and columns.second: label or scores")
+            raise error_at(
+                "prefer", "missing; say what decides between columns.first and columns.second: label or scores"
+            )
         if self.prefer.decides and self.columns.named() and not self.columns.first:
-            raise at("prefer", "decides between columns.first and columns.second; name both in columns")
+            raise error_at("prefer", "decides between columns.first and columns.second; name both in columns")
         return self
 
 
-class PretrainingConfig(Section):
+class PretrainingConfig(ConfigModel):
     """One source of raw text."""
 
-    path: Name = Field(description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, or a hub name")
+    path: PathOrHubId = Field(
+        description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, or a hub name"
+    )
     subset: str | None = Field(None, description="configuration of a hub data set that has several")
     split: str = Field("train", description="split to read where the source has several")
     revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest")
@@ -188,10 +197,10 @@ class PretrainingConfig(Section):
     text: str = Field("text", min_length=1, description="column that holds the documents")
 
 
-class DataConfig(Section):
+class DataConfig(ConfigModel):
     """Where the rows come from and how they are shared among the stages."""
 
-    datasets: Annotated[tuple[DatasetConfig, ...], BeforeValidator(as_sources)] = Field(
+    datasets: Annotated[tuple[DatasetConfig, ...], BeforeValidator(as_source_list)] = Field(
         (DatasetConfig(path=paths.WORLD),),
         min_length=1,
         description="the sources, each a path or a mapping; several are blended by weight",
@@ -212,7 +221,7 @@ class DataConfig(Section):
         description="what becomes of rows that are too long; truncate: a prompt loses its oldest text, a completion "
         "its end (and then has no end-of-sequence token)",
     )
-    pretraining: Annotated[tuple[PretrainingConfig, ...], BeforeValidator(as_sources)] = Field(
+    pretraining: Annotated[tuple[PretrainingConfig, ...], BeforeValidator(as_source_list)] = Field(
         (), description="sources of raw text that PPO goes on to model (ppo.ptx_coef), each a path or a mapping"
     )
     chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template where it has one")

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rlhf.config.training import OptimizerConfig, PairsConfig
-from rlhf.config.types import OptionalName
-from rlhf.config.validation_errors import at
+from rlhf.config.types import OptionalPathOrHubId
+from rlhf.config.validation_errors import error_at
 
 PreferenceLoss = Literal["sigmoid", "ipo", "robust"]
 
@@ -24,7 +24,7 @@ class DPOConfig(PairsConfig):
 
     better: ClassVar = {"loss": min, "accuracy": max}
 
-    model: OptionalName = Field(
+    model: OptionalPathOrHubId = Field(
         None, description="folder or hub name of the policy to start from; empty: this run's SFT model"
     )
     beta: float = Field(
@@ -59,7 +59,9 @@ class DPOConfig(PairsConfig):
     @model_validator(mode="after")
     def _fit_together(self) -> DPOConfig:
         if self.loss == "ipo" and self.label_smoothing:
-            raise at("label_smoothing", "the ipo loss has none; set 0, or choose dpo.loss=sigmoid or robust")
+            raise error_at("label_smoothing", "the ipo loss has none; set 0, or choose dpo.loss=sigmoid or robust")
         if self.loss == "robust" and not self.label_smoothing:
-            raise at("loss", "robust is the sigmoid loss where dpo.label_smoothing is 0; say there what share is wrong")
+            raise error_at(
+                "loss", "robust is the sigmoid loss where dpo.label_smoothing is 0; say there what share is wrong"
+            )
         return self

@@ -20,7 +20,7 @@ _ABOUT_A_RUN = (
 )
 
 
-def recipe_text(config: BaseModel, about: str) -> str:
+def format_recipe(config: BaseModel, about: str) -> str:
     """A configuration as a recipe; `about` stands in a comment at its top."""
     return "\n".join([*_comment(about), "", to_yaml(config)])
 
@@ -32,7 +32,7 @@ def write_recipe(path: Path, settings: Mapping[str, Any]) -> None:
         OSError: the folder cannot be written to.
         ConfigError: the settings are not of this version.
     """
-    atomic_write(path, recipe_text(build_config(settings), _ABOUT_A_RUN))
+    atomic_write(path, format_recipe(build_config(settings), _ABOUT_A_RUN))
 
 
 def to_yaml(section: BaseModel) -> str:
@@ -57,7 +57,7 @@ def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
             for item in value:
                 yield from _item(list(_lines(item, depth + 2)), indent + "  ")
         else:
-            yield f"{indent}{name}: {scalar(value)}".rstrip()
+            yield f"{indent}{name}: {format_scalar(value)}".rstrip()
 
 
 def _item(lines: list[str], indent: str) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def scalar(value: Any) -> str:
+def format_scalar(value: Any) -> str:
     """A value as YAML on one line, as it is read back."""
     if value is None:
         return ""
@@ -91,5 +91,5 @@ def _plain(value: Any) -> Any:
 
 def _choices(annotation: Any) -> str:
     """The words that a key admits, where they are few."""
-    words = [scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
+    words = [format_scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
     return f" ({' | '.join(words)})" if words else ""

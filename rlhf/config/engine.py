@@ -8,15 +8,15 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from accelerators import OPERATIONS
-from rlhf.config.types import Folder, Section
-from rlhf.config.validation_errors import shown
+from rlhf.config.types import ConfigModel, Folder
+from rlhf.config.validation_errors import short_repr
 
 Offload = Literal["none", "optimizer", "parameters", "all"]
 Frozen = Literal["auto", "int8", "int4"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigModel):
     """LoRA: train small adapters on frozen weights, in all stages (arXiv:2106.09685)."""
 
     rank: int = Field(0, ge=0, description="rank of the adapters; 0: off, all weights are trained")
@@ -56,17 +56,17 @@ class LoraConfig(Section):
     def _names(cls, value: Any) -> Any:
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {shown(value)}")
+            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {short_repr(value)}")
         for name in names:
             if name.startswith("re:"):
                 try:
                     re.compile(name.removeprefix("re:"))
                 except re.error as error:
-                    raise ValueError(f"{shown(name)} holds no regular expression ({error})") from error
+                    raise ValueError(f"{short_repr(name)} holds no regular expression ({error})") from error
         return value if value == "auto" else tuple(names)
 
 
-class EngineConfig(Section):
+class EngineConfig(ConfigModel):
     """How models are held, trained and frozen ones; `roles` says what one of them does differently."""
 
     zero_stage: Literal["auto", 0, 1, 2, 3] = Field(
@@ -117,11 +117,11 @@ class EngineConfig(Section):
     def _operations(cls, kernels: dict[str, str]) -> dict[str, str]:
         for operation in kernels:
             if operation not in OPERATIONS:
-                raise ValueError(f"no operation {shown(operation)}; use one of {', '.join(OPERATIONS)}")
+                raise ValueError(f"no operation {short_repr(operation)}; use one of {', '.join(OPERATIONS)}")
         return kernels
 
 
-class RoleConfig(Section):
+class RoleConfig(ConfigModel):
     """What one model does differently; an empty key: as `engine`, `model` and `lora` say."""
 
     zero_stage: ZeroStage | None = Field(None, description="ZeRO stage; empty: engine.zero_stage")
@@ -136,7 +136,7 @@ class RoleConfig(Section):
     )
 
 
-class RolesConfig(Section):
+class RolesConfig(ConfigModel):
     """What single models do differently from `engine`, `model` and `lora`."""
 
     sft: RoleConfig = Field(RoleConfig(), description="the model that SFT trains")

@@ -27,15 +27,15 @@ class Estimator:
     """`function` in `rlhf.losses.advantages`, whether it needs a critic, and what its paper sets.
 
     `keys` are those of `ppo` that are for this one and not for every other; not `critic_optimizer`, which recipes have
-    for whoever changes nothing but the estimator. The fields from `completions` on are what
-    the keys of `ppo` with these names come to where they are empty; `completions` is `completions_per_prompt`.
+    for whoever changes nothing but the estimator. The fields from `group_size` on are
+    the defaults of the keys of `ppo` with these names; `group_size` is the default of `completions_per_prompt`.
     """
 
     function: str
     critic: bool = False
     keys: tuple[str, ...] = ()
-    least_completions: int = 1
-    completions: int = 1
+    min_group_size: int = 1
+    group_size: int = 1
     kl_in: KLPlace = "reward"
     kl_estimator: KLEstimator = "k1"
     loss_mean: LossMean = "token"
@@ -47,12 +47,12 @@ ESTIMATORS: Mapping[str, Estimator] = {
         "gae", critic=True, keys=("critic", "critic_dropout", "value_clip", "gamma", "lam"), whiten_advantages=True
     ),
     # The gradient of the paper is that of a sum over a completion's tokens, so a constant divides it.
-    "rloo": Estimator("rloo", least_completions=2, completions=4, loss_mean="constant"),
+    "rloo": Estimator("rloo", min_group_size=2, group_size=4, loss_mean="constant"),
     "grpo": Estimator(
         "grpo",
         keys=("group_std",),
-        least_completions=2,
-        completions=8,
+        min_group_size=2,
+        group_size=8,
         kl_in="loss",
         kl_estimator="k3",
         loss_mean="sequence",

@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     key: str | None = None  # the one that `text` names itself, as an option does
 
 
-class Keys(dict[str, Any]):
+class TrackedDict(dict[str, Any]):
     """A mapping, and where each of its keys was given."""
 
     def __init__(self, values: Mapping[str, Any] = {}, origins: Mapping[Any, Origin] = {}) -> None:
@@ -44,7 +44,7 @@ class Keys(dict[str, Any]):
         self.origins = dict(origins)
 
 
-class Items(list[Any]):
+class TrackedList(list[Any]):
     """A list, and where each of its items was given."""
 
     def __init__(self, values: Sequence[Any] = (), origins: Mapping[Any, Origin] = {}) -> None:
@@ -52,13 +52,13 @@ class Items(list[Any]):
         self.origins = dict(origins)
 
 
-class Text(str):
+class TrackedStr(str):
     """A text in a file of `folder`."""
 
     folder: str
 
 
-def read_yaml(path: Path, named: str = "--config") -> Keys:
+def read_yaml(path: Path, named: str = "--config") -> TrackedDict:
     """The keys and values in a YAML file; none in an empty one.
 
     Args:
@@ -80,15 +80,17 @@ def read_yaml(path: Path, named: str = "--config") -> Keys:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not readable as YAML ({_first_line(error)}); fix this line") from error
     if values is None:
-        return Keys()
-    if not isinstance(values, Keys):
+        return TrackedDict()
+    if not isinstance(values, TrackedDict):
         raise ConfigError(
-            f"{path}: expected keys and values, found a {'list' if isinstance(values, Items) else 'single value'}"
+            f"{path}: expected keys and values, found a {'list' if isinstance(values, TrackedList) else 'single value'}"
         )
     return values
 
 
-def overridden(values: Keys, overrides: Sequence[str], options: Mapping[str, Any] | None = None) -> Keys:
+def apply_overrides(
+    values: TrackedDict, overrides: Sequence[str], options: Mapping[str, Any] | None = None
+) -> TrackedDict:
     """`values`, changed in place by what the command line says.
 
     Args:
@@ -114,7 +116,7 @@ def overridden(values: Keys, overrides: Sequence[str], options: Mapping[str, Any
     return values
 
 
-def lay(values: Keys, above: Keys, origin: Origin | None = None) -> Keys:
+def overlay(values: TrackedDict, above: TrackedDict, origin: Origin | None = None) -> TrackedDict:
     """`values`, changed in place by nested keys that stand above them; a key may name a section's own: `engine.nvme`.
 
     Args:
@@ -124,10 +126,10 @@ def lay(values: Keys, above: Keys, origin: Origin | None = None) -> Keys:
         ConfigError: a key of a path is none here.
     """
 
-    def put(below: Keys, before: str, from_above: Origin) -> None:
+    def put(below: TrackedDict, before: str, from_above: Origin) -> None:
         for name, value in below.items():
             key, where = before + name, origin or below.origins.get(name, from_above)
-            if isinstance(value, Keys) and key not in _SOURCES:
+            if isinstance(value, TrackedDict) and key not in _SOURCES:
                 put(value, f"{key}.", where)
             else:
                 _set(values, key.split("."), value, where)
@@ -136,11 +138,11 @@ def lay(values: Keys, above: Keys, origin: Origin | None = None) -> Keys:
     return values
 
 
-def origin_of(values: Any, location: Sequence[str | int]) -> Origin | None:
+def find_origin(values: Any, location: Sequence[str | int]) -> Origin | None:
     """Where what stands at `location` was given, or what it is missing from; None where that is not known."""
     found = None
     for part in location:
-        if isinstance(values, Keys | Items):
+        if isinstance(values, TrackedDict | TrackedList):
             found = values.origins.get(part, found)
         if isinstance(values, list) and isinstance(part, int) and part < len(values):
             values = values[part]
@@ -149,17 +151,17 @@ def origin_of(values: Any, location: Sequence[str | int]) -> Origin | None:
     return found
 
 
-def names_model_or_data(values: Keys) -> bool:
+def names_model_or_data(values: TrackedDict) -> bool:
     """Whether nested values name another model or other data than the embedded ones."""
 
     def at(value: Any, key: str) -> Any:
         return value.get(key) if isinstance(value, dict) else None
 
-    paths = [at(source, "path") for source in as_sources(at(at(values, "data"), "datasets"))]
+    paths = [at(source, "path") for source in as_source_list(at(at(values, "data"), "datasets"))]
     return bool(at(at(values, "model"), "path")) or any(path not in (None, names.WORLD) for path in paths)
 
 
-def as_sources(value: Any, key: str = "path") -> Items:
+def as_source_list(value: Any, key: str = "path") -> TrackedList:
     """What `data.datasets` or `.pretraining` is given: a path, a mapping, or a list of either; as a list of mappings.
 
     Args:
@@ -168,7 +170,7 @@ def as_sources(value: Any, key: str = "path") -> Items:
     several = isinstance(value, list | tuple)
     items = value if several else [] if value is None else [value]
     origins = getattr(value, "origins", {}) if several else {}
-    return Items([Keys({key: item}) if isinstance(item, str) else item for item in items], origins)
+    return TrackedList([TrackedDict({key: item}) if isinstance(item, str) else item for item in items], origins)
 
 
 class _Loader(yaml.SafeLoader):
@@ -196,18 +198,18 @@ class _Loader(yaml.SafeLoader):
     def text(self, node: Any) -> str:
         if self.folder is None:
             return str(node.value)
-        text = Text(node.value)
+        text = TrackedStr(node.value)
         text.folder = self.folder
         return text
 
-    def keys(self, node: Any) -> Iterator[Keys]:
-        keys = Keys()
+    def keys(self, node: Any) -> Iterator[TrackedDict]:
+        keys = TrackedDict()
         yield keys  # what refers to itself is made in two steps
         keys.update((str(key), value) for key, value in self.construct_mapping(node).items())
         keys.origins = {key.value: self.at(key) for key, _ in node.value}
 
-    def items(self, node: Any) -> Iterator[Items]:
-        items = Items()
+    def items(self, node: Any) -> Iterator[TrackedList]:
+        items = TrackedList()
         yield items
         items.extend(self.construct_sequence(node))
         items.origins = {position: self.at(item) for position, item in enumerate(node.value)}
@@ -232,33 +234,35 @@ def _parsed(text: str, place: Callable[[int], Origin], folder: str | None = None
         raise yaml.YAMLError(str(error)) from error
 
 
-def _set(values: Keys, keys: list[str], value: Any, origin: Origin) -> None:
+def _set(values: TrackedDict, keys: list[str], value: Any, origin: Origin) -> None:
     """Set a nested value; digits index lists (data.datasets.0.weight)."""
     node: Any = values
     for done, (part, following) in enumerate(itertools.pairwise(keys), start=1):
         try:
-            key: Any = int(part) if isinstance(node, Items) else part
-            below = (node[key] if key != len(node) else None) if isinstance(node, Items) else node.get(key)
+            key: Any = int(part) if isinstance(node, TrackedList) else part
+            below = (node[key] if key != len(node) else None) if isinstance(node, TrackedList) else node.get(key)
         except (ValueError, IndexError, AttributeError) as error:
             raise ConfigError(f"{origin.text}: {part!r} is not a key here") from error
         if ".".join(keys[:done]) in _SOURCES:
-            below = as_sources(below)
+            below = as_source_list(below)
         if below is None:
-            below = Items() if following.isdigit() else Keys()
+            below = TrackedList() if following.isdigit() else TrackedDict()
             _put(node, key, below, origin)
-        elif isinstance(below, Keys | Items):  # a copy: through an alias, the file may have it in another place too
+        elif isinstance(
+            below, TrackedDict | TrackedList
+        ):  # a copy: through an alias, the file may have it in another place too
             below = node[key] = type(below)(below, below.origins)  # type: ignore[arg-type]
         node = below
     try:
-        if not isinstance(node, Keys | Items):
+        if not isinstance(node, TrackedDict | TrackedList):
             raise ValueError
-        _put(node, int(keys[-1]) if isinstance(node, Items) else keys[-1], value, origin)
+        _put(node, int(keys[-1]) if isinstance(node, TrackedList) else keys[-1], value, origin)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{origin.text}: {keys[-1]!r} is not a key here") from error
 
 
 def _put(node: Any, key: Any, value: Any, origin: Origin) -> None:
-    if isinstance(node, Items) and key == len(node):
+    if isinstance(node, TrackedList) and key == len(node):
         node.append(value)
     else:
         node[key] = value

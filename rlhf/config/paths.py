@@ -19,38 +19,38 @@ _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz"
 
 def is_path(name: str) -> bool:
     """Whether a name is that of a file or folder here, there or not; else it is `world`, or one of a hub."""
-    return name != WORLD and (_only_a_path(name) or os.path.exists(name))
+    return name != WORLD and (_is_path_by_form(name) or os.path.exists(name))
 
 
-def absolute(name: str) -> str:
+def make_absolute(name: str) -> str:
     """A path as it is from any working directory; another name as it stands."""
-    return joined(os.getcwd(), name) if is_path(name) else name
+    return join_path(os.getcwd(), name) if is_path(name) else name
 
 
-def beside(folder: str, name: str) -> str:
+def resolve_relative_to(folder: str, name: str) -> str:
     """A name that stands in a file of `folder`: joined to that where it is a path by its form, or exists there.
 
     What is joined is a path by its form, there or not: `recipes/model` comes back as `./recipes/model`.
     """
-    path = joined(folder, name)
-    if name == WORLD or not (_only_a_path(name) or os.path.exists(path)):
+    path = join_path(folder, name)
+    if name == WORLD or not (_is_path_by_form(name) or os.path.exists(path)):
         return name
-    return path if _only_a_path(path) else os.path.join(os.curdir, path)
+    return path if _is_path_by_form(path) else os.path.join(os.curdir, path)
 
 
-def only_here(name: str) -> bool:
+def is_local_only(name: str) -> bool:
     """Whether a name is a hub's by its form, and a path only because something here is called so."""
-    return is_path(name) and not _only_a_path(name)
+    return is_path(name) and not _is_path_by_form(name)
 
 
-def joined(folder: str, path: str) -> str:
+def join_path(folder: str, path: str) -> str:
     """A path that starts from `folder`, without `.` and `a/..` where that leads to the same place."""
     whole = os.path.join(folder, os.path.expanduser(path))
     short = os.path.normpath(whole)
     return short if os.path.realpath(short) == os.path.realpath(whole) else whole  # behind a link, `..` is elsewhere
 
 
-def hint(path: str) -> str:
+def missing_path_hint(path: str) -> str:
     """What to add to the error that `path` is not there; empty where nothing is known that helps.
 
     Paths in a recipe start from its folder. Who meant the working directory is told what is found there, and who
@@ -65,5 +65,5 @@ def hint(path: str) -> str:
     return "; by its ending it is a path, never a hub's name" if may_be_a_hubs else ""
 
 
-def _only_a_path(name: str) -> bool:
+def _is_path_by_form(name: str) -> bool:
     return name.startswith((".", "~")) or name.lower().endswith(_FILES) or not _HUB.fullmatch(name)

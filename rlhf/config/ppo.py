@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf.config.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
-from rlhf.config.loader import as_sources
+from rlhf.config.loader import as_source_list
 from rlhf.config.rewards import RewardFunctionConfig
 from rlhf.config.training import OptimizerConfig, TrainingConfig, divide
-from rlhf.config.types import Fraction, OptionalName, Section
-from rlhf.config.validation_errors import at, shown
+from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId
+from rlhf.config.validation_errors import error_at, short_repr
 from rlhf.errors import ConfigError
 
 _NEEDS = {
@@ -25,7 +25,7 @@ _NEEDS = {
 """Keys of `ppo` that do nothing where another one is empty or 0."""
 
 
-class SamplingConfig(Section):
+class SamplingConfig(ConfigModel):
     """How tokens are drawn from the policy."""
 
     temperature: float = Field(1.0, ge=0, description="0: the most likely token")
@@ -38,15 +38,17 @@ class PPOConfig(TrainingConfig):
 
     better: ClassVar = {"reward": max, "approved_share": max}
 
-    actor: OptionalName = Field(None, description="folder or hub name of the policy; empty: this run's SFT model")
-    reward_model: OptionalName = Field(
+    actor: OptionalPathOrHubId = Field(
+        None, description="folder or hub name of the policy; empty: this run's SFT model"
+    )
+    reward_model: OptionalPathOrHubId = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
     )
     reward_weight: float = Field(
         1.0, ge=0, description="weight of the reward model's score; 0: no reward model is loaded or needed"
     )
     reward_functions: Annotated[
-        tuple[RewardFunctionConfig, ...], BeforeValidator(lambda value: as_sources(value, "function"))
+        tuple[RewardFunctionConfig, ...], BeforeValidator(lambda value: as_source_list(value, "function"))
     ] = Field(
         (),
         description="Python functions whose values, weighted, are added to the score: each module:function, "
@@ -55,7 +57,7 @@ class PPOConfig(TrainingConfig):
     reward_timeout: float = Field(
         60.0, gt=0, description="seconds that the functions may take for a rank's share of one batch, or to be imported"
     )
-    critic: OptionalName = Field(
+    critic: OptionalPathOrHubId = Field(
         None,
         description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
         "one the policy with a new head",
@@ -208,33 +210,37 @@ class PPOConfig(TrainingConfig):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in ESTIMATORS:
-            raise ValueError(f"no estimator {shown(name)}; use one of {', '.join(ESTIMATORS)}")
+            raise ValueError(f"no estimator {short_repr(name)}; use one of {', '.join(ESTIMATORS)}")
         return name
 
     @model_validator(mode="after")
     def _rewarded(self) -> PPOConfig:
         if not self.reward_weight and not any(function.weight for function in self.reward_functions):
-            raise at("reward_weight", "0 leaves nothing to learn from; name ppo.reward_functions with a weight")
+            raise error_at("reward_weight", "0 leaves nothing to learn from; name ppo.reward_functions with a weight")
         if not self.reward_weight and self.reward_model:
-            raise at("reward_model", "is not used where ppo.reward_weight is 0; leave it out, or give it a weight")
+            raise error_at(
+                "reward_model", "is not used where ppo.reward_weight is 0; leave it out, or give it a weight"
+            )
         for label, count in Counter(function.label for function in self.reward_functions).items():
             if count > 1:
-                raise at("reward_functions", f"{count} functions are called {label}; give each a `name` of its own")
+                raise error_at(
+                    "reward_functions", f"{count} functions are called {label}; give each a `name` of its own"
+                )
         return self
 
     @model_validator(mode="after")
     def _samples(self) -> PPOConfig:
         if self.sampling.temperature == 0:
-            raise at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+            raise error_at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
         return self
 
     @model_validator(mode="after")
     def _keys_act(self) -> PPOConfig:
         for key, needed in _NEEDS.items():
             if getattr(self, key) != PPOConfig.model_fields[key].default and not getattr(self, needed):
-                raise at(key, f"does nothing without ppo.{needed}; set that too, or leave this out")
+                raise error_at(key, f"does nothing without ppo.{needed}; set that too, or leave this out")
         if self.kl_target is not None and self.batch_size >= 5 * self.kl_horizon:
-            raise at(
+            raise error_at(
                 "kl_horizon",
                 f"with {self.batch_size} completions a rollout (ppo.batch_size), one step could take all of the KL "
                 f"coefficient away; set more than {self.batch_size // 5}",
@@ -244,27 +250,29 @@ class PPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _suits_estimator(self) -> PPOConfig:
         entry = ESTIMATORS[self.estimator]
-        if self.method.completions < entry.least_completions:
-            raise at(
+        if self.method.group_size < entry.min_group_size:
+            raise error_at(
                 "completions_per_prompt",
-                f"{self.estimator} compares the completions of a prompt, and {self.method.completions} is too few; "
-                f"use {entry.least_completions} or more",
+                f"{self.estimator} compares the completions of a prompt, and {self.method.group_size} is too few; "
+                f"use {entry.min_group_size} or more",
             )
         if self.critic and not entry.critic:
-            raise at("critic", f"{self.estimator} has no critic; leave it out, or choose another ppo.estimator")
+            raise error_at("critic", f"{self.estimator} has no critic; leave it out, or choose another ppo.estimator")
         for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(entry.keys)):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
                 able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)
-                raise at(key, f"is for ppo.estimator={able}, which is {self.estimator}; change one of them")
+                raise error_at(key, f"is for ppo.estimator={able}, which is {self.estimator}; change one of them")
         return self
 
     @model_validator(mode="after")
     def _kl_acts(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
             key = "kl_estimator" if self.kl_estimator else "kl_in"
-            raise at(key, "k1 in the loss has a gradient of mean 0 and holds nothing back; use kl_estimator=k2 or k3")
+            raise error_at(
+                key, "k1 in the loss has a gradient of mean 0 and holds nothing back; use kl_estimator=k2 or k3"
+            )
         if self.kl_stop is not None and self.updates == 1:
-            raise at(
+            raise error_at(
                 "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"
             )
         return self
@@ -274,7 +282,7 @@ class PPOConfig(TrainingConfig):
         """The estimator, with what the settings say in place of its paper."""
         entry = ESTIMATORS[self.estimator]
         said: dict[str, Any] = {
-            "completions": self.completions_per_prompt,
+            "group_size": self.completions_per_prompt,
             "kl_in": self.kl_in,
             "kl_estimator": self.kl_estimator,
             "loss_mean": self.loss_mean,
@@ -308,7 +316,7 @@ class PPOConfig(TrainingConfig):
         """Rollouts of the stage, which has so many `prompts`; the last one begins another pass where it is not full."""
         if self.epochs is None:
             return self.steps
-        return -(-self.epochs * prompts * self.method.completions // self.batch_size)
+        return -(-self.epochs * prompts * self.method.group_size // self.batch_size)
 
     def shows_samples(self, step: int, steps: int) -> bool:
         """Whether samples of the rollout of `step`, counted from 1, of `steps` are shown."""
@@ -332,12 +340,12 @@ class PPOConfig(TrainingConfig):
         return minibatch, rows
 
     def prompts(self, world_size: int) -> int:
-        """Prompts of one rollout that a rank has, each with `method.completions` rows.
+        """Prompts of one rollout that a rank has, each with `method.group_size` rows.
 
         Raises:
             ConfigError: it has no whole number of them.
         """
-        count = self.method.completions
+        count = self.method.group_size
         if self.batch_size % (count * world_size):
             raise ConfigError(
                 f"ppo.batch_size: {self.batch_size} completions are not {count} (ppo.completions_per_prompt) of each "

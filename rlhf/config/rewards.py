@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from rlhf.config import paths
-from rlhf.config.loader import Text
-from rlhf.config.types import Section
-from rlhf.config.validation_errors import shown
+from rlhf.config.loader import TrackedStr
+from rlhf.config.types import ConfigModel
+from rlhf.config.validation_errors import short_repr
 
 PLUGIN = "plugin"
 _PYTHON = ".py"
@@ -27,16 +27,16 @@ def _function(value: Any) -> Any:
     """
     found = _PARTS.fullmatch(value) if isinstance(value, str) else None
     if not found:
-        raise ValueError(f"expected module:function, rewards.py:function or plugin:name, found {shown(value)}")
+        raise ValueError(f"expected module:function, rewards.py:function or plugin:name, found {short_repr(value)}")
     where = found["where"]
     if where.endswith(_PYTHON):
-        where = paths.joined(value.folder, where) if isinstance(value, Text) else os.path.expanduser(where)
+        where = paths.join_path(value.folder, where) if isinstance(value, TrackedStr) else os.path.expanduser(where)
     return f"{where}:{found['name']}"
 
 
 def _absolute(function: str) -> str:
     where, _, name = function.rpartition(":")
-    return f"{paths.joined(os.getcwd(), where)}:{name}" if where.endswith(_PYTHON) else function
+    return f"{paths.join_path(os.getcwd(), where)}:{name}" if where.endswith(_PYTHON) else function
 
 
 def _label(value: Any) -> Any:
@@ -46,7 +46,7 @@ def _label(value: Any) -> Any:
         ValueError: it cannot.
     """
     if isinstance(value, str) and not _LABEL.fullmatch(value):
-        raise ValueError(f"expected letters, digits and any of _.-, found {shown(value)}")
+        raise ValueError(f"expected letters, digits and any of _.-, found {short_repr(value)}")
     return value
 
 
@@ -54,7 +54,7 @@ def _label(value: Any) -> Any:
 Function = Annotated[str, BeforeValidator(_function), PlainSerializer(_absolute, when_used="json")]
 
 
-class RewardFunctionConfig(Section):
+class RewardFunctionConfig(ConfigModel):
     """A Python function that scores completions."""
 
     function: Function = Field(

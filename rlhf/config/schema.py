@@ -15,12 +15,12 @@ from pydantic import Field, ValidationError
 from rlhf.config.data import EVERY_STAGE, STAGES, ColumnsConfig, DataConfig, DatasetConfig, Share, Stage, share_of
 from rlhf.config.dpo import DPOConfig
 from rlhf.config.engine import EngineConfig, LoraConfig, RoleConfig, RolesConfig
-from rlhf.config.loader import Keys, names_model_or_data, overridden, read_yaml
+from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data, read_yaml
 from rlhf.config.ppo import PPOConfig, SamplingConfig
 from rlhf.config.rewards import RewardFunctionConfig
 from rlhf.config.training import EpochConfig, OptimizerConfig, PairsConfig, TrainingConfig
-from rlhf.config.types import Folder, OptionalName, Section
-from rlhf.config.validation_errors import explained
+from rlhf.config.types import ConfigModel, Folder, OptionalPathOrHubId
+from rlhf.config.validation_errors import format_validation_error
 from rlhf.errors import ConfigError
 
 __all__ = [  # what mypy counts as ours
@@ -50,16 +50,18 @@ EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
 """What `rlhf` runs where it is given no file."""
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigModel):
     """The causal language model that fine-tuning starts from."""
 
-    path: OptionalName = Field(
+    path: OptionalPathOrHubId = Field(
         None, description="folder or hub name of a causal language model; empty: the embedded tiny Llama, from scratch"
     )
     gguf_file: str | None = Field(
         None, description="name of a GGUF file inside `path`; its weights are de-quantized when loaded"
     )
-    tokenizer: OptionalName = Field(None, description="folder or hub name of the tokenizer; empty: the model's own")
+    tokenizer: OptionalPathOrHubId = Field(
+        None, description="folder or hub name of the tokenizer; empty: the model's own"
+    )
     eos_token: str | None = Field(
         None,
         min_length=1,
@@ -86,7 +88,7 @@ class RewardConfig(PairsConfig):
 
     better: ClassVar = {"accuracy": max, "loss": min}
 
-    model: OptionalName = Field(
+    model: OptionalPathOrHubId = Field(
         None, description="folder or hub name of the model to start from; empty: this run's SFT model"
     )
     loss: Literal["token", "last"] = Field(
@@ -112,7 +114,7 @@ class RewardConfig(PairsConfig):
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
 
 
-class Config(Section):
+class Config(ConfigModel):
     """A run of one or more stages."""
 
     output: Folder = Field(Path("runs/default"), description="folder that the run writes to")
@@ -157,10 +159,10 @@ def load_config(
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is wrong.
     """
     start = path
-    if path is None and example and not names_model_or_data(overridden(Keys(), overrides)):
+    if path is None and example and not names_model_or_data(apply_overrides(TrackedDict(), overrides)):
         start = EMBEDDED_RECIPE
-    values = read_yaml(start) if start else Keys()
-    return build_config(overridden(values, overrides, options), source=str(path) if path else "the configuration")
+    values = read_yaml(start) if start else TrackedDict()
+    return build_config(apply_overrides(values, overrides, options), source=str(path) if path else "the configuration")
 
 
 def build_config(values: Mapping[str, Any], *, source: str = "the configuration") -> Config:
@@ -171,4 +173,4 @@ def build_config(values: Mapping[str, Any], *, source: str = "the configuration"
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explained(error, Config, values, source)) from error
+        raise ConfigError(format_validation_error(error, Config, values, source)) from error

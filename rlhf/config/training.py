@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf.config.types import Fraction, Section
-from rlhf.config.validation_errors import at, shown
+from rlhf.config.types import ConfigModel, Fraction
+from rlhf.config.validation_errors import error_at, short_repr
 from rlhf.errors import ConfigError
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(ConfigModel):
     """AdamW and its learning-rate schedule."""
 
     learning_rate: float = Field(1e-5, gt=0, description="peak learning rate")
@@ -35,14 +35,14 @@ class OptimizerConfig(Section):
 def _every(value: Any) -> Any:
     """Steps or a word, so that the error is not that of one of them alone."""
     if value != "epoch" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"expected a number of steps, at least 0, or epoch, found {shown(value)}")
+        raise ValueError(f"expected a number of steps, at least 0, or epoch, found {short_repr(value)}")
     return value
 
 
 EvalEvery = Annotated[int | Literal["epoch"], BeforeValidator(_every)]
 
 
-class TrainingConfig(Section):
+class TrainingConfig(ConfigModel):
     """What every stage has: batches, steps, evaluation, checkpoints."""
 
     batch_size: int = Field(32, ge=1, description="rows in one optimizer step, over all ranks")
@@ -67,18 +67,21 @@ class TrainingConfig(Section):
     """Of the measures that `keep` may name: whether the least or the most is best."""
 
     @property
-    def kept_by(self) -> str | None:
+    def selection_metric(self) -> str | None:
         """The measure whose best evaluation says which model is kept; None: the last is."""
         return None if self.keep == "last" else self.keep.removeprefix("best(").removesuffix(")")
 
     @model_validator(mode="after")
     def _keeps(self) -> TrainingConfig:
         if self.keep != "last" and not re.fullmatch(r"best\(\w+\)", self.keep):
-            raise at("keep", f"expected last or best(MEASURE), found {shown(self.keep)}")
-        if self.kept_by and self.kept_by not in self.better:
-            raise at("keep", f"no model is best by {self.kept_by!r}; use {' or '.join(_calls(self.better))}, or last")
-        if self.kept_by and not self.eval_every:
-            raise at("keep", f"{self.keep} compares evaluations during training; set eval_every, or keep last")
+            raise error_at("keep", f"expected last or best(MEASURE), found {short_repr(self.keep)}")
+        if self.selection_metric and self.selection_metric not in self.better:
+            raise error_at(
+                "keep",
+                f"no model is best by {self.selection_metric!r}; use {' or '.join(_calls(self.better))}, or last",
+            )
+        if self.selection_metric and not self.eval_every:
+            raise error_at("keep", f"{self.keep} compares evaluations during training; set eval_every, or keep last")
         return self
 
     def micro_batch(self, world_size: int, *, section: str) -> int:

@@ -1,6 +1,6 @@
 """Kinds of values that keys of the schema take: names, folders, shares; in each form that they may be written in.
 
-`Section` is what holds them: strict about its keys, and about numbers that pydantic would guess.
+`ConfigModel` is what holds them: strict about its keys, and about numbers that pydantic would guess.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from rlhf.config import paths
-from rlhf.config.loader import Text
-from rlhf.config.validation_errors import at, shown
+from rlhf.config.loader import TrackedStr
+from rlhf.config.validation_errors import error_at, short_repr
 
 _MOST = 2**53
 """Whole numbers beyond this are a slip, and no floating-point number holds them."""
 
 
-class Section(BaseModel):
+class ConfigModel(BaseModel):
     """Base of every section: immutable, and strict about its keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -41,9 +41,9 @@ class Section(BaseModel):
             annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
             kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
             if isinstance(value, bool) and (int in kinds or float in kinds):
-                raise at(str(name), f"expected a number, found {shown(value)}")
+                raise error_at(str(name), f"expected a number, found {short_repr(value)}")
             if isinstance(value, int) and abs(value) > _MOST:
-                raise at(str(name), f"expected a number of at most {_MOST:,}, found {shown(value)}")
+                raise error_at(str(name), f"expected a number of at most {_MOST:,}, found {short_repr(value)}")
         return values
 
 
@@ -53,9 +53,9 @@ def _name(name: Any) -> Any:
     Raises:
         ValueError: it stands in a recipe for a hub's, and would be taken for what the working directory holds.
     """
-    if isinstance(name, Text) and name:
-        found = paths.beside(name.folder, name)
-        if paths.only_here(found):
+    if isinstance(name, TrackedStr) and name:
+        found = paths.resolve_relative_to(name.folder, name)
+        if paths.is_local_only(found):
             path = os.path.relpath(name, name.folder or os.curdir)
             raise ValueError(
                 f"{name} is not beside the recipe but in the working directory; write {path} for that one, or start "
@@ -67,8 +67,8 @@ def _name(name: Any) -> Any:
 
 def _folder(path: Any) -> Any:
     """`_name` of what can only be a path."""
-    if isinstance(path, Text):
-        return paths.joined(path.folder, path)
+    if isinstance(path, TrackedStr):
+        return paths.join_path(path.folder, path)
     return os.path.expanduser(path) if isinstance(path, str | Path) else path
 
 
@@ -84,23 +84,25 @@ def _shares(value: Any) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError):
         shares = ()
     if len(shares) != 3:
-        raise ValueError(f"expected shares of sft, reward and ppo, for example 2:4:4, found {shown(value)}")
+        raise ValueError(f"expected shares of sft, reward and ppo, for example 2:4:4, found {short_repr(value)}")
     if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
-        raise ValueError(f"{shown(value)} needs shares >= 0, one of them positive; for example 2:4:4")
+        raise ValueError(f"{short_repr(value)} needs shares >= 0, one of them positive; for example 2:4:4")
     return shares
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # JSON is read from other working directories: there, paths are absolute.
-Name = Annotated[str, Field(min_length=1), BeforeValidator(_name), PlainSerializer(paths.absolute, when_used="json")]
-OptionalName = Annotated[
+PathOrHubId = Annotated[
+    str, Field(min_length=1), BeforeValidator(_name), PlainSerializer(paths.make_absolute, when_used="json")
+]
+OptionalPathOrHubId = Annotated[
     str | None,
     BeforeValidator(lambda name: _name(name) or None),
-    PlainSerializer(lambda name: name and paths.absolute(name), when_used="json"),
+    PlainSerializer(lambda name: name and paths.make_absolute(name), when_used="json"),
 ]
 Folder = Annotated[
     Path,
     BeforeValidator(_folder),
-    PlainSerializer(lambda path: paths.joined(os.getcwd(), str(path)), when_used="json"),
+    PlainSerializer(lambda path: paths.join_path(os.getcwd(), str(path)), when_used="json"),
 ]
 Shares = Annotated[tuple[float, float, float], BeforeValidator(_shares)]

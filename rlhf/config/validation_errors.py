@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rlhf.config.loader import origin_of
+from rlhf.config.loader import find_origin
 
 _LONGEST = 60  # characters of a value that are shown
 
@@ -38,12 +38,12 @@ _EXPECTED = {
 }
 
 
-def at(key: str, text: str) -> PydanticCustomError:
+def error_at(key: str, text: str) -> PydanticCustomError:
     """What a section raises that finds `key`, below it, to be wrong."""
     return PydanticCustomError("at_key", "{text}", {"key": key, "text": text})
 
 
-def explained(error: ValidationError, schema: type[BaseModel], values: Any, source: str) -> str:
+def format_validation_error(error: ValidationError, schema: type[BaseModel], values: Any, source: str) -> str:
     """The first problem with `values`: where it was given (else `source`), the key's full path, what is wrong.
 
     An unknown key comes with the nearest that `schema` knows.
@@ -55,14 +55,14 @@ def explained(error: ValidationError, schema: type[BaseModel], values: Any, sour
     if problem["type"] == "missing" and isinstance(location[-1], int):  # an item of a list of fixed length
         location = location[:-1]
     key = ".".join(str(part) for part in location)
-    origin = origin_of(values, location)
+    origin = find_origin(values, location)
     text = _text(problem, key, schema)
     if problem["type"] != "extra_forbidden" and key and not (origin and origin.key == key):
         text = f"{key}: {text}"
     return f"{origin.text if origin else source}: {text}"
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value in one line, its beginning where it is long."""
     if value is None:
         return "nothing"
@@ -82,12 +82,12 @@ def _text(problem: ErrorDetails, key: str, schema: type[BaseModel]) -> str:
     if kind == "missing" and isinstance(location[-1], str):
         return "missing; give it a value"
     if kind == "missing":
-        return f"expected more items, found {shown(given)}"
+        return f"expected more items, found {short_repr(given)}"
     if kind not in _EXPECTED:
-        return f"{problem['msg']}, found {shown(given)}"
+        return f"{problem['msg']}, found {short_repr(given)}"
     expected = _EXPECTED[kind].format(**problem.get("ctx", {}))
     quote = "; put it in quotes" if expected in ("text", "a path") and isinstance(given, bool | int | float) else ""
-    return f"expected {expected}, found {shown(given)}{quote}"
+    return f"expected {expected}, found {short_repr(given)}{quote}"
 
 
 def _known_keys(section: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:

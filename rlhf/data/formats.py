@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlhf.config.data import Cleaning, PreferConfig
+from rlhf.config.data import Cleaning, PreferenceLabelConfig
 from rlhf.config.schema import ColumnsConfig
 from rlhf.data.preference_labels import Decision, overlooked
 from rlhf.errors import DataError
@@ -59,7 +59,9 @@ class Columns:
         return ", ".join(parts + [f"without {name}" for name in taken])
 
 
-def recognize(found: Collection[str], names: ColumnsConfig, source: str, prefer: PreferConfig | None = None) -> Columns:
+def recognize(
+    found: Collection[str], names: ColumnsConfig, source: str, prefer: PreferenceLabelConfig | None = None
+) -> Columns:
     """Match the columns of a source to the known formats; `names` wins over the usual column names.
 
     Raises:
@@ -68,7 +70,7 @@ def recognize(found: Collection[str], names: ColumnsConfig, source: str, prefer:
     """
     listed = ", ".join(sorted(found)) or "none"
     named = names.named()
-    prefer = prefer or PreferConfig()
+    prefer = prefer or PreferenceLabelConfig()
     for key, name in keys_of(names, prefer).items():
         if name not in found:
             raise DataError(f"{source}: no column {name!r} ({key}); found: {listed}")
@@ -120,7 +122,7 @@ def recognize(found: Collection[str], names: ColumnsConfig, source: str, prefer:
     return columns
 
 
-def keys_of(names: ColumnsConfig, prefer: PreferConfig) -> dict[str, str]:
+def keys_of(names: ColumnsConfig, prefer: PreferenceLabelConfig) -> dict[str, str]:
     """Key of the settings -> the column that it names."""
     keys = {f"columns.{field}": name for field, name in names.named().items()}
     if prefer.label:
@@ -128,7 +130,7 @@ def keys_of(names: ColumnsConfig, prefer: PreferConfig) -> dict[str, str]:
     return keys | {f"prefer.scores.{place}": name for place, name in enumerate(prefer.scores or ())}
 
 
-def _check_decided(columns: Columns, prefer: PreferConfig, found: Collection[str], source: str) -> None:
+def _check_decided(columns: Columns, prefer: PreferenceLabelConfig, found: Collection[str], source: str) -> None:
     """Raise `DataError` where it is not said, or said twice, which of two replies is preferred."""
     if prefer.decides != bool(columns.first):
         raise DataError(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import yaml
 
-from rlhf.config.data import Cleaning, ColumnsConfig, PreferConfig
+from rlhf.config.data import Cleaning, ColumnsConfig, PreferenceLabelConfig
 from rlhf.config.paths import is_path
-from rlhf.config.types import Section
+from rlhf.config.types import ConfigModel
 
 
-class Known(Section):
+class Known(ConfigModel):
     """How a data set of a known name is read; the fields are explained in `known.yaml`."""
 
     name: str
@@ -21,7 +21,7 @@ class Known(Section):
     revision: str | None = None
     heldout_split: str | None = None
     columns: ColumnsConfig
-    prefer: PreferConfig = PreferConfig()
+    prefer: PreferenceLabelConfig = PreferenceLabelConfig()
     clean: tuple[Cleaning, ...] = ()
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from rlhf.config.data import Cleaning, PreferConfig
-from rlhf.config.paths import absolute, is_path
+from rlhf.config.data import Cleaning, PreferenceLabelConfig
+from rlhf.config.paths import is_path, make_absolute
 from rlhf.config.schema import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage, share_of
 from rlhf.data.drop_reasons import EMPTY_PROMPT
 from rlhf.data.formats import Columns, keys_of, recognize
@@ -42,7 +42,7 @@ class Source:
     revision: str | None
     limit: int | None
     columns: ColumnsConfig
-    prefer: PreferConfig
+    prefer: PreferenceLabelConfig
     clean: tuple[Cleaning, ...] | None
 
     @classmethod
@@ -79,13 +79,13 @@ class Source:
                 revision=self.revision or entry.revision,
             )
         if not self.columns.named():  # what decides belongs to the columns that it decides between
-            prefer = entry.prefer if self.prefer == PreferConfig() else self.prefer
+            prefer = entry.prefer if self.prefer == PreferenceLabelConfig() else self.prefer
             found = replace(found, columns=entry.columns, prefer=prefer)
         return (replace(found, clean=entry.clean) if self.clean is None else found), entry
 
     def from_anywhere(self) -> str:
         """Its name, from any working directory."""
-        return str(replace(self, path=absolute(self.path)))
+        return str(replace(self, path=make_absolute(self.path)))
 
     def content(self) -> str:
         """A digest of what it holds, as `rlhf.data.readers.content`."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.data import PreferConfig, label_text
+from rlhf.config.data import PreferenceLabelConfig, normalize_label
 from rlhf.data.drop_reasons import EQUAL_SCORES, UNUSABLE_LABEL, UNUSABLE_SCORE
 from rlhf.errors import DataError
 
@@ -44,7 +44,7 @@ class ByLabel:
 
     def first_is_better(self, record: Mapping[str, Any]) -> bool:
         """Raises `Undecided` where the value is neither."""
-        value = label_text(record.get(self.column))
+        value = normalize_label(record.get(self.column))
         if not value or value not in (self.first, self.second):  # an empty one is no label
             raise Undecided(UNUSABLE_LABEL)
         return bool(value == self.first)
@@ -75,7 +75,7 @@ class ByScores:
 Decision = ByLabel | ByScores
 
 
-def decision(prefer: PreferConfig, records: Iterable[Mapping[str, Any]], source: str) -> Decision | None:
+def decision(prefer: PreferenceLabelConfig, records: Iterable[Mapping[str, Any]], source: str) -> Decision | None:
     """What decides between the two replies of a source's records; None: nothing does.
 
     Raises:
@@ -86,7 +86,9 @@ def decision(prefer: PreferConfig, records: Iterable[Mapping[str, Any]], source:
         return ByScores(*prefer.scores)
     if prefer.label is None or prefer.first is None:
         return None
-    found = dict.fromkeys(label_text(record.get(prefer.label)) for record in records if _is_label(record, prefer.label))
+    found = dict.fromkeys(
+        normalize_label(record.get(prefer.label)) for record in records if _is_label(record, prefer.label)
+    )
     others = [value for value in found if value != prefer.first]
     listed = ", ".join(map(str, list(found)[:_SHOWN])) or "nothing"
     if prefer.first not in found and (prefer.second is None or prefer.second not in found):
@@ -113,7 +115,7 @@ def overlooked(found: Collection[str], used: Collection[str], replies: Collectio
 
 def check_wanted(records: Iterable[Mapping[str, Any]], column: str, source: str) -> None:
     """Raise `DataError` where a column says by true and false which single replies are wanted: SFT would learn all."""
-    labels = {label_text(record.get(column)) for record in records if _is_label(record, column)}
+    labels = {normalize_label(record.get(column)) for record in records if _is_label(record, column)}
     if labels and labels <= {"true", "false"}:
         raise DataError(
             f"{source}: {column} looks as if it told wanted replies from others, and would not be asked; leave those "
@@ -124,7 +126,7 @@ def check_wanted(records: Iterable[Mapping[str, Any]], column: str, source: str)
 def _is_label(record: Mapping[str, Any], column: str) -> bool:
     """Whether a record has a label; an empty cell of a table may be None, NaN or an empty text."""
     value = record.get(column)
-    return label_text(value) not in ("", "nan", "NaN") and isinstance(value, bool | int | float | str)
+    return normalize_label(value) not in ("", "nan", "NaN") and isinstance(value, bool | int | float | str)
 
 
 def finite(value: Any) -> float | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.paths import WORLD, hint, is_path
+from rlhf.config.paths import WORLD, is_path, missing_path_hint
 from rlhf.data import toy_world
 from rlhf.data.drop_reasons import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
 from rlhf.errors import DataError
@@ -104,7 +104,7 @@ def _drawn(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any
 def check(source: str, key: str = "data.datasets") -> None:
     """Raise `DataError` where a file or folder is not there; hub names pass. Opens nothing."""
     if is_path(source) and not Path(source).exists():
-        raise DataError(f"{source}: no such file or folder; check {key}{hint(source)}")
+        raise DataError(f"{source}: no such file or folder; check {key}{missing_path_hint(source)}")
 
 
 def has_parts(source: str) -> bool:

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf.config.schema import Config
-from rlhf.config.validation_errors import explained
+from rlhf.config.validation_errors import format_validation_error
 from rlhf.engine import distributed
 from rlhf.errors import ConfigError
 from rlhf.reporting import verbosity
@@ -136,7 +136,7 @@ def check(config: Config) -> None:
     try:
         _Free.model_validate(own)
     except ValidationError as error:
-        raise ConfigError(explained(error, _Free, own, "engine.deepspeed")) from error
+        raise ConfigError(format_validation_error(error, _Free, own, "engine.deepspeed")) from error
 
 
 def check_disk(config: Config, accelerator: Accelerator) -> None:

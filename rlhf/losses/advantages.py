@@ -16,7 +16,7 @@ Estimate = Callable[[Tensor, Tensor, Tensor, "PPOConfig"], tuple[Tensor, Tensor]
 """(rewards, values, mask, settings) -> (advantages, returns); all tensors [B, A], float32, 0 past a row's last action.
 
 Completions of one prompt are neighbours: rows k * n to (k + 1) * n are of prompt k, n being
-`settings.method.completions`. `values` are 0 where there is no critic. Returns are what a critic learns, and else the
+`settings.method.group_size`. `values` are 0 where there is no critic. Returns are what a critic learns, and else the
 rewards from each action on; those of the last action's successors may be anything. An entry of
 `rlhf.config.estimators.ESTIMATORS` names the function.
 """
@@ -84,7 +84,7 @@ def reinforce_plus_plus(rewards: Tensor, values: Tensor, mask: Tensor, settings:
 
 def _groups(rewards: Tensor, settings: PPOConfig) -> Tensor:
     """[B, A] -> [B / n, n] float32: the reward of each completion, a prompt's in a row."""
-    return rewards.detach().float().sum(1).view(-1, settings.method.completions)
+    return rewards.detach().float().sum(1).view(-1, settings.method.group_size)
 
 
 def _to_go(rewards: Tensor, decay: float) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.memory.model_state import Model
-from rlhf.roles.roles import ModelPlacement, Name, model_placements
+from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def steps_of(config: Config, stage: Stage, rows: int | None) -> int | None:
     return section.total_steps(-(-rows // section.batch_size))
 
 
-def operations(config: Config, stage: Stage, models: Mapping[Name, Model]) -> float:
+def operations(config: Config, stage: Stage, models: Mapping[RoleName, Model]) -> float:
     """Floating-point operations of one step, over all ranks, with rows as long as they may be."""
     held = model_placements(config, stage)
     if stage != "ppo":
@@ -63,7 +63,7 @@ def operations(config: Config, stage: Stage, models: Mapping[Name, Model]) -> fl
 
 
 def from_throughput(
-    config: Config, stage: Stage, models: Mapping[Name, Model], steps: int, tflops: float, devices: int
+    config: Config, stage: Stage, models: Mapping[RoleName, Model], steps: int, tflops: float, devices: int
 ) -> Duration:
     """A stage on `devices`, each of which does `tflops` million million operations a second in training."""
     return Duration(steps, operations(config, stage, models) / (tflops * 1e12 * devices))

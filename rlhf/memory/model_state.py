@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from rlhf.config.schema import Config
 from rlhf.models.shape import Shape
-from rlhf.roles.roles import BUCKET, ModelPlacement
+from rlhf.roles.roles import REDUCE_BUCKET_SIZE, ModelPlacement
 
 Kind = Literal[
     "weights",
@@ -205,7 +205,7 @@ class Model:
         _, trained = self.counts(placement)
         each = self._each(placement)
         stage, width, part, ranks = placement.zero_stage, around.width, _part(placement, around), around.ranks
-        bucket = min(placement.bucket(trained) if stage else BUCKET, trained)
+        bucket = min(placement.bucket(trained) if stage else REDUCE_BUCKET_SIZE, trained)
         own = each("gradients", width * trained, width)
         # A flat copy of a bucket, and that in the type in which it is added up.
         copies = (bucket * width + (bucket * 4 if width < around.sums else 0)) if ranks > 1 else 0

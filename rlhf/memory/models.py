@@ -9,7 +9,7 @@ from rlhf.memory.model_state import Model
 from rlhf.models.shape import Shape, shape_from, shape_of
 from rlhf.roles.base_sharing import predict_sharing
 from rlhf.roles.lineage import ALL, starts
-from rlhf.roles.roles import Name, model_placements
+from rlhf.roles.roles import RoleName, model_placements
 
 EMBEDDED = {
     "model_type": "llama",
@@ -26,7 +26,7 @@ Shapes = Mapping[str | None, Shape]
 """By the path that a stage starts from; None is the embedded model."""
 
 
-def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dict[Name, Model]:
+def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dict[RoleName, Model]:
     """The models of a stage, each of the shape of what it is loaded from.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rlhf.config.schema import Config, Stage
 from rlhf.memory.activations import Rows, cache, kept, kept_by_checkpoints, logits, passing, sampling
 from rlhf.memory.model_state import BLOCK, Item, Model, Surroundings, in_blocks, total
-from rlhf.roles.roles import ModelPlacement, Name, model_placements
+from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 
 PASSES = 50 * 2**20
 """Bytes that a process gains with its first passes: threads, kernels' own memory, modules that are imported late."""
@@ -54,7 +54,7 @@ class StagePlan:
 
     stage: Stage
     phases: tuple[Phase, ...]
-    parameters: Mapping[Name, tuple[int, int]]
+    parameters: Mapping[RoleName, tuple[int, int]]
     """Of each role: all numbers that it holds, and those that are trained."""
 
     @property
@@ -68,7 +68,7 @@ class StagePlan:
         return max(phase.host for phase in self.phases)
 
 
-def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], around: Surroundings) -> StagePlan:
+def plan_stage(config: Config, stage: Stage, models: Mapping[RoleName, Model], around: Surroundings) -> StagePlan:
     """What `stage` takes, whose roles are `models`; see `rlhf.memory.models.models_of`.
 
     Raises:
@@ -93,11 +93,11 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[Name, Model], aroun
     return StagePlan(stage, tuple(fullest.values()), {name: models[name].counts(held[name]) for name in held})
 
 
-_TRAINED: tuple[Name, ...] = ("actor", "critic")  # by PPO, in its order
+_TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
 
 Moments = list[tuple[str, list[Item]]]
-Models = Mapping[Name, Model]
-Held = Mapping[Name, ModelPlacement]
+Models = Mapping[RoleName, Model]
+Held = Mapping[RoleName, ModelPlacement]
 
 
 def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
@@ -132,7 +132,7 @@ def _lost(moments: Moments, around: Surroundings) -> Iterator[list[Item]]:
 
 
 def _supervised(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
-    name: Name = "sft" if stage == "sft" else "reward"
+    name: RoleName = "sft" if stage == "sft" else "reward"
     micro = config.supervised(stage).micro_batch(around.ranks, section=stage)
     batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length, around.width, around.fused)
     columns = batch.length if stage == "sft" else 0
@@ -201,7 +201,7 @@ def reuses(config: Config, held: Held, ranks: int) -> bool:
     return one_pass and (parts == 1 or all(placement.zero_stage < 3 for placement in trained))
 
 
-def _graphs(name: Name, models: Models, held: Held, batch: Rows, columns: int, number: int) -> list[Item]:
+def _graphs(name: RoleName, models: Models, held: Held, batch: Rows, columns: int, number: int) -> list[Item]:
     """What the training passes of `number` micro-batches keep for backward: activations, and logits of `columns`."""
     if number < 1:
         return []
@@ -217,7 +217,7 @@ def _graphs(name: Name, models: Models, held: Held, batch: Rows, columns: int, n
 
 
 def _update(
-    name: Name, models: Models, held: Held, around: Surroundings, batch: Rows, columns: int
+    name: RoleName, models: Models, held: Held, around: Surroundings, batch: Rows, columns: int
 ) -> list[list[Item]]:
     """One role's update: between its passes, when the backward pass ends, and at the optimizer's step.
 

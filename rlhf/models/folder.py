@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.config.paths import hint, is_path
+from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
@@ -16,7 +16,7 @@ def check_model_folder(path: str) -> None:
         return  # a hub name
     folder = Path(path)
     if not folder.exists():
-        raise ModelError(f"{path}: no such model folder; check the path{hint(path)}")
+        raise ModelError(f"{path}: no such model folder; check the path{missing_path_hint(path)}")
     if not folder.is_dir():
         raise ModelError(f"{path}: is a file; name the folder that holds the model")
     if (folder / "adapter_config.json").exists():

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.paths import hint, is_path
+from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
 from rlhf.models.hf_errors import reason, unreachable
 
@@ -44,7 +44,7 @@ def load_tokenizer(
 
     folder = Path(path)
     if is_path(path) and not folder.exists():
-        raise ModelError(f"{path}: no such tokenizer folder; check model.tokenizer{hint(path)}")
+        raise ModelError(f"{path}: no such tokenizer folder; check model.tokenizer{missing_path_hint(path)}")
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"{path}: holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}); "

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config import paths
 from rlhf.config.schema import Config, RewardFunctionConfig
-from rlhf.config.validation_errors import shown
+from rlhf.config.validation_errors import short_repr
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards import worker
 
@@ -75,7 +75,9 @@ class RewardProcess:
         for function in self._functions:
             file = function.function.rpartition(":")[0]
             if file.endswith(".py") and not Path(file).is_file():
-                raise RewardError(f"ppo.reward_functions: {file}: no such file; check its path{paths.hint(file)}")
+                raise RewardError(
+                    f"ppo.reward_functions: {file}: no such file; check its path{paths.missing_path_hint(file)}"
+                )
         self._at: tuple[int, int | None]  # function, and sample
         pipes = [os.pipe() for _ in range(3)]
         (asked, self._requests), (self._replies, answers), (lifeline, held) = pipes
@@ -147,8 +149,8 @@ class RewardProcess:
         sample = samples[number]
         where = f" ({source})" if isinstance(source := sample.row.get("source"), str) else ""
         return RewardError(
-            f"reward function {name}: {what}; for the prompt {shown(sample.prompt)} with the completion "
-            f"{shown(sample.completion)}{where}; mend it, then give this command with --resume"
+            f"reward function {name}: {what}; for the prompt {short_repr(sample.prompt)} with the completion "
+            f"{short_repr(sample.completion)}{where}; mend it, then give this command with --resume"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL
-from rlhf.roles.roles import ModelPlacement, Name, model_placements
+from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 from rlhf.utils.atomic_io import atomic_write_json, read_json
 
 ADAPTER = "adapter"
@@ -34,12 +34,12 @@ class Sharing:
     apart that LoRA could bring together; `remedy` what could be done about it.
     """
 
-    donors: Mapping[Name, Name] = field(default_factory=dict)
+    donors: Mapping[RoleName, RoleName] = field(default_factory=dict)
     adapter: Path | None = None
     why_not: str = ""
     remedy: str = ""
 
-    def line(self, held: Mapping[Name, ModelPlacement]) -> str | None:
+    def line(self, held: Mapping[RoleName, ModelPlacement]) -> str | None:
         """What to say of it; None: LoRA trains nothing, or sharing was not asked for."""
         with_reference = "reference" not in held  # it is the actor without its adapters
         because = f": {self.why_not}" if self.why_not else ""
@@ -55,22 +55,22 @@ class Sharing:
         return f"{said}; not more{because}" if because else said
 
 
-def decide(config: Config, held: Mapping[Name, ModelPlacement], actor: str, reward: str | None) -> Sharing:
+def decide_sharing(config: Config, held: Mapping[RoleName, ModelPlacement], actor: str, reward: str | None) -> Sharing:
     """What PPO's models share that start from the folders or hub names `actor` and `reward`; None: no reward model.
 
     Raises:
-        ConfigError: as `check`.
+        ConfigError: as `check_sharing`.
     """
     apart = partial(_apart, actor, reward) if reward else None
     return _granted(config, _decide(config, held, apart, adapter_of(reward) if reward else None))
 
 
-def predict_sharing(config: Config, held: Mapping[Name, ModelPlacement]) -> Sharing:
+def predict_sharing(config: Config, held: Mapping[RoleName, ModelPlacement]) -> Sharing:
     """What PPO's models will share, as far as settings, and folders that they name, tell it; for a plan."""
     return _decide(config, held, lambda: _would_be_apart(config, STAGES, None), Path())
 
 
-def check(config: Config, pending: Sequence[Stage], model_of: Callable[[Stage, str], str]) -> None:
+def check_sharing(config: Config, pending: Sequence[Stage], model_of: Callable[[Stage, str], str]) -> None:
     """Refuse what is asked of the frozen weights under LoRA and cannot be: one base for all, merging quantized ones.
 
     Raises:
@@ -117,7 +117,7 @@ def fingerprint(model: str) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def _decide(config: Config, held: Mapping[Name, ModelPlacement], apart: Any, adapter: Path | None) -> Sharing:
+def _decide(config: Config, held: Mapping[RoleName, ModelPlacement], apart: Any, adapter: Path | None) -> Sharing:
     """`apart`: gives (why the reward model is not on the actor's base, what to do about it), or empty texts."""
     ranks = {name: placement.lora.rank for name, placement in held.items() if placement.role.trained}
     if config.lora.share_base is False:
@@ -136,9 +136,9 @@ def _decide(config: Config, held: Mapping[Name, ModelPlacement], apart: Any, ada
             why_not="the models hold their frozen weights in different numbers (roles.*.frozen)",
             remedy="set engine.frozen alone",
         )
-    own_reference: dict[Name, Name] = {"reference": "actor"} if "reference" in held and ranks["actor"] else {}
+    own_reference: dict[RoleName, RoleName] = {"reference": "actor"} if "reference" in held and ranks["actor"] else {}
     alike = "critic" in held and held["critic"].role.start == REWARD_MODEL.key  # it begins as the reward model
-    of_critic: dict[Name, Name] = {"reward": "critic"} if alike and ranks["critic"] else {}
+    of_critic: dict[RoleName, RoleName] = {"reward": "critic"} if alike and ranks["critic"] else {}
     why, remedy = _alone(config, held, ranks, alike=alike)
     if why and ("reward" not in held or not ranks["actor"]):
         return Sharing(own_reference | of_critic, None, why, remedy)
@@ -151,7 +151,7 @@ def _decide(config: Config, held: Mapping[Name, ModelPlacement], apart: Any, ada
 
 
 def _alone(
-    config: Config, held: Mapping[Name, ModelPlacement], ranks: Mapping[Name, int], *, alike: bool
+    config: Config, held: Mapping[RoleName, ModelPlacement], ranks: Mapping[RoleName, int], *, alike: bool
 ) -> tuple[str, str]:
     """Why a model that is trained shares no base, whatever the reward model is, and what to do about it."""
     if whole := [name for name, rank in ranks.items() if not rank]:

@@ -14,16 +14,16 @@ from rlhf.config.schema import Config, EngineConfig, LoraConfig, RoleConfig, Sta
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import CRITIC, REWARD_MODEL, starts
 
-BUCKET = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
+REDUCE_BUCKET_SIZE = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
 
-Name = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
+RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
 
 
 @dataclass(frozen=True)
 class Role:
     """One model of a stage. `start` is the key of the `rlhf.roles.lineage.Start` that names what it is loaded from."""
 
-    name: Name
+    name: RoleName
     start: str
     trained: bool = True
     scalar_head: bool = False
@@ -84,10 +84,10 @@ class ModelPlacement:
         """
         own = self.engine.deepspeed.get("zero_optimization")
         size = own.get("reduce_bucket_size") if isinstance(own, Mapping) else None
-        return int(size) if isinstance(size, int | float) else min(BUCKET, trained)
+        return int(size) if isinstance(size, int | float) else min(REDUCE_BUCKET_SIZE, trained)
 
 
-def model_placements(config: Config, stage: Stage) -> dict[Name, ModelPlacement]:
+def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacement]:
     """How each model of a stage is held.
 
     With LoRA on the policy, there is no reference: it is the policy without its adapters, unless more of it is trained.
@@ -158,7 +158,7 @@ def _dropout(config: Config, stage: Stage, role: Role) -> float | None:
     return {"actor": config.ppo.dropout, "critic": config.ppo.critic_dropout}[role.name]
 
 
-def check(config: Config, stages: Sequence[Stage], ranks: int) -> None:
+def check_placements(config: Config, stages: Sequence[Stage], ranks: int) -> None:
     """Refuse what cannot be, of how models of `stages` are to be held, before anything is loaded.
 
     Raises:

@@ -59,7 +59,7 @@ def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precisi
         # The newest two stay, and a third is written beside them; the model comes when two are left.
         critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
         trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
-        best = trained if getattr(config, stage).kept_by else 0  # lies there while others are tried
+        best = trained if getattr(config, stage).selection_metric else 0  # lies there while others are tried
         most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
         left += trained
     return most

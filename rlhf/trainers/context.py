@@ -27,7 +27,7 @@ from rlhf.models.shared_base import Base
 from rlhf.reporting.progress import console
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import Phases
-from rlhf.roles.roles import ModelPlacement, Name, model_placements
+from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
@@ -81,7 +81,7 @@ class StageContext:
             self.run.settle(self.directory)
 
     @cached_property
-    def placements(self) -> dict[Name, ModelPlacement]:
+    def placements(self) -> dict[RoleName, ModelPlacement]:
         """How each model of this stage is held."""
         return model_placements(self.config, self.directory.name)
 
@@ -90,12 +90,12 @@ class StageContext:
         """What the stage's steps take."""
         return Phases(self.accelerator, self.precision, self.world.size)
 
-    def configuration(self, name: Name) -> Any:
+    def configuration(self, name: RoleName) -> Any:
         """transformers' configuration of a role's model, once it is loaded; None: it is none of transformers'."""
         model: Any = getattr(self.models[name], "module", self.models[name])  # under DeepSpeed
         return getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
 
-    def shape(self, name: Name) -> Shape:
+    def shape(self, name: RoleName) -> Shape:
         """The shape of a role's model, once it is loaded.
 
         Raises:
@@ -105,7 +105,7 @@ class StageContext:
         return shape_from(config.to_dict() if config else {}, name)
 
     @cached_property
-    def products(self) -> dict[Name, Products] | None:
+    def products(self) -> dict[RoleName, Products] | None:
         """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
         found = {}
         for name, placement in self.placements.items():
@@ -118,7 +118,7 @@ class StageContext:
 
     def engine(
         self,
-        name: Name,
+        name: RoleName,
         load: Loader,
         optimizer: OptimizerConfig,
         *,
@@ -164,7 +164,7 @@ class StageContext:
                 self.say(f"{name}: adapters run beside the weights in rollouts: {why}")
         return engine
 
-    def frozen(self, name: Name, load: Loader) -> nn.Module:
+    def frozen(self, name: RoleName, load: Loader) -> nn.Module:
         """The role's model for scoring only; see `freeze`."""
         placement = self.placements[name]
         model = self._loaded(placement, load)

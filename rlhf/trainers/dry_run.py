@@ -74,7 +74,7 @@ def _origin(found: Origin) -> str:
 
 def _steps(plan: StagePlan, config: Config) -> str:
     if plan.stage == "ppo":
-        rows, each = config.ppo.batch_size, config.ppo.method.completions
+        rows, each = config.ppo.batch_size, config.ppo.method.group_size
         said = f"{plan.steps(config):,} rollouts of {rows // each} prompts"
         return said if each == 1 else f"{said}, {each} completions of each"
     section = config.supervised(plan.stage)

@@ -64,7 +64,7 @@ class Evaluations:
         self.context, self.settings, self.total_steps = context, settings, total_steps
         self._measure, self._leave, self._shown = measure, leave, shown
         self._every = (epoch or 0) if settings.eval_every == "epoch" else settings.eval_every
-        self._metric = settings.kept_by
+        self._metric = settings.selection_metric
         self._path = context.directory.path / "evaluations.json"
         self._found = self._known()
         self._prune()

@@ -33,7 +33,7 @@ from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copied_to
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.summary import print_summary
-from rlhf.roles.base_sharing import decide
+from rlhf.roles.base_sharing import decide_sharing
 from rlhf.roles.lineage import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
 from rlhf.roles.roles import ModelPlacement
 from rlhf.runs.stage_directory import step_of
@@ -220,7 +220,7 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
     tokenizer = _tokenizer(context, actor_path)
     attention = dict(zip(paths, _attention(context, *paths.values())))
 
-    sharing = decide(config, context.placements, actor_path, paths.get(REWARD_MODEL.key))
+    sharing = decide_sharing(config, context.placements, actor_path, paths.get(REWARD_MODEL.key))
     if line := sharing.line(context.placements):
         context.say(f"ppo: {line}")
 

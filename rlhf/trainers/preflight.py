@@ -20,8 +20,7 @@ from rlhf.models.folder import check_model_folder
 from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import base_sharing
 from rlhf.roles.lineage import starts
-from rlhf.roles.roles import check as check_roles
-from rlhf.roles.roles import model_placements
+from rlhf.roles.roles import check_placements, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import Fingerprints
 from rlhf.trainers.base_models import Origin, Tokenizers, origin
@@ -87,7 +86,7 @@ def check(
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
     _check_judge(config, pending)
-    check_roles(config, pending, ranks)
+    check_placements(config, pending, ranks)
     zeropp.check(config, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)
@@ -96,7 +95,7 @@ def check(
             check_rewards(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
-    base_sharing.check(config, pending, directory.model_of)
+    base_sharing.check_sharing(config, pending, directory.model_of)
     values = config.model_dump()
     for stage in pending:
         for start in starts(values, stage):
@@ -298,7 +297,7 @@ def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
 
 def _check_judge(config: Config, stages: Sequence[Stage]) -> None:
     judged = any(dataset.path == readers.WORLD for dataset in config.data.datasets)
-    if "ppo" in stages and config.ppo.kept_by == "approved_share" and not judged:
+    if "ppo" in stages and config.ppo.selection_metric == "approved_share" and not judged:
         raise ConfigError(
             "ppo.keep: best(approved_share) needs a judge, which only the embedded data have; use best(reward), or last"
         )

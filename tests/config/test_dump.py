@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf.config.dump import recipe_text, to_yaml
+from rlhf.config.dump import format_recipe, to_yaml
 from rlhf.config.schema import Config, LoraConfig, OptimizerConfig, build_config, load_config
 
 
@@ -36,15 +36,15 @@ def test_names_in_a_list_are_printed_as_they_are(names: list[str]) -> None:
 
 
 def test_all_words_that_a_key_takes_are_printed() -> None:
-    lines = recipe_text(Config(), "").splitlines()
+    lines = format_recipe(Config(), "").splitlines()
     before = lines[lines.index("  share_base: auto") - 1]
     assert before.endswith("(auto | true | false)")
 
 
 def test_what_a_recipe_is_about_stands_at_its_top() -> None:
-    assert recipe_text(Config(), "The settings of a run. " * 9).startswith("# The settings of a run. The settings")
-    assert "# AdamW and its learning-rate schedule" not in recipe_text(Config(), "x"), "a key's own words are printed"
-    assert load_config(None, [], example=False) == build_config(yaml.safe_load(recipe_text(Config(), "x")))
+    assert format_recipe(Config(), "The settings of a run. " * 9).startswith("# The settings of a run. The settings")
+    assert "# AdamW and its learning-rate schedule" not in format_recipe(Config(), "x"), "a key's own words are printed"
+    assert load_config(None, [], example=False) == build_config(yaml.safe_load(format_recipe(Config(), "x")))
 
 
 def test_a_recipe_with_absolute_paths_holds_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_recipe_with_absolute_paths_holds_anywhere(tmp_path: Path, monkeypatch
     assert (whole.output, whole.model.path, whole.model.tokenizer) == (here / "run", str(here / "model"), "gpt2")
     assert whole.data.datasets[1].path == "world" and whole.data.datasets[1].heldout == str(here / "x y")
     path = there / "deep" / "recipe.yaml"
-    path.write_text(recipe_text(whole, "Anything."))
+    path.write_text(format_recipe(whole, "Anything."))
     for folder in (here, there, tmp_path):
         monkeypatch.chdir(folder)
         assert load_config(path) == whole

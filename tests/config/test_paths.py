@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_path_is_known_by_its_form(name: str) -> None:
     assert paths.is_path(name)
-    assert os.path.isabs(paths.absolute(name))
+    assert os.path.isabs(paths.make_absolute(name))
 
 
 @pytest.mark.parametrize(
@@ -49,46 +49,48 @@ def test_a_path_is_known_by_its_form(name: str) -> None:
 )
 def test_other_names_are_a_hubs_and_stay_as_they_are(name: str) -> None:
     assert not paths.is_path(name)
-    assert paths.absolute(name) == paths.beside("/some/folder", name) == name
+    assert paths.make_absolute(name) == paths.resolve_relative_to("/some/folder", name) == name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/name"])
 def test_what_exists_here_is_a_path(here: Path, name: str) -> None:
     (here / name).mkdir(parents=True)
     assert paths.is_path(name)
-    assert paths.absolute(name) == str(here / name)
+    assert paths.make_absolute(name) == str(here / name)
 
 
 def test_the_embedded_world_is_no_folder_that_has_its_name(here: Path) -> None:
     (here / "world").mkdir()
     assert not paths.is_path("world")
-    assert paths.absolute("world") == paths.beside(str(here), "world") == "world"
-    assert paths.absolute("./world") == str(here / "world")
+    assert paths.make_absolute("world") == paths.resolve_relative_to(str(here), "world") == "world"
+    assert paths.make_absolute("./world") == str(here / "world")
 
 
 def test_an_absolute_path_is_short_but_leads_to_the_same_place(here: Path, tmp_path: Path) -> None:
-    assert paths.absolute("./a/../b//c") == str(here / "b" / "c")
-    assert paths.absolute("../a") == str(tmp_path / "a")
+    assert paths.make_absolute("./a/../b//c") == str(here / "b" / "c")
+    assert paths.make_absolute("../a") == str(tmp_path / "a")
     (tmp_path / "far" / "away").mkdir(parents=True)
     (here / "link").symlink_to(tmp_path / "far" / "away")
-    assert Path(paths.absolute("link/../x")).resolve() == tmp_path / "far" / "x"
+    assert Path(paths.make_absolute("link/../x")).resolve() == tmp_path / "far" / "x"
 
 
 def test_a_name_in_a_file_is_joined_to_its_folder_where_it_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert paths.beside("recipes", "data/x.jsonl") == "recipes/data/x.jsonl"
-    assert paths.beside("recipes/mine", "../x.jsonl") == "recipes/x.jsonl"
-    assert paths.beside("", "./m") == "./m"
-    assert paths.beside("recipes", "./m") == "./recipes/m"
-    assert paths.beside("recipes", "/m") == "/m"
-    assert paths.beside("recipes", "~/m") == "/home/me/m"
+    assert paths.resolve_relative_to("recipes", "data/x.jsonl") == "recipes/data/x.jsonl"
+    assert paths.resolve_relative_to("recipes/mine", "../x.jsonl") == "recipes/x.jsonl"
+    assert paths.resolve_relative_to("", "./m") == "./m"
+    assert paths.resolve_relative_to("recipes", "./m") == "./recipes/m"
+    assert paths.resolve_relative_to("recipes", "/m") == "/m"
+    assert paths.resolve_relative_to("recipes", "~/m") == "/home/me/m"
 
 
 def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: Path) -> None:
     (here / "recipes" / "gpt2").mkdir(parents=True)
     (here / "org").mkdir()
-    assert paths.beside("recipes", "gpt2") == "./recipes/gpt2"
-    assert paths.beside("recipes", "org") == "org", "what exists in the working directory alone is not beside the file"
+    assert paths.resolve_relative_to("recipes", "gpt2") == "./recipes/gpt2"
+    assert paths.resolve_relative_to("recipes", "org") == "org", (
+        "what exists in the working directory alone is not beside the file"
+    )
 
 
 def test_what_exists_in_the_working_directory_alone_is_only_here(here: Path) -> None:
@@ -96,21 +98,26 @@ def test_what_exists_in_the_working_directory_alone_is_only_here(here: Path) -> 
     (here / "org" / "name").mkdir(parents=True)
     (here / "x.jsonl").touch()
     (here / "world").mkdir()
-    assert paths.only_here("org/name") and paths.only_here(paths.beside("recipes", "org/name"))
-    for name in ("./org/name", paths.beside("recipes", "gpt2"), "x.jsonl", "world", "absent"):
-        assert not paths.only_here(name)
+    assert paths.is_local_only("org/name") and paths.is_local_only(paths.resolve_relative_to("recipes", "org/name"))
+    for name in ("./org/name", paths.resolve_relative_to("recipes", "gpt2"), "x.jsonl", "world", "absent"):
+        assert not paths.is_local_only(name)
 
 
 def test_who_meant_a_hub_is_told_that_none_is_asked(here: Path) -> None:
-    assert paths.hint("me/data.json") == "; by its ending it is a path, never a hub's name"
-    assert paths.hint("data.json") == paths.hint("./me/data.json") == paths.hint(str(here / "data.json")) == ""
+    assert paths.missing_path_hint("me/data.json") == "; by its ending it is a path, never a hub's name"
+    assert (
+        paths.missing_path_hint("data.json")
+        == paths.missing_path_hint("./me/data.json")
+        == paths.missing_path_hint(str(here / "data.json"))
+        == ""
+    )
     (here / "me").mkdir()
-    assert paths.hint("me/data.json") == "", "a slip in the name of a file"
+    assert paths.missing_path_hint("me/data.json") == "", "a slip in the name of a file"
 
 
 def test_who_meant_the_working_directory_is_told(here: Path) -> None:
     (here / "data").mkdir()
     (here / "data" / "x.jsonl").touch()
-    assert "; data/x.jsonl is in the working directory" in paths.hint("recipes/data/x.jsonl")
-    assert "; data/x.jsonl is" in paths.hint(str(here / "recipes" / "data" / "x.jsonl"))
-    assert paths.hint("recipes/data/y.jsonl") == paths.hint("y.jsonl") == ""
+    assert "; data/x.jsonl is in the working directory" in paths.missing_path_hint("recipes/data/x.jsonl")
+    assert "; data/x.jsonl is" in paths.missing_path_hint(str(here / "recipes" / "data" / "x.jsonl"))
+    assert paths.missing_path_hint("recipes/data/y.jsonl") == paths.missing_path_hint("y.jsonl") == ""

@@ -79,7 +79,7 @@ def test_an_entry_names_a_function_and_keys_of_ppo(name: str) -> None:
     entry = ESTIMATORS[name]
     assert callable(getattr(advantages, entry.function))
     assert set(entry.keys) <= set(PPOConfig.model_fields)
-    assert entry.completions >= entry.least_completions
+    assert entry.group_size >= entry.min_group_size
     assert name in (PPOConfig.model_fields["estimator"].description or "")
 
 

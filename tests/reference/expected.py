@@ -59,7 +59,7 @@ def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list
 
 def ppo_batch(config: Config, rows: list[Any], index: int) -> list[Any]:
     """The rows of one step of PPO, each as often as it is completed: the epochs are one endless sequence, cut."""
-    each, endless = config.ppo.method.completions, []
+    each, endless = config.ppo.method.group_size, []
     size = config.ppo.batch_size // each
     for epoch in range((index + 1) * size // len(rows) + 1):
         endless += _epoch(config, rows, epoch)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
-from rlhf.roles.base_sharing import adapter_of, check, decide, fingerprint, record_base
+from rlhf.roles.base_sharing import adapter_of, check_sharing, decide_sharing, fingerprint, record_base
 from rlhf.roles.roles import model_placements
 from rlhf.runs.directory import RunDirectory
 
@@ -29,7 +29,7 @@ def folders(tmp_path):
 def found(folders, *, roles=None, engine=None, **lora):
     config = build_config({"lora": {"rank": 4, **lora}, "roles": roles or {}, "engine": engine or {}})
     held = model_placements(config, "ppo")
-    sharing = decide(config, held, *folders)
+    sharing = decide_sharing(config, held, *folders)
     return dict(sharing.donors), sharing.line(held)
 
 
@@ -42,7 +42,7 @@ def test_all_four_where_the_reward_model_was_trained_on_the_actor_s_base(folders
 def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folders, tmp_path):
     def decided(folders):
         config = build_config({"lora": {"rank": 4}, "ppo": {"estimator": "rloo"}})
-        sharing = decide(config, model_placements(config, "ppo"), *folders)
+        sharing = decide_sharing(config, model_placements(config, "ppo"), *folders)
         return dict(sharing.donors), sharing.adapter, sharing.line(model_placements(config, "ppo"))
 
     line = "actor, reference and reward share one frozen base"
@@ -138,8 +138,8 @@ def test_one_base_that_is_a_must_is_refused_before_anything_is_loaded(tmp_path, 
     lora = {"rank": 4, **values.get("lora", {}), "share_base": True}
     config = build_config({**values, "lora": lora, "output": str(tmp_path)})
     if words is None:
-        check(config, PENDING, RunDirectory(tmp_path).model_of)
+        check_sharing(config, PENDING, RunDirectory(tmp_path).model_of)
         return
     with pytest.raises(ConfigError, match=r"^lora\.share_base: true, but ") as caught:
-        check(config, PENDING, RunDirectory(tmp_path).model_of)
+        check_sharing(config, PENDING, RunDirectory(tmp_path).model_of)
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.config.schema import STAGES, build_config
 from rlhf.errors import ConfigError
-from rlhf.roles.roles import check, model_placements
+from rlhf.roles.roles import check_placements, model_placements
 
 
 def configuration(**sections):
@@ -15,7 +15,7 @@ def configuration(**sections):
 
 def refusal(stages=STAGES, ranks=1, **sections):
     with pytest.raises(ConfigError) as found:
-        check(configuration(**sections), stages, ranks)
+        check_placements(configuration(**sections), stages, ranks)
     return str(found.value)
 
 
@@ -96,8 +96,8 @@ def test_dpo_has_a_reference_where_it_is_held_beside_the_policy_and_is_not_the_p
     assert roles(dpo=beside, lora={"rank": 4}) == ["dpo"]
     assert roles(dpo=beside, lora={"rank": 4, "also_train": ["norms"]}) == ["dpo", "reference"]
     offloaded = {"reference": {"offload": "parameters"}}
-    check(configuration(roles=offloaded), ["dpo"], 1)  # meant for PPO
-    check(configuration(roles=offloaded, dpo=beside), ["dpo"], 1)
+    check_placements(configuration(roles=offloaded), ["dpo"], 1)  # meant for PPO
+    check_placements(configuration(roles=offloaded, dpo=beside), ["dpo"], 1)
     assert refusal(["dpo"], roles=offloaded, dpo=beside, lora={"rank": 4}) == (
         "roles.reference.offload: with LoRA the reference is the policy without its adapters, held as the policy is; "
         "leave it out, or set roles.dpo.lora_rank=0"
@@ -126,7 +126,7 @@ def test_dpo_has_a_reference_where_it_is_held_beside_the_policy_and_is_not_the_p
     ],
 )
 def test_what_some_model_can_use_is_accepted(stages, sections):
-    check(configuration(**sections), stages, 1)
+    check_placements(configuration(**sections), stages, 1)
 
 
 def test_weights_that_nothing_of_the_stage_could_offload_are_refused():
@@ -197,7 +197,7 @@ def test_weights_that_cannot_be_quantized_are_refused_with_the_nearest_that_can(
 )
 def test_what_is_quantized_is_what_is_frozen(sections, stage, quantized):
     config = configuration(**sections)
-    check(config, STAGES, 1)
+    check_placements(config, STAGES, 1)
     held = model_placements(config, stage)
     assert {name: placement.quantization for name, placement in held.items() if placement.quantization} == quantized
 

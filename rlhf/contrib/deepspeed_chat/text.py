@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf.config.dump import scalar
+from rlhf.config.dump import format_scalar
 from rlhf.config.schema import STAGES, Config
 from rlhf.contrib.deepspeed_chat.given import Setting
 from rlhf.contrib.deepspeed_chat.tables import STEPS
@@ -70,7 +70,7 @@ def _lines(tree: Mapping[str, Any], section: Any, depth: int = 0) -> Iterator[st
 
 
 def _setting(name: str, setting: Setting, indent: str) -> Iterator[str]:
-    value = "null" if setting.value is None else scalar(setting.value)
+    value = "null" if setting.value is None else format_scalar(setting.value)
     several = isinstance(setting.value, list) and len(value) > _LIST
     line = f"{indent}{name}:" if several else f"{indent}{name}: {value}"
     if len(line) + len(setting.why) > _LINE:
@@ -79,7 +79,7 @@ def _setting(name: str, setting: Setting, indent: str) -> Iterator[str]:
     else:
         yield f"{line}  # {setting.why}"
     if several:
-        yield from (f"{indent}  - {scalar(item)}" for item in setting.value)
+        yield from (f"{indent}  - {format_scalar(item)}" for item in setting.value)
 
 
 def _comment(text: str, mark: str, *, deeper: bool = True) -> list[str]:

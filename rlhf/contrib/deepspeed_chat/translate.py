@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlhf.config.dump import scalar
+from rlhf.config.dump import format_scalar
 from rlhf.config.schema import STAGES, Config, build_config, share_of
 from rlhf.contrib.deepspeed_chat.command import Command, parsed, unknown_variable
 from rlhf.contrib.deepspeed_chat.given import Flags, Given, Remark, Setting
@@ -199,8 +199,9 @@ def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: Recipe) -> No
                     continue
                 kept = merged[key]
                 recipe.notes.append(
-                    f"{key} is {scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {scalar(one.value)} ({one.why}): "
-                    f"start rlhf {stage} by itself, with --set {key}={scalar(one.value)}"
+                    f"{key} is {format_scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {format_scalar(one.value)} "
+                    f"({one.why}): "
+                    f"start rlhf {stage} by itself, with --set {key}={format_scalar(one.value)}"
                 )
             elif key in merged and key != SOURCES and one.explicit and one.why != merged[key].why:
                 recipe.remarks.append(Remark(one.why, key, "As the step before has it"))

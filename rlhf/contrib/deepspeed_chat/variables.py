@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.config.dump import scalar
+from rlhf.config.dump import format_scalar
 from rlhf.config.schema import EVERY_STAGE, STAGES
 from rlhf.contrib.deepspeed_chat.tables import Variable, nearest, variables
 from rlhf.contrib.deepspeed_chat.values import NOTHING, READERS
@@ -88,7 +88,7 @@ def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], s
     if value is NOTHING:
         return [], f"nothing; {row.note}"
     keys = dict.fromkeys(key for stage in mine for key in row.keys[stage])
-    pairs = [f"{key}={scalar(value)}" for key in keys]
+    pairs = [f"{key}={format_scalar(value)}" for key in keys]
     return [part for pair in pairs for part in ("--set", pair)], ", ".join(pairs)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rlhf.config.dump import recipe_text
+from rlhf.config.dump import format_recipe
 from rlhf.config.schema import Stage, build_config
 from rlhf.contrib.sweep.grid import Grid, Point
 from rlhf.errors import RunError
@@ -138,4 +138,4 @@ class SweepDirectory:
 
 def _recipe_of(point: Point) -> str:
     config = build_config(point.config.model_dump(mode="json"))
-    return recipe_text(config, f"The point {point.name} of a sweep: every key, its paths absolute.")
+    return format_recipe(config, f"The point {point.name} of a sweep: every key, its paths absolute.")

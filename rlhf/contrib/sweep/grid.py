@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.loader import Items, Keys, Origin, lay, names_model_or_data, overridden, read_yaml
+from rlhf.config.loader import (
+    Origin,
+    TrackedDict,
+    TrackedList,
+    apply_overrides,
+    names_model_or_data,
+    overlay,
+    read_yaml,
+)
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, Config, Stage, build_config
 from rlhf.contrib.sweep.schema import Exclusion, GridFile, parsed
 from rlhf.errors import ConfigError
@@ -64,7 +72,7 @@ class _Value:
 
     label: str
     text: str
-    keys: Keys
+    keys: TrackedDict
     origin: Origin | None
 
 
@@ -86,7 +94,7 @@ def load_grid(
     file = parsed(raw, str(path))
     options = dict(options or {})
     output = options.pop("output", None) or file.output or Path("runs") / path.stem
-    given = overridden(Keys(), overrides, options)
+    given = apply_overrides(TrackedDict(), overrides, options)
     axes = _axes(file, raw)
     for key in _leaves(given):
         if axis := next((axis for axis in axes if any(_meet(key, other) for other in _keys_of(axes[axis]))), None):
@@ -123,20 +131,20 @@ class _Base:
     """What all points have in common."""
 
     file: GridFile
-    raw: Keys
+    raw: TrackedDict
     path: Path
-    given: Keys
+    given: TrackedDict
 
     def point(
         self, output: Path, name: str, labels: dict[str, str], choice: Sequence[_Value], stages: Sequence[Stage]
     ) -> Point:
-        own = Keys()
+        own = TrackedDict()
         for value in choice:
-            lay(own, value.keys, value.origin)
-        above = lay(lay(lay(Keys(), self._written), self.given), own)
+            overlay(own, value.keys, value.origin)
+        above = overlay(overlay(overlay(TrackedDict(), self._written), self.given), own)
         start = self.file.recipe or (None if names_model_or_data(above) else EMBEDDED_RECIPE)
         named = f"`recipe` in {self.path}"
-        values = lay(read_yaml(start, named) if start else Keys(), above)
+        values = overlay(read_yaml(start, named) if start else TrackedDict(), above)
         values["output"] = str(Path(output) / name)
         try:
             config = build_config(values, source=str(self.path))
@@ -146,12 +154,12 @@ class _Base:
         return Point(name, labels, dict(_flat(own)), config, config, order)
 
     @property
-    def _written(self) -> Keys:
+    def _written(self) -> TrackedDict:
         base = self.raw.get("base")
-        return base if isinstance(base, Keys) else Keys()
+        return base if isinstance(base, TrackedDict) else TrackedDict()
 
 
-def _axes(file: GridFile, raw: Keys) -> dict[str, list[_Value]]:
+def _axes(file: GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
     """The values of each axis, in the grid's order."""
     for axis in file.names:
         if not isinstance(file.grid.get(axis), list):
@@ -160,14 +168,19 @@ def _axes(file: GridFile, raw: Keys) -> dict[str, list[_Value]]:
             )
     found: dict[str, list[_Value]] = {}
     for axis, values in raw["grid"].items() if file.grid else ():
-        if isinstance(values, Items):
+        if isinstance(values, TrackedList):
             found[axis] = [
-                _Value(_label(axis, value, file.names.get(axis)), _text(value), Keys({axis: value}), values.origins[at])
+                _Value(
+                    _label(axis, value, file.names.get(axis)),
+                    _text(value),
+                    TrackedDict({axis: value}),
+                    values.origins[at],
+                )
                 for at, value in enumerate(values)
             ]
         else:
             found[axis] = [
-                _Value(label, label, keys or Keys(), _within(values.origins[label], axis, label))
+                _Value(label, label, keys or TrackedDict(), _within(values.origins[label], axis, label))
                 for label, keys in values.items()
             ]
     return found
@@ -177,8 +190,8 @@ def _within(origin: Origin, axis: str, label: str) -> Origin:
     return Origin(f"{origin.text}: grid.{axis}.{label}")
 
 
-def _point_of(raw: Keys, name: str, path: Path) -> _Value:
-    return _Value(name, name, raw["points"][name] or Keys(), None)
+def _point_of(raw: TrackedDict, name: str, path: Path) -> _Value:
+    return _Value(name, name, raw["points"][name] or TrackedDict(), None)
 
 
 def _chosen(
@@ -292,9 +305,9 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _unknown(axis: str, axes: Sequence[str], raw: Keys) -> str:
+def _unknown(axis: str, axes: Sequence[str], raw: TrackedDict) -> str:
     names = raw["names"]
-    where = names.origins[axis].text if isinstance(names, Keys) and axis in names.origins else "names"
+    where = names.origins[axis].text if isinstance(names, TrackedDict) and axis in names.origins else "names"
     return f"{where}: names: {axis!r} is no axis with a list of values; {_near(axis, axes)}"
 
 
@@ -307,13 +320,13 @@ def _keys_of(values: Sequence[_Value]) -> set[str]:
     return {key for value in values for key in _leaves(value.keys)}
 
 
-def _leaves(values: Keys) -> list[str]:
+def _leaves(values: TrackedDict) -> list[str]:
     return [key for key, _ in _flat(values)]
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, Keys):
+        if isinstance(value, TrackedDict):
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value

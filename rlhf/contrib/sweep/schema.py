@@ -8,12 +8,12 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from rlhf.config.schema import STAGES, Stage
-from rlhf.config.types import Folder, Section
-from rlhf.config.validation_errors import explained, shown
+from rlhf.config.types import ConfigModel, Folder
+from rlhf.config.validation_errors import format_validation_error, short_repr
 from rlhf.errors import ConfigError
 
 
-class Exclusion(Section):
+class Exclusion(ConfigModel):
     """Points that are left out, and why."""
 
     where: dict[str, Any] = Field(
@@ -22,7 +22,7 @@ class Exclusion(Section):
     reason: str = Field(min_length=1, description="why; the table shows it")
 
 
-class GridFile(Section):
+class GridFile(ConfigModel):
     """A sweep: a recipe, and what differs at each point."""
 
     recipe: Folder | None = Field(
@@ -61,7 +61,7 @@ class GridFile(Section):
                 )
             for label, keys in values.items() if isinstance(values, dict) else ():
                 if keys is not None and not isinstance(keys, dict):
-                    raise ValueError(f"{axis}.{label} needs keys and values, found {shown(keys)}")
+                    raise ValueError(f"{axis}.{label} needs keys and values, found {short_repr(keys)}")
         return grid
 
     @field_validator("names")
@@ -70,7 +70,7 @@ class GridFile(Section):
         for axis, named in names.items():
             words = named.values() if isinstance(named, dict) else [named]
             if not all(isinstance(word, str) for word in words):
-                raise ValueError(f"{axis} needs a word, or a label for each value, found {shown(named)}")
+                raise ValueError(f"{axis} needs a word, or a label for each value, found {short_repr(named)}")
         return names
 
     @field_validator("points", mode="before")
@@ -93,11 +93,11 @@ def parsed(values: Mapping[str, Any], source: str) -> GridFile:
     try:
         found = GridFile.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explained(error, GridFile, values, source)) from error
+        raise ConfigError(format_validation_error(error, GridFile, values, source)) from error
     if not found.grid and not found.points:
         raise ConfigError(f"{source}: grid: has no axis; give it a key with values, e.g. engine.zero_stage: [2, 3]")
     return found
 
 
 def _of(values: Any) -> str:
-    return "an empty one" if isinstance(values, list | dict) else shown(values)
+    return "an empty one" if isinstance(values, list | dict) else short_repr(values)

@@ -152,11 +152,11 @@ class PPO:
     def prompts(self, index: int) -> Batch:
         """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
         (prompts,) = self.batches.step(index)
-        return {key: rows.repeat_interleave(self.settings.method.completions, 0) for key, rows in prompts.items()}
+        return {key: rows.repeat_interleave(self.settings.method.group_size, 0) for key, rows in prompts.items()}
 
     def examples(self, index: int) -> list[Prompt]:
         """What the rows of `prompts(index)` are made of."""
-        return [example for example in self.batches.share(index) for _ in range(self.settings.method.completions)]
+        return [example for example in self.batches.share(index) for _ in range(self.settings.method.group_size)]
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Batch:
