@@ -287,7 +287,7 @@ def test_each_key_says_which_flag_it_is_of() -> None:
     lines = [line.strip() for line in text(f"deepspeed --num_gpus 2 {MAIN['sft']} --seed 5").splitlines()]
     assert "seed: 5  # --seed 5" in lines
     assert "learning_rate: 0.001  # --learning_rate 0.001 (default)" in lines
-    assert "loss_on: all  # as there: prompts are learned too" in lines
+    assert "loss_on: all  # as there: prompts are trained on too" in lines
     size = "--per_device_train_batch_size 16 (default) x --gradient_accumulation_steps 1 (default) x 2 devices"
     assert f"batch_size: 32  # {size}" not in lines  # our default too
     assert "#   --num_gpus 2: --ranks" in lines
