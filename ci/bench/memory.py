@@ -34,7 +34,8 @@ from random_models import make, rows  # noqa: E402
 
 from rlhf.config.schema import Config, Stage, build_config  # noqa: E402
 from rlhf.memory.advice import plan  # noqa: E402
-from rlhf.memory.environment import PROCESS, Surroundings, parse_bytes  # noqa: E402
+from rlhf.memory.environment import PROCESS, Surroundings  # noqa: E402
+from rlhf.utils.units import parse_bytes  # noqa: E402
 
 LENGTHS = {"max_prompt_length": 64, "max_completion_length": 64}
 SHAPES = ("opt-125m", "opt-1.3b")

@@ -17,6 +17,7 @@ import accelerators
 from accelerators import OPERATIONS, RESERVED, AcceleratorError, KernelImpl, PluginDefect, Report, Support
 from rlhf.cli.check import check
 from rlhf.cli.tables import print_json, print_table
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -157,7 +158,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ("provided by", facts["provider"]),
         ("device", f"{device['count']} x {device['model']}, {device['software']}"),
         *((("arithmetic", _peaks(device["peak_flops"])),) if device["peak_flops"] else ()),
-        ("memory", f"{_gib(memory['total'])}, of which this process uses {_gib(memory['allocated'])}"),
+        ("memory", f"{format_bytes(memory['total'])}, of which this process uses {format_bytes(memory['allocated'])}"),
         ("shapes", shapes["kind"]),
         ("execution", "lazy" if facts["lazy"] else "eager"),
         ("between processes", facts["dist_backend"]),
@@ -183,7 +184,3 @@ def _print_facts(facts: dict[str, Any]) -> None:
 def _peaks(stated: dict[str, float]) -> str:
     """What the maker states, as 989 TFLOP/s in bf16."""
     return f"at most {', '.join(f'{peak / 1e12:,.0f} TFLOP/s in {name}' for name, peak in stated.items())}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

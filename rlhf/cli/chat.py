@@ -56,7 +56,7 @@ def chat(
     """
     from rich.text import Text
 
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
@@ -174,7 +174,7 @@ def _converse(model: ChatModel, memory: bool, title: str) -> None:
 
     from rich.text import Text
 
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     console.print(Text(title, style="bold"), soft_wrap=True)
     remembers = "" if memory else "each message is answered on its own (--memory changes that); "

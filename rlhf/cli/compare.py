@@ -226,7 +226,7 @@ def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[st
 
 
 def _say(line: str) -> None:
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     console.print(f"note: {line}", markup=False, soft_wrap=True)
 

@@ -40,7 +40,8 @@ def print_tables(told: dict[str, Any]) -> None:
     """All numbers of each model, and what the best of several samples would be worth, for people."""
     from rich.text import Text
 
-    from rlhf.reporting.progress import console, format_number
+    from rlhf.reporting.console import console
+    from rlhf.utils.units import format_number
 
     first, *others = (model["model"] for model in told["models"])
     lines = [flat(model) for model in told["models"]]
@@ -79,7 +80,8 @@ def print_samples(records: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rlhf.reporting.progress import console, format_number
+    from rlhf.reporting.console import console
+    from rlhf.utils.units import format_number
 
     for record in records:
         grid = Table.grid(padding=(0, 2, 0, 0))
@@ -101,7 +103,7 @@ def _plain(value: Any) -> str:
 
 def _value(name: str, line: dict[str, Any]) -> str:
     """A number as a person reads it, with its error or its interval."""
-    from rlhf.reporting.progress import format_number
+    from rlhf.utils.units import format_number
 
     def shown(value: float, digits: int = 4) -> str:
         return f"{100 * value:.1f}%" if name in _SHARES else format_number(float(f"{value:.{digits}g}"))

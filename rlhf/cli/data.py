@@ -70,7 +70,7 @@ def _stages(names: Sequence[str]) -> list[Stage]:
 def _print(stage: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
     from rlhf.reporting.summary import STAGE_NAMES
 
     total = (

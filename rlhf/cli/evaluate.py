@@ -178,7 +178,7 @@ def _measure(
 ) -> None:
     """Measure each model on the source, one after the other, and print all."""
     from rlhf.evaluation.rows import read_rows
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     show, found = console.is_terminal and not json, None
     measures: list[Numbers] = []
@@ -236,7 +236,7 @@ def _score(
     """Score sentences by each model, one after the other, and print all."""
     from rlhf.evaluation.models import load_judge
     from rlhf.evaluation.score_texts import score
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     show = console.is_terminal and not json
     found: dict[str, list[list[float]]] = {}
@@ -258,7 +258,7 @@ def _converse(device: Device, config: Config, models: Sequence[str]) -> None:
 
     from rlhf.evaluation.models import load_judge
     from rlhf.evaluation.score_texts import question, score
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     judges: list[Judge] = []
     for name in models:
@@ -324,7 +324,7 @@ def _print_scores(questions: Sequence[Question], found: dict[str, list[list[floa
 
 
 def _cell(value: Any) -> str:
-    from rlhf.reporting.progress import format_number
+    from rlhf.utils.units import format_number
 
     if isinstance(value, list):
         return " to ".join(f"{one:.4f}" for one in value)
@@ -340,6 +340,6 @@ def _loading(name: str, show: bool) -> Any:
 
     from rich.text import Text
 
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     return console.status(Text(f"loading {name}")) if show else nullcontext()

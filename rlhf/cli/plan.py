@@ -87,14 +87,15 @@ def _stages(names: Sequence[str]) -> list[Stage]:
 
 def _where(config: Config, options: Options, devices: int, memory: str | None, host: str | None) -> Any:
     from rlhf.memory import environment
+    from rlhf.utils.units import parse_bytes
 
-    given = environment.parse_bytes(host, "--host-memory") if host else None
+    given = parse_bytes(host, "--host-memory") if host else None
     if memory:
         if options.accelerator:
             raise ConfigError(
                 "--memory and --accelerator: one describes a device, the other asks one; give one of them"
             )
-        return environment.described(config, devices, environment.parse_bytes(memory, "--memory"), given)
+        return environment.described(config, devices, parse_bytes(memory, "--memory"), given)
     from accelerators import stdout_to_stderr
     from rlhf.engine.select import select
 
@@ -107,8 +108,9 @@ def _where(config: Config, options: Options, devices: int, memory: str | None, h
 def _print(stage: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlhf.reporting.progress import console
-    from rlhf.reporting.summary import STAGE_NAMES, format_bytes
+    from rlhf.reporting.console import console
+    from rlhf.reporting.summary import STAGE_NAMES
+    from rlhf.utils.units import format_bytes
 
     console.print()
     console.print(

@@ -62,8 +62,9 @@ def profile(
 def _print(found: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlhf.reporting.progress import console
-    from rlhf.reporting.summary import STAGE_NAMES, format_bytes
+    from rlhf.reporting.console import console
+    from rlhf.reporting.summary import STAGE_NAMES
+    from rlhf.utils.units import format_bytes
 
     seconds = found["step_seconds"]
     mean = sum(seconds) / len(seconds)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.memory.advice import changed
-from rlhf.reporting.progress import console, progress
+from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
 from rlhf.roles.lineage import starts
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch

@@ -113,7 +113,7 @@ def _text_of(command: str) -> str:
 
 
 def _show(text: str) -> None:
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     if not console.is_terminal:
         print(text, end="")

@@ -73,8 +73,8 @@ def sweep(
     """
     from rlhf.contrib.sweep.folder import SweepDirectory
     from rlhf.contrib.sweep.grid import load_grid
-    from rlhf.memory.environment import parse_bytes
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
+    from rlhf.utils.units import parse_bytes
 
     names = ("accelerator", "precision", "output", "seed")
     found = load_grid(
@@ -171,7 +171,7 @@ def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
 
 def _print(grid: Grid, folder: SweepDirectory, rows: list[Row], as_json: bool) -> None:
     from rlhf.contrib.sweep.report import cells, document
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     if as_json:
         print_json(document(grid, rows))
@@ -192,7 +192,7 @@ def _has_terminal() -> bool:
 
 def _print_reasons(rows: Sequence[Row]) -> None:
     """Below a table, in which they would be columns of single words."""
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     for row in rows:
         if row.reason:

@@ -13,7 +13,7 @@ import typer
 @contextmanager
 def for_a_program(as_json: bool) -> Iterator[bool]:
     """Whether a program reads standard output: a pipe, or what wants JSON. Then progress and notes go to the other."""
-    from rlhf.reporting.progress import console
+    from rlhf.reporting.console import console
 
     piped, before = as_json or not console.is_terminal, console.stderr
     console.stderr = before or piped

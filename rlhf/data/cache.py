@@ -28,7 +28,7 @@ from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import StageData, choose
 from rlhf.data.tokenize_rows import EXAMPLE
 from rlhf.errors import DataError
-from rlhf.reporting.progress import console
+from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_directory
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from rlhf.data.records import Rejected, Row, parse
 from rlhf.data.report import Dropped, count
 from rlhf.data.transcripts import is_led
 from rlhf.errors import DataError
-from rlhf.reporting.progress import console, progress
+from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
 
 LONG = 20_000
 """Rows from which on a pass over them takes long enough to show how far it is."""

@@ -20,7 +20,7 @@ from rlhf.config.schema import Config
 from rlhf.data import readers
 from rlhf.data.prompt_encoding import encode_documents
 from rlhf.errors import ConfigError, DataError
-from rlhf.reporting.progress import console
+from rlhf.reporting.console import console
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,6 +13,7 @@ from rlhf.config.schema import Config, PPOConfig
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import model_placements
 from rlhf.utils.process_info import here
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
@@ -37,10 +38,8 @@ class Need(NamedTuple):
         return self.used + needed <= _ROOM * self.total
 
     def __str__(self) -> str:
-        weights, cache, used, total = (
-            f"{part / 2**30:,.1f}" for part in (self.weights, self.cache, self.used, self.total)
-        )
-        return f"whole weights of {weights} GiB and a cache of {cache} do not fit beside {used} of {total} in use"
+        weights, cache, used, total = map(format_bytes, (self.weights, self.cache, self.used, self.total))
+        return f"whole weights of {weights} and a cache of {cache} do not fit next to {used} of {total} in use"
 
 
 def check(config: Config, ranks: int) -> None:

@@ -17,7 +17,7 @@ from rlhf.memory.models import source
 from rlhf.memory.report import peak, said
 from rlhf.memory.stage import StagePlan
 from rlhf.models.shape import Shape, shape_of
-from rlhf.reporting.summary import format_bytes
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from accelerators import Accelerator

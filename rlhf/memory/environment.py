@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from rlhf.config.schema import Config
-from rlhf.errors import ConfigError
 from rlhf.memory.advice import Room
 from rlhf.memory.model_state import Surroundings
 
@@ -16,24 +14,8 @@ if TYPE_CHECKING:
 PROCESS = 760 * 2**20
 """Bytes of a process that has imported torch, transformers and DeepSpeed; a run measures its own."""
 
-_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # Of a device with an allocator of its own: what lies between blocks, and what its runtime takes for itself.
 _MARGIN, _CONTEXT = 0.04, 2**29
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """Bytes that are written as people write them: `80GiB`, `80GB`, `24g`.
-
-    Raises:
-        ConfigError: it is no size, or has no unit.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if not match or not float(match[1]):
-        raise ConfigError(f"{option} {text}: is no size; write e.g. 80GiB or 24GB")
-    if not match[2]:
-        raise ConfigError(f"{option} {text}: has no unit; write {match[1]}GiB, or {match[1]}MiB")
-    return int(float(match[1]) * (_UNITS | _BINARY)[match[2]])
 
 
 def described(config: Config, devices: int, memory: int, host: int | None) -> tuple[Surroundings, Room]:

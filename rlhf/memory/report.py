@@ -16,8 +16,8 @@ from rlhf.memory.advice import Change, Room, fewest_devices, largest_micro_batch
 from rlhf.memory.model_state import Surroundings
 from rlhf.memory.models import models_of
 from rlhf.memory.stage import StagePlan
-from rlhf.reporting.summary import format_bytes
 from rlhf.roles import roles
+from rlhf.utils.units import format_bytes
 
 
 def told(

@@ -18,8 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from rlhf.reporting.console import console
-
-__all__ = ["Bar", "console", "format_number", "format_seconds", "progress"]
+from rlhf.utils.units import format_number, format_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0
 _NARROW = 75  # columns; below, the numbers need the room that the bar would take
@@ -54,29 +53,6 @@ def progress(total: int, description: str, *, unit: str = "rows", enabled: bool 
         lines = _Lines(console, total, description, unit)
         yield lines
         lines.close()
-
-
-def format_number(value: float) -> str:
-    """Four significant digits, without exponents where they are not needed: 0.04213, 12.5, 1,234,567."""
-    if value != value or value in (float("inf"), float("-inf")):
-        return str(value)
-    if value == int(value) and abs(value) < 1e12:
-        return f"{int(value):,}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as `8.2 s`, `3:07` (minutes and seconds) or `1:02:33`."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class _Silent:

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.reporting.progress import format_number, format_seconds
+from rlhf.utils.units import format_bytes, format_number, format_seconds
 
 STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO", "ppo": "PPO"}
 _SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
@@ -76,12 +76,6 @@ def _phases(summary: dict[str, Any]) -> str:
     phases = summary.get("phases", {})
     shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
     return ", ".join(f"{name} {share} %" for name, share in shares.items() if share) if len(phases) > 1 else ""
-
-
-def format_bytes(count: float) -> str:
-    """A size in MiB below one GiB, in GiB from there."""
-    mebibytes = count / 2**20
-    return f"{mebibytes:,.0f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:,.1f} GiB"
 
 
 def shown_value(name: str, value: float | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import RunError
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +39,8 @@ def check_room(config: Config, folder: Path, needs: Mapping[Stage, Need], precis
     free = shutil.disk_usage(place).free + held  # what is there of these stages gives way
     if needed > free:
         raise RunError(
-            f"{folder}: checkpoints and models will take {_size(needed)}, and its disk has {_size(free)} free; "
+            f"{folder}: checkpoints and models will take {format_bytes(needed)}, and its disk has "
+            f"{format_bytes(free)} free; "
             "make room, choose another --output, or write fewer checkpoints (<stage>.checkpoint_every)"
         )
 
@@ -63,7 +65,3 @@ def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precisi
         most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
         left += trained
     return most
-
-
-def _size(number: float) -> str:
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

@@ -24,7 +24,7 @@ from rlhf.models.lora import add_adapters, merges
 from rlhf.models.quantized import count, quantize
 from rlhf.models.shape import Shape, shape_from
 from rlhf.models.shared_base import Base
-from rlhf.reporting.progress import console
+from rlhf.reporting.console import console
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import Phases
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements

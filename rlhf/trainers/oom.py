@@ -22,6 +22,7 @@ from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError, OutOfMemory
 from rlhf.roles import roles
 from rlhf.roles.roles import model_placements
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -124,7 +125,7 @@ def line(
     parts = [f"out of memory {where} ({_short(lack)})", figures]
     for what, counts in {"weights, gradients and optimizer": held, "and on the host": on_host}.items():
         if counts:
-            parts.append(f"{what}: {', '.join(f'{role} {size(count)}' for role, count in counts.items())}")
+            parts.append(f"{what}: {', '.join(f'{role} {format_bytes(count)}' for role, count in counts.items())}")
     now, anew = keys
     if now:
         parts.append(f"try, with --set and in this order: {', '.join(now)}")
@@ -201,11 +202,6 @@ def _storages(model: TrainingEngine | nn.Module, place: torch.device | None) -> 
     return opaque | {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in strided)}
 
 
-def size(count: int) -> str:
-    """Bytes as people say them."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
-
-
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested containers, with its gradient."""
     if isinstance(value, Tensor):
@@ -226,7 +222,7 @@ def _figures(accelerator: Accelerator) -> str:
         memory = accelerator.memory()
     except Exception:  # a device may answer no more; what else is known is worth saying
         return ""
-    return f"peak {size(memory.peak)} of {size(memory.total)}"
+    return f"peak {format_bytes(memory.peak)} of {format_bytes(memory.total)}"
 
 
 def _is_the_hosts(lack: BaseException) -> bool:

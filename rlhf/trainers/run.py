@@ -20,7 +20,7 @@ from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.engine.select import choose_kernels, select
 from rlhf.errors import ConfigError, RunError
 from rlhf.models import hub
-from rlhf.reporting.progress import console
+from rlhf.reporting.console import console
 from rlhf.reporting.summary import print_summary
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import disagreement

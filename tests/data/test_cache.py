@@ -26,7 +26,7 @@ from rlhf.data.load_sources import read_sources
 from rlhf.data.records import Message, Row
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
-from rlhf.reporting.progress import console
+from rlhf.reporting.console import console
 
 ROWS: list[dict[str, Any]] = [
     {

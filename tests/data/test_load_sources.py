@@ -15,7 +15,7 @@ from rlhf.data import load_sources
 from rlhf.data.load_sources import SourceRows, read_sources
 from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import DataError
-from rlhf.reporting.progress import console
+from rlhf.reporting.console import console
 
 ROWS = [
     {"prompt": f"Question {n}?", "response": f"a\n{n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)

@@ -17,7 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rlhf.config.schema import load_config
-from rlhf.reporting.progress import format_number
+from rlhf.utils.units import format_number
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
 from tests.trainers.test_keys import table

@@ -103,9 +103,9 @@ def test_a_run_that_was_measured_gives_its_pace(forks: Forks, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--memory", "lots"], "--memory lots: is no size; write e.g. 80GiB"),
-        (["--memory", "24"], "--memory 24: has no unit; write 24GiB"),
-        (["--memory", "1TB", "--host-memory", "64"], "--host-memory 64: has no unit; write 64GiB"),
+        (["--memory", "lots"], "--memory: must be a size, got lots; write e.g. 80GiB"),
+        (["--memory", "24"], "--memory: needs a unit, got 24; write 24GiB"),
+        (["--memory", "1TB", "--host-memory", "64"], "--host-memory: needs a unit, got 64; write 64GiB"),
         (["--memory", "1TB", "--set", "engine.frozen=int8", "--set", "engine.zero_stage=3"], "engine.frozen: int8: .*"),
         (["--memory", "1TB", "--set", "ppo.generation_weights=layerwise"], "ppo.generation_weights: layerwise .*"),
         (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),

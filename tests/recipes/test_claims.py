@@ -12,8 +12,9 @@ from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
 from rlhf.data.known_datasets import known
 from rlhf.data.splits import blend
-from rlhf.memory.environment import described, parse_bytes
+from rlhf.memory.environment import described
 from rlhf.memory.report import told
+from rlhf.utils.units import parse_bytes
 from tests.recipes import toys
 
 RECIPES = toys.recipes()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.schema import Stage, load_config
-from rlhf.memory.environment import described, parse_bytes
+from rlhf.memory.environment import described
 from rlhf.memory.report import told
+from rlhf.utils.units import parse_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "example_scripts"
 HEAD = "| recipe | devices | SFT | reward model | PPO | DPO |"

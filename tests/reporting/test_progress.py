@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.reporting import progress as module
 from rlhf.reporting.console import Terminal
-from rlhf.reporting.progress import format_number, format_seconds, progress
+from rlhf.reporting.progress import progress
 
 
 class Clock:
@@ -108,16 +108,3 @@ def test_bars_nest_and_lines_printed_meanwhile_are_kept(terminal: io.StringIO) -
     assert "a line of its own" in lines
     assert "outer" in lines[-1]
     assert "inner" not in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.042131, "0.04213"), (3.0, "3"), (12345.6, "12,346"), (1e-5, "1e-05"), (float("nan"), "nan"), (-2.5, "-2.5")],
-)
-def test_numbers_have_four_digits_at_most_after_they_matter(value: float, text: str) -> None:
-    assert format_number(value) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (9.96, "10 s"), (187, "3:07"), (3753, "1:02:33")])
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text

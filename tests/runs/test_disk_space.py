@@ -104,7 +104,7 @@ def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
     assert bytes_needed(averaged, {"sft": Need([model], 1)}, FP32) == (12 + 4) * 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 21_000_000))
     check_room(config(), tmp_path / "run", few, FP32)
-    with pytest.raises(RunError, match=r"run: checkpoints and models will take 32\.0 MB, and its disk has 21\.0 MB"):
+    with pytest.raises(RunError, match=r"run: checkpoints and models will take 31 MiB, and its disk has 20 MiB"):
         check_room(config(), tmp_path / "run", many, FP32)
     (tmp_path / "run" / "sft").mkdir(parents=True)
     (tmp_path / "run" / "sft" / "old").write_bytes(b"x" * 12_000_000)  # gives way to what comes

@@ -128,11 +128,11 @@ def test_the_line_holds_everything_and_leaves_out_what_is_not_known():
     keys = (["a=1", "b=2"], ["c=3"])
     assert oom.line(lack, "on npu in ppo, update", "peak 79.2 GiB of 80.0 GiB", held, keys) == (
         "out of memory on npu in ppo, update (OutOfMemoryError: Tried to allocate 2.00 GiB. Larger than ever ...); "
-        "peak 79.2 GiB of 80.0 GiB; weights, gradients and optimizer: actor 25.0 GiB, reward 300.0 MiB; "
+        "peak 79.2 GiB of 80.0 GiB; weights, gradients and optimizer: actor 25.0 GiB, reward 300 MiB; "
         "try, with --set and in this order: a=1, b=2; with another --output, also: c=3"
     )
     assert (
-        "; weights, gradients and optimizer: actor 25.0 GiB, reward 300.0 MiB; and on the host: actor 2.0 GiB; try"
+        "; weights, gradients and optimizer: actor 25.0 GiB, reward 300 MiB; and on the host: actor 2.0 GiB; try"
         in (oom.line(lack, "", "", held, keys, {"actor": 2 << 30}))
     )
     assert oom.line(MemoryError(), "on the host in sft, loading", "", {}, ([], [])) == (

@@ -107,7 +107,8 @@ import os, signal, sys
 terminal, other = os.openpty()
 os.dup2(other, 1), os.dup2(other, 2), os.close(other)
 from rlhf.utils import signals
-from rlhf.reporting.progress import console, progress
+from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
 with signals.terminal_that_may_close():
     console.print("seen")
     assert b"seen" in os.read(terminal, 1000)

@@ -25,8 +25,8 @@ from rlhf.config.loader import (
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, Config, Stage, build_config
 from rlhf.contrib.sweep.schema import Exclusion, GridFile, parsed
 from rlhf.errors import ConfigError
-from rlhf.memory.environment import parse_bytes
 from rlhf.roles.lineage import starts
+from rlhf.utils.units import parse_bytes
 
 SHARED = "shared"
 """The folder of the stages that all points share."""

@@ -11,9 +11,9 @@ from rlhf.contrib.sweep import plots
 from rlhf.contrib.sweep.folder import SweepDirectory
 from rlhf.contrib.sweep.grid import Grid
 from rlhf.contrib.sweep.rows import Row, columns
-from rlhf.reporting.progress import format_seconds
-from rlhf.reporting.summary import format_bytes, shown_value
+from rlhf.reporting.summary import shown_value
 from rlhf.utils.atomic_io import atomic_write, atomic_write_json
+from rlhf.utils.units import format_bytes, format_seconds
 
 
 def document(grid: Grid, found: Sequence[Row]) -> dict[str, Any]:

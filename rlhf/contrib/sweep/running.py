@@ -18,13 +18,15 @@ from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.launchers import local
 from rlhf.launchers.exit_status import INTERRUPTED, USER, Interrupted, Outcome
 from rlhf.memory.advice import plan
-from rlhf.memory.environment import described, parse_bytes
+from rlhf.memory.environment import described
 from rlhf.memory.report import peak
-from rlhf.reporting.progress import console, format_seconds, progress
+from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
 from rlhf.trainers import preflight
 from rlhf.trainers.interruption import Ending as RunEnding
 from rlhf.utils import signals
 from rlhf.utils.command_line import command_line
+from rlhf.utils.units import format_seconds, parse_bytes
 
 _PEAK = re.compile(r"\bpeak ([\d.]+) ([MG]iB)\b")  # as rlhf.trainers.oom writes it
 _PLAIN: dict[str, Any] = {"markup": False, "soft_wrap": True}

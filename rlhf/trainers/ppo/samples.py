@@ -14,9 +14,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.reporting.progress import console, format_number
+from rlhf.reporting.console import console
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.trainer import PPO
+from rlhf.utils.units import format_number
 
 _PROMPT, _COMPLETION = 400, 800  # characters that are shown
 # Control characters, and those that turn the direction of text or end lines; joiners make one letter of several.

@@ -218,7 +218,7 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
             AXIS + "recipe: absent.yaml",
             "absent.yaml: cannot be read (No such file or directory); check `recipe` in gri",
         ),
-        (AXIS + "memory: much", "grid.yaml: memory much: is no size; write e.g. 80GiB or 24GB"),
+        (AXIS + "memory: much", "grid.yaml: memory: must be a size, got much; write e.g. 80GiB or 24GB"),
         (AXIS + "stages: [sft, pp]", "grid.yaml:3: stages.1: expected 'sft', 'reward', 'dpo' or 'ppo', found 'pp'"),
         (AXIS + "ranks: 0", "grid.yaml:3: ranks: expected a number of at least 1, found 0"),
     ],
