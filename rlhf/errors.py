@@ -41,7 +41,7 @@ class DivergedError(RLHFError):
     """Training produced a number that is not finite; the last good checkpoint stays."""
 
 
-class FailedElsewhere(Exception):
+class RemoteRankError(Exception):
     """Another rank failed, and says why; this one only ends with it."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:

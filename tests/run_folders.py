@@ -16,10 +16,10 @@ def config_in(folder: Path, *overrides: str) -> Config:
 def run_stages(config: Config, *stages: Stage, finish: bool = True, **wishes: bool) -> RunDirectory:
     """Do to the folder what a run of `stages` does."""
     run = RunDirectory.check(config, stages=stages, **wishes)
-    with run.opened(config, stages=stages, **wishes):
+    with run.open_for(config, stages=stages, **wishes):
         for stage in map(run.stage, stages):
             record(stage, 0, 1)
-            run.settle(stage)
+            run.commit(stage)
             if finish:
                 stage.finish({"stage": stage.name, "config": config.model_dump(mode="json")})
     return run
@@ -48,7 +48,7 @@ def accelerator(precision: str) -> dict[str, Any]:
 
 
 def fail_in(run: RunDirectory, config: Config, error: BaseException, *steps: int, **wishes: Any) -> None:
-    with run.opened(config, **wishes):
+    with run.open_for(config, **wishes):
         record(run.stage(wishes.get("stages", STAGES)[0]), *steps)
-        run.settle(run.stage(wishes.get("stages", STAGES)[0]))
+        run.commit(run.stage(wishes.get("stages", STAGES)[0]))
         raise error

@@ -54,7 +54,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
         make(folder / arguments.shape / kind, arguments.shape, scalar_head=kind == "scalar", file_size=FILE)
     command = [sys.executable, __file__, "--out", str(out), "--folder", str(folder), "--shape", arguments.shape]
     command += ["--roles", *arguments.roles, *(["--engines"] if arguments.engines else [])]
-    outcome = local.start(arguments.ranks, command)
+    outcome = local.spawn_ranks(arguments.ranks, command)
     if outcome:
         print(outcome.line)
         return 1

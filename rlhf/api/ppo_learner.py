@@ -23,7 +23,7 @@ from rlhf.data.records import Row
 from rlhf.engine.engine import Batch
 from rlhf.engine.metric_sums import Numbers
 from rlhf.errors import DataError, RunError
-from rlhf.launchers.exit_status import shortage
+from rlhf.launchers.exit_status import as_resource_error
 from rlhf.losses.log_probs import masked
 from rlhf.trainers import loop, oom, pipeline
 from rlhf.trainers.context import StageContext
@@ -55,7 +55,7 @@ class Score:
     tokens: int
 
 
-class Learner:
+class PPOLearner:
     """PPO, one step at a time.
 
     Under several ranks, each calls the same methods in the same order, `generate` and `score` with as many texts.
@@ -79,8 +79,8 @@ class Learner:
 
     @classmethod
     @contextmanager
-    def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[Learner]:
-        """The PPO of a run's folder that is open for it (`rlhf.trainers.run.opened`), until the block is left."""
+    def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[PPOLearner]:
+        """The PPO of a run's folder that is open for it (`rlhf.trainers.run.open_run`), until the block is left."""
         with pipeline.surroundings("ppo", config, accelerator, directory) as context:
             planned = pipeline.prepare(context)
             with oom.explained(context):
@@ -125,7 +125,7 @@ class Learner:
                 trainer.rewards = rewards
             self.done += 1
             context.recorder.log(self.done, numbers)
-            context.settle()
+            context.commit()
             if loop.anywhere(arrived, context):
                 raise KeyboardInterrupt
         return numbers
@@ -217,7 +217,7 @@ class Learner:
         with self._working():
             leave(context, trainer.actor, self._tokenizer, context.directory.path, trainer.critic)
             pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
-            context.settle()
+            context.commit()
         self._saved = True
         return context.directory.model
 
@@ -248,7 +248,7 @@ class Learner:
             with oom.explained(self._context):
                 yield
         except OSError as error:
-            if lack := shortage(error, self._context.run.path):
+            if lack := as_resource_error(error, self._context.run.path):
                 raise lack from error
             raise
 

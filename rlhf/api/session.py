@@ -18,10 +18,10 @@ import yaml
 
 from rlhf.config.schema import STAGES, Config, Stage, load_config
 from rlhf.errors import RunError
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
-    from rlhf.api.ppo_learner import Learner
+    from rlhf.api.ppo_learner import PPOLearner
 
 
 def session(
@@ -78,13 +78,13 @@ class Session:
     def __init__(self, config: Config, *, quiet: bool = True) -> None:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if "output" not in config.model_fields_set:
-            if here().size > 1:
+            if current_process().size > 1:
                 raise RunError("output: a run of several processes needs a folder that all of them see; name one")
             self._temporary = tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True)
             config = config.model_copy(update={"output": Path(self._temporary.name)})
         self.config, self.output = config, config.output
         self._quiet, self._closed = quiet, False
-        self._learner: Learner | None = None
+        self._learner: PPOLearner | None = None
         self._held = ExitStack()  # what PPO holds
         self._around = ExitStack()  # and the session
         atexit.register(self.close)
@@ -92,7 +92,7 @@ class Session:
     @property
     def is_main(self) -> bool:
         """Whether this is the process that talks: rank 0, or the only one."""
-        return here().rank == 0
+        return current_process().rank == 0
 
     def run(self, *stages: Stage, overwrite: bool = False) -> dict[Stage, dict[str, Any]]:
         """Run stages to their end, as `rlhf` does; without names all three: SFT, reward model, PPO.
@@ -118,7 +118,7 @@ class Session:
         directory = launch.run(self.config, stages=wanted, resume=resume, overwrite=overwrite)
         return {stage: directory.stage(stage).summary() for stage in wanted}
 
-    def ppo(self, *, overwrite: bool = False) -> Learner:
+    def ppo(self, *, overwrite: bool = False) -> PPOLearner:
         """PPO, ready for its first step: `step`, `generate`, `score`, `evaluate` (see `help` of what it gives).
 
         It starts from the settings' models or from what `run("sft", "reward")` has left, and goes on from the newest
@@ -139,11 +139,11 @@ class Session:
         directory = RunDirectory(self.output)
         resume = not overwrite and directory.stage("ppo").begun
         with ExitStack() as held:
-            found = launch.opened(self.config, ("ppo",), resume=resume, overwrite=overwrite)
+            found = launch.open_run(self.config, ("ppo",), resume=resume, overwrite=overwrite)
             config, accelerator = held.enter_context(found)
-            from rlhf.api.ppo_learner import Learner  # imports DeepSpeed, which has been told about the device
+            from rlhf.api.ppo_learner import PPOLearner  # imports DeepSpeed, which has been told about the device
 
-            self._learner = held.enter_context(Learner.of(config, accelerator, directory))
+            self._learner = held.enter_context(PPOLearner.of(config, accelerator, directory))
             self._held = held.pop_all()
             Session._working = self
         return self._learner
@@ -193,7 +193,7 @@ class Session:
         if self._quiet:
             from rlhf.reporting import verbosity as quiet
 
-            self._around.enter_context(quiet.session())
+            self._around.enter_context(quiet.quiet_libraries())
             self._quiet = False
         if Session._working:
             Session._working._leave_ppo(None)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf.engine import distributed
-from rlhf.launchers.exit_status import shortage
+from rlhf.launchers.exit_status import as_resource_error
 from rlhf.runs.stage_directory import STATE, step_of
-from rlhf.utils.atomic_io import PARTIAL, publish
+from rlhf.utils.atomic_io import PARTIAL, atomic_rename_dir
 
 if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
@@ -46,7 +46,7 @@ def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine
         torch.save(state, _partial(final) / STATE.format(rank=distributed.world().rank))
     with distributed.on_main("publishing the checkpoint") as main:
         if main:
-            publish(_partial(final), final)
+            atomic_rename_dir(_partial(final), final)
             for older in directory.all_checkpoints[:-_KEPT]:
                 shutil.rmtree(older)
 
@@ -70,7 +70,7 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
             engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
         state = torch.load(path / STATE.format(rank=distributed.world().rank), weights_only=True)
     except Exception as error:  # whatever the reader met in the files, the remedy is the same
-        if shortage(error) or isinstance(error, PermissionError):  # they may be in order
+        if as_resource_error(error) or isinstance(error, PermissionError):  # they may be in order
             raise
         raise directory.unreadable(_reason(error)) from error
     return step_of(path), state

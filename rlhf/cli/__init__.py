@@ -15,7 +15,7 @@ def main() -> None:
     from typer.main import get_command
 
     from rlhf.cli.app import app
-    from rlhf.launchers.exit_status import Outcome
+    from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
     from rlhf.utils import command_line
     from rlhf.utils.process_info import without_local_rank
@@ -23,13 +23,13 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that the terminal has not is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
-    verbosity.command(debug=debug)
+    verbosity.configure_logging(debug=debug)
     try:
         arguments = without_local_rank(sys.argv[1:])
-        command_line.remember(arguments)
+        command_line.set_command_line(arguments)
         code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
-        code = Outcome.of(error).report()
+        code = ExitStatus.from_error(error).report()
     sys.exit(code if isinstance(code, int) else 0)

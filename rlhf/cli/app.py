@@ -11,14 +11,14 @@ import typer
 from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, profile, schema, sweep
 from rlhf.cli.options import RUN, Options, shared, stages_of
 from rlhf.config.schema import STAGES, Stage
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere
-from rlhf.launchers.exit_status import INTERRUPTED, Outcome
+from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError
+from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.interruption import Ending
+from rlhf.trainers.interruption import RunTermination
 from rlhf.version import __version__
 
 if TYPE_CHECKING:
-    from rlhf.launchers.multinode import Machine
+    from rlhf.launchers.multinode import NodeSpec
 
 app = typer.Typer(
     name="rlhf",
@@ -147,20 +147,20 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
     from rlhf.trainers import preflight
     from rlhf.trainers import run as launch
 
-    machine = multinode.machine(options.nodes, options.node_rank, options.rendezvous)
+    machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
         _start_among(machine, options, stages)
         return
-    options = options.of_run(stages)
+    options = options.with_run_recipe(stages)
     config = options.load()
-    if local.must_start(options.ranks) and not options.dry_run:
+    if local.should_spawn(options.ranks) and not options.dry_run:
         assert options.ranks is not None
         # What is wrong with the command line shows here, once, and not on every rank.
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
             select(config, options.accelerator)
-            ending = Ending(RunDirectory(config.output), stages)
-            _end(local.start(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
+            ending = RunTermination(RunDirectory(config.output), stages)
+            _end(local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
     launch.run(
         config,
@@ -174,7 +174,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
     )
 
 
-def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) -> None:
+def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks, those of the other machines beside them. The first machine checks the run for all."""
     from rlhf.engine.select import select
     from rlhf.launchers import local, multinode
@@ -182,26 +182,26 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
     from rlhf.trainers import run as launch
 
     first, count = machine.number == 0, options.ranks or 1
-    options = options.of_run(stages) if first else options
+    options = options.with_run_recipe(stages) if first else options
     config = options.load()
     timeout = config.engine.timeout
     pending = list(stages)
     if first:
-        multinode.invite(machine, timeout)
+        multinode.serve_rendezvous(machine, timeout)
         wishes = {"resume": options.resume, "overwrite": options.overwrite}
         try:
             pending = preflight.check(config, stages, count * machine.count, **wishes)
             select(config, options.accelerator)
         except USER_ERRORS as error:
-            with suppress(*USER_ERRORS, FailedElsewhere):
-                multinode.meet(machine, count, timeout, refusal=Outcome.brief(error))
+            with suppress(*USER_ERRORS, RemoteRankError):
+                multinode.join_rendezvous(machine, count, timeout, refusal=ExitStatus.summarize(error))
             raise
-    meeting = multinode.meet(machine, count, timeout, needed=bool(pending))
-    ending = Ending(RunDirectory(config.output), stages) if first else None
+    meeting = multinode.join_rendezvous(machine, count, timeout, needed=bool(pending))
+    ending = RunTermination(RunDirectory(config.output), stages) if first else None
     outcome = None
     if meeting.needed:
         command = local.rank_command(sys.argv[1:])
-        outcome = local.start(count, command, debug=options.debug, among=(machine, meeting))
+        outcome = local.spawn_ranks(count, command, debug=options.debug, among=(machine, meeting))
     elif first:
         launch.run(config, stages=stages)
     verdict = meeting.member.conclude(outcome)
@@ -210,7 +210,7 @@ def _start_among(machine: Machine, options: Options, stages: tuple[Stage, ...]) 
     _end(outcome if own or not verdict else verdict, ending)
 
 
-def _end(outcome: Outcome | None, ending: Ending | None) -> None:
+def _end(outcome: ExitStatus | None, ending: RunTermination | None) -> None:
     """Report how ranks ended that were started; `ending` is of the process that answers for the folder."""
     if not outcome:
         return

@@ -220,7 +220,7 @@ def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[st
     if options.config is not None:
         return models[0], config
     for name in filter(is_path, models):
-        if (run := run_of(name)) and (recipe := run.own_recipe()):
+        if (run := run_of(name)) and (recipe := run.ensure_recipe()):
             return name, load_config(recipe, options.overrides or ())
     return None
 

@@ -128,7 +128,7 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 
     if source == HELDOUT and not options.config:
         run = next((run for model in models if is_path(model) and (run := run_of(model))), None)
-        recipe = run.own_recipe() if run else None
+        recipe = run.ensure_recipe() if run else None
         if not recipe:
             raise ConfigError(f"{option} {HELDOUT}: no recipe says what is held out; give --config, or name a run")
         options = replace(options, config=recipe)

@@ -62,7 +62,7 @@ class Options:
         False
     )
 
-    def of_run(self, stages: Sequence[Stage]) -> Options:
+    def with_run_recipe(self, stages: Sequence[Stage]) -> Options:
         """These options, with the recipe of the run in the folder where none is given.
 
         With a model or data of one's own, what replaces all of a run is another run, to which its recipe would not fit.
@@ -80,7 +80,7 @@ class Options:
         run = RunDirectory(Path(os.path.expanduser(folder)))
         run.recover()
         goes_on = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
-        recipe = run.own_recipe() if goes_on else None
+        recipe = run.ensure_recipe() if goes_on else None
         return replace(self, config=recipe, output=run.path) if recipe else self
 
     def load(self, *, example: bool = True) -> Config:

@@ -46,7 +46,7 @@ def profile(
     if stage not in EVERY_STAGE:
         raise ConfigError(f"--stage {stage}: no such stage; use one of {', '.join(EVERY_STAGE)}")
     (wanted,) = (known for known in EVERY_STAGE if known == stage)
-    config = options.of_run((wanted,)).load()
+    config = options.with_run_recipe((wanted,)).load()
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
     with for_a_program(as_json):

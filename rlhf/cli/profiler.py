@@ -24,7 +24,7 @@ from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
 from rlhf.utils import signals
 from rlhf.utils.atomic_io import PARTIAL
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
@@ -48,7 +48,7 @@ def profile(config: Config, stage: Stage, *, steps: int, trace: Path) -> Found:
         RLHFError, AcceleratorError: something that the user can fix.
         KeyboardInterrupt: a signal arrived; nothing is left.
     """
-    if launcher := here().launcher:
+    if launcher := current_process().launcher:
         raise ConfigError(f"rlhf profile measures one process; start it without {launcher}")
     check_file(trace)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells on the terminal when it starts
@@ -57,11 +57,11 @@ def profile(config: Config, stage: Stage, *, steps: int, trace: Path) -> Found:
     if before:
         short = f"{run} holds no finished {' and '.join(before)}: one step of each is taken first, and not kept"
         console.print(f"profile: {short}", markup=False, soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.heard(_interrupt):
+    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.handle_signals(_interrupt):
         config = lengthened(shortened(config, before), stage, steps + _MORE)
         config = config.model_copy(update={"output": Path(folder, "run")})
         trial = Trial(steps, Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json"))
-        with launch.opened(config, (*before, stage)) as (decided, accelerator):
+        with launch.open_run(config, (*before, stage)) as (decided, accelerator):
             from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
 
             directory = RunDirectory(config.output)

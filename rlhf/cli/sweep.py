@@ -100,9 +100,9 @@ def sweep(
 
 
 def _check_alone() -> None:
-    from rlhf.utils.process_info import here
+    from rlhf.utils.process_info import current_process
 
-    if launcher := here().launcher:
+    if launcher := current_process().launcher:
         raise ConfigError(f"rlhf sweep starts the processes of each point itself; start it without {launcher}")
 
 
@@ -135,7 +135,7 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
     from rlhf.contrib.sweep.running import Sweeping
     from rlhf.utils import file_lock
 
-    with file_lock.locked(folder.path):
+    with file_lock.lock_folder(folder.path):
         endings = {} if retry else folder.endings(grid)
         record(grid, folder, rows(grid, folder, endings))
 
@@ -161,7 +161,7 @@ def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
     found = rows(grid, folder, folder.endings(grid))
     with ExitStack() as held:
         try:
-            held.enter_context(file_lock.locked(folder.path))
+            held.enter_context(file_lock.lock_folder(folder.path))
         except RunError:
             return found
         folder.check(grid)

@@ -144,7 +144,7 @@ def check_disk(config: Config, accelerator: Accelerator) -> None:
     folder = config.engine.nvme
     if folder is None:
         return
-    with verbosity.unheard():  # it compiles a program, and its compiler complains aloud
+    with verbosity.suppress_stdout():  # it compiles a program, and its compiler complains aloud
         ready = accelerator.deepspeed_operator("AsyncIOBuilder")
     if not ready:
         raise ConfigError(

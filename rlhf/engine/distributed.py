@@ -20,21 +20,21 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerators import verify_agreement
-from rlhf.errors import FailedElsewhere
-from rlhf.launchers.rank_monitor import store, supervised
+from rlhf.errors import RemoteRankError
+from rlhf.launchers.rank_monitor import monitor_ranks, store
 from rlhf.reporting import verbosity
-from rlhf.utils.process_info import Place, here
+from rlhf.utils.process_info import ProcessInfo, current_process
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
-    from rlhf.launchers.coordinator import Member
+    from rlhf.launchers.coordinator import WorkerClient
 
 
 _WAITS = itertools.count()  # the same on all ranks, which wait for the same things
 _GROUPS = itertools.count()  # so that none finds what is left of another in the store, such as addresses
 _MEETING = "rlhf"  # the scheme of `_meet`
 _SECONDS_TO_NAME = 20.0  # for the rank that is late to be found, before a collective only says that somebody is
-_members: list[Member | None] = []  # the session's connection with the other ranks
+_members: list[WorkerClient | None] = []  # the session's connection with the other ranks
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accele
     Raises:
         AcceleratorError: the backend cannot be created, DeepSpeed disagrees with it, or the ranks chose
             different backends.
-        FailedElsewhere: another rank failed.
+        RemoteRankError: another rank failed.
     """
     accelerator = selection.create()
-    place = here()
+    place = current_process()
     with _process_group_of(place):
         accelerator.bind(place.local_rank)
-        with verbosity.unheard():
+        with verbosity.suppress_stdout():
             accelerator.prepare_deepspeed()
             import deepspeed
 
         # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
-        with supervised(place, timeout) as member:
+        with monitor_ranks(place, timeout) as member:
             if place.size == 1:  # no launcher, so no address to meet at
-                with verbosity.unheard():  # gloo of torch 2.9 prints that it is alone
+                with verbosity.suppress_stdout():  # gloo of torch 2.9 prints that it is alone
                     dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
             # DeepSpeed joins the process group above, or makes one with its own settings for the device.
-            with verbosity.unheard():  # for some devices it compiles collectives
+            with verbosity.suppress_stdout():  # for some devices it compiles collectives
                 deepspeed.init_distributed(
                     dist_backend=accelerator.dist_backend(),
                     verbose=False,
@@ -89,7 +89,7 @@ def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accele
 
 def _meet(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Where torch has the ranks of a process group find each other: (store, rank, size)."""
-    place = here()
+    place = current_process()
     yield dist.PrefixStore(f"rlhf/group/{next(_GROUPS)}", store(place, timeout.total_seconds())), place.rank, place.size
 
 
@@ -97,7 +97,7 @@ dist.register_rendezvous_handler(_MEETING, _meet)
 
 
 @contextmanager
-def _process_group_of(place: Place) -> Iterator[None]:
+def _process_group_of(place: ProcessInfo) -> Iterator[None]:
     """The environment in which libraries find `place`; it ends with the group and what they keep of it."""
     before = dict(os.environ)
     variables = place.variables() or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -171,7 +171,7 @@ def together(what: str) -> Iterator[None]:
     """Do something on every rank; no rank goes on before all have done it, and if it fails on one, it fails on all.
 
     Raises:
-        FailedElsewhere: on the other ranks, when one failed.
+        RemoteRankError: on the other ranks, when one failed.
     """
     error: BaseException | None = None
     try:
@@ -188,7 +188,7 @@ def together(what: str) -> Iterator[None]:
         raise error
     for rank, failure in enumerate(failures):
         if failure:
-            raise FailedElsewhere(f"{what} failed on rank {rank}: {failure}")
+            raise RemoteRankError(f"{what} failed on rank {rank}: {failure}")
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
 @contextmanager
 def on_each_machine(what: str) -> Iterator[bool]:
     """`on_main`, for what takes long and one rank of each machine does for the others there."""
-    first = [rank for rank, place in enumerate(all_gather_objects(here().local_rank)) if place == 0]
+    first = [rank for rank, place in enumerate(all_gather_objects(current_process().local_rank)) if place == 0]
     with _only(first, what, takes_long=True) as chosen:
         yield chosen
 

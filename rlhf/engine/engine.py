@@ -85,7 +85,7 @@ class TrainingEngine:
         # Where the optimizer's state waits on the host, its step is taken there too.
         on_host = placement.offloads_optimizer
         adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
-        with verbosity.unheard():  # operators that DeepSpeed compiles
+        with verbosity.suppress_stdout():  # operators that DeepSpeed compiles
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=adamw(

@@ -57,7 +57,7 @@ def check_operators(config: Config, accelerator: Accelerator) -> None:
     for key in QUANTIZED:
         if key not in _asked(config):
             continue
-        with verbosity.unheard():  # it looks for a compiler, and complains aloud
+        with verbosity.suppress_stdout():  # it looks for a compiler, and complains aloud
             ready = accelerator.deepspeed_operator("QuantizerBuilder")
         if not ready:
             raise ConfigError(f"engine.deepspeed.zero_optimization.{key}: {ready.reason}; leave it out")

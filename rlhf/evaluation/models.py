@@ -63,7 +63,7 @@ class Device:
             made.bind(0)
             made.seed(config.seed)
             choose_kernels(config, made)
-        verbosity.libraries()
+        verbosity.quiet_imported_libraries()
         named = config.engine.shapes
         shapes = made.shape_policy() if named == "auto" else ShapePolicy(named)
         return cls(made, made.precision(config.precision), shapes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf.config.schema import Config, PPOConfig
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import model_placements
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
     """Among how many ranks a model is split: as many as is said, or as many of a machine as can share it."""
     from rlhf.generation.tensor_parallel import why_not
 
-    machine = here().local_size or ranks
+    machine = current_process().count_local_ranks(ranks)
     sizes = [size for size in range(min(machine, ranks), 1, -1) if ranks % size == machine % size == 0]
     wanted = [ppo.tensor_parallel] if ppo.tensor_parallel else sizes
     reasons = {size: why_not(model, size) for size in wanted}
@@ -153,7 +153,7 @@ def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
         cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
         logits=3 * rows * model.vocab_size * 4,
         used=memory.allocated,
-        total=memory.total // (here().local_size or ranks) if shared else memory.total,
+        total=memory.total // current_process().count_local_ranks(ranks) if shared else memory.total,
     )
 
 

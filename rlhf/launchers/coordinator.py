@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, Outcome, cause
-from rlhf.launchers.sockets import Lines, connected, keep_alive, send
+from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, ExitStatus, find_root_cause
+from rlhf.launchers.sockets import JSONLineReader, connect_with_retry, keep_alive, send
 
 _BEAT = 1.0  # seconds between two words of a member
 _SILENT = 20.0  # of a process that is stopped, where others wait for it
@@ -33,7 +33,7 @@ SECONDS_TO_END = 30.0
 
 
 @dataclass
-class _Member:
+class _Worker:
     connection: socket.socket
     name: str
     facts: dict[str, Any]
@@ -43,7 +43,7 @@ class _Member:
     concluded: bool = False
 
 
-class Hub(threading.Thread):
+class Coordinator(threading.Thread):
     """Knows all members; see the module.
 
     Args:
@@ -59,11 +59,11 @@ class Hub(threading.Thread):
         super().__init__(name="hub", daemon=True)
         self._listener, self._count, self._noun, self._patience = listener, count, noun, patience
         self._places = places
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._begun = time.monotonic()
-        self._outcomes: list[Outcome] = []  # of those that did not end well, as they came
+        self._outcomes: list[ExitStatus] = []  # of those that did not end well, as they came
         self._first: float | None = None  # when there was one
 
     def run(self) -> None:
@@ -97,9 +97,9 @@ class Hub(threading.Thread):
             connection, _ = self._listener.accept()
             connection.settimeout(_BEAT)
             keep_alive(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, Lines(connection)))
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, JSONLineReader(connection)))
 
-    def _greet(self, lines: Lines) -> None:
+    def _greet(self, lines: JSONLineReader) -> None:
         """The first line of a connection says who it is; whoever says something else is no member."""
         messages = lines.read()
         if messages == []:
@@ -116,21 +116,21 @@ class Hub(threading.Thread):
                 send(lines.connection, {"verdict": [USER, f"rlhf: error: {line}"]})
             self._leave(lines.connection)
             return
-        member = self._members[number] = _Member(lines.connection, str(hello.get("name")), facts)
+        member = self._members[number] = _Worker(lines.connection, str(hello.get("name")), facts)
         self._selector.modify(lines.connection, selectors.EVENT_READ, partial(self._read, member, lines))
         if len(self._members) == self._count:
             self._tell({"met": [self._members[number].facts for number in range(self._count)]})
         self._take(member, (messages or [])[1:])  # of one that ends at once, its end
 
-    def _read(self, member: _Member, lines: Lines) -> None:
+    def _read(self, member: _Worker, lines: JSONLineReader) -> None:
         messages = lines.read()
         if messages is None:
             self._leave(member.connection)
             if not member.concluded:
-                self._conclude(member, Outcome(DEFECT, f"rlhf: error: {member.name} ended without a word", 0.0))
+                self._conclude(member, ExitStatus(DEFECT, f"rlhf: error: {member.name} ended without a word", 0.0))
         self._take(member, messages or [])
 
-    def _take(self, member: _Member, messages: list[Any]) -> None:
+    def _take(self, member: _Worker, messages: list[Any]) -> None:
         for message in messages:
             member.heard = time.monotonic()
             if message.get("place", member.place) != member.place or message.get("waits"):
@@ -138,15 +138,15 @@ class Hub(threading.Thread):
             if "end" in message:
                 self._conclude(member, self._told(member, *message["end"]) if message["end"] else None)
 
-    def _told(self, member: _Member, code: int, line: str, follows: bool) -> Outcome:
-        outcome = Outcome(code, line, math.inf if follows else time.time())
-        return outcome.named(member.name) if self._places else outcome  # launchers name their ranks themselves
+    def _told(self, member: _Worker, code: int, line: str, follows: bool) -> ExitStatus:
+        outcome = ExitStatus(code, line, math.inf if follows else time.time())
+        return outcome.prefix_with(member.name) if self._places else outcome  # launchers name their ranks themselves
 
     def _leave(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
 
-    def _conclude(self, member: _Member, outcome: Outcome | None) -> None:
+    def _conclude(self, member: _Worker, outcome: ExitStatus | None) -> None:
         member.concluded = True
         if outcome:
             self._outcomes.append(outcome)
@@ -164,19 +164,19 @@ class Hub(threading.Thread):
             if sure and sure[0].code != INTERRUPTED:  # launchers may send signals where one has failed
                 sure = [outcome for outcome in sure if outcome.code != INTERRUPTED]
             if everybody or now - self._first > (_SECONDS_TO_FAIL if sure else _SECONDS_TO_FOLLOW):
-                return self._judge(self._missed() if self._places and not sure else cause(sure or outcomes))
+                return self._judge(self._missed() if self._places and not sure else find_root_cause(sure or outcomes))
         elif len(self._members) < self._count:
             if now - self._begun > self._patience:
                 absent = [str(number) for number in range(self._count) if number not in self._members]
                 line = f"{self._noun} {', '.join(absent)} of {self._count} did not come within {self._patience:.0f} s"
                 return self._judge(
-                    Outcome(USER, f"rlhf: error: {line}; start all, and check that they see the first", 0)
+                    ExitStatus(USER, f"rlhf: error: {line}; start all, and check that they see the first", 0)
                 )
         elif self._places and (outcome := self._stuck(now)):
             return self._judge(outcome)
         return False
 
-    def _stuck(self, now: float) -> Outcome | None:
+    def _stuck(self, now: float) -> ExitStatus | None:
         """The member for which all others wait too long, if there is one.
 
         It has not come as far as they have; or it is silent, while they are as far as it is, and not.
@@ -191,18 +191,18 @@ class Hub(threading.Thread):
         late = behind or silent
         return self._hang(min(late, key=lambda member: member.place)) if late else None
 
-    def _missed(self) -> Outcome:
+    def _missed(self) -> ExitStatus:
         """What is wrong with the member that says nothing, where others say that they have waited or lost somebody."""
         silent = [member for member in self._members.values() if not member.concluded]
         if silent:
             return self._hang(min(silent, key=lambda member: member.place))
-        return cause(self._outcomes)
+        return find_root_cause(self._outcomes)
 
-    def _hang(self, member: _Member) -> Outcome:
+    def _hang(self, member: _Worker) -> ExitStatus:
         line = f"{member.name} hangs: the others waited for it for {self._patience:.0f} s (engine.timeout)"
-        return Outcome(DEFECT, f"rlhf: error: {line}", 0.0)
+        return ExitStatus(DEFECT, f"rlhf: error: {line}", 0.0)
 
-    def _judge(self, outcome: Outcome) -> bool:
+    def _judge(self, outcome: ExitStatus) -> bool:
         return self._tell({"verdict": [outcome.code, outcome.line]})
 
     def _tell(self, message: Any) -> bool:
@@ -212,7 +212,7 @@ class Hub(threading.Thread):
         return True
 
 
-class Member:
+class WorkerClient:
     """This process's connection to the hub.
 
     Args:
@@ -232,13 +232,13 @@ class Member:
         facts: Mapping[str, Any],
         patience: float,
         *,
-        judged: Callable[[Outcome], None] = lambda verdict: None,
+        judged: Callable[[ExitStatus], None] = lambda verdict: None,
     ) -> None:
         self.place = 0
         """How far the main thread has come; the same number means the same point on all members."""
         self.waits = False
         """Whether the main thread waits for another as long as that may take."""
-        self.verdict: Outcome | None = None
+        self.verdict: ExitStatus | None = None
         self._decided = threading.Event()
         self._met = threading.Event()
         self._concluded = False
@@ -246,7 +246,7 @@ class Member:
         self._judged = judged
         self._patience = patience
         self._lock = threading.Lock()
-        self._connection = connected(address, patience)
+        self._connection = connect_with_retry(address, patience)
         self._say({"number": number, "name": name, "facts": {**facts, "name": name}})
         threading.Thread(target=self._listen, name="companion", daemon=True).start()
 
@@ -258,7 +258,7 @@ class Member:
                 return None
         return self._facts
 
-    def conclude(self, outcome: Outcome | None) -> Outcome | None:
+    def conclude(self, outcome: ExitStatus | None) -> ExitStatus | None:
         """Say how this member ended, None for well, and learn how all did; None for well, or where nobody says."""
         if not self._concluded and not self._decided.is_set():
             self._concluded = True
@@ -271,7 +271,7 @@ class Member:
         return self.verdict
 
     def _listen(self) -> None:
-        lines, heard, since, place = Lines(self._connection), time.monotonic(), time.monotonic(), self.place
+        lines, heard, since, place = JSONLineReader(self._connection), time.monotonic(), time.monotonic(), self.place
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
         while not self._decided.is_set():
@@ -280,22 +280,22 @@ class Member:
             heard = now if messages else heard
             place, since = (place, since) if place == self.place and not self.waits else (self.place, now)
             if messages is None:
-                self._decide(Outcome(DEFECT, f"rlhf: error: {self._first} ended without a word", math.inf))
+                self._decide(ExitStatus(DEFECT, f"rlhf: error: {self._first} ended without a word", math.inf))
             elif self._met.is_set() and now - max(since, heard) > self._patience + _SECONDS_TO_SAY:
-                self._decide(Outcome(DEFECT, f"rlhf: error: {self._first} does not answer", math.inf))
+                self._decide(ExitStatus(DEFECT, f"rlhf: error: {self._first} does not answer", math.inf))
             for message in messages or ():
                 if "met" in message:
                     self._facts = message["met"]
                     self._met.set()
                 if "verdict" in message:
                     verdict = message["verdict"]
-                    self._decide(Outcome(verdict[0], verdict[1], math.inf) if verdict else None)
+                    self._decide(ExitStatus(verdict[0], verdict[1], math.inf) if verdict else None)
             self._say({"place": self.place, "waits": self.waits})
         selector.close()
         with self._lock:
             self._connection.close()
 
-    def _decide(self, verdict: Outcome | None) -> None:
+    def _decide(self, verdict: ExitStatus | None) -> None:
         if self._decided.is_set():
             return
         self.verdict = verdict

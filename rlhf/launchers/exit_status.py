@@ -1,6 +1,6 @@
 """How a command ends: the exit code and the one line that goes with it.
 
-Every exception that reaches the command line becomes an `Outcome`. Processes that a launcher started leave
+Every exception that reaches the command line becomes an `ExitStatus`. Processes that a launcher started leave
 theirs in a folder, so that the launcher can tell the cause from its consequences on the other ranks.
 """
 
@@ -22,9 +22,9 @@ from pathlib import Path
 from typer import TyperException
 
 from accelerators import lack_of_memory
-from rlhf.errors import USER_ERRORS, ConfigError, FailedElsewhere, OutOfMemory, RLHFError, RunError
+from rlhf.errors import USER_ERRORS, ConfigError, OutOfMemory, RemoteRankError, RLHFError, RunError
 from rlhf.utils.atomic_io import PARTIAL
-from rlhf.utils.process_info import FOLDER_VARIABLE, Place, here
+from rlhf.utils.process_info import FOLDER_VARIABLE, ProcessInfo, current_process
 
 USER, DEFECT, INTERRUPTED = 2, 1, 130
 _ERROR, _INTERRUPTED = "rlhf: error: ", "rlhf: interrupted; "
@@ -41,13 +41,13 @@ class Interrupted(Exception):
     exit_code = INTERRUPTED
 
 
-class Defect(Exception):
+class InternalError(Exception):
     """An error that no user could have caused; the message says where its traceback is."""
 
     exit_code = DEFECT
 
     @classmethod
-    def of(cls, error: BaseException, folder: Path | None = None) -> Defect:
+    def from_error(cls, error: BaseException, folder: Path | None = None) -> InternalError:
         """Save the traceback of `error` in `folder`, or where temporary files go."""
         rank = _place().rank
         try:
@@ -62,7 +62,7 @@ class Defect(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExitStatus:
     """An exit code, the line for standard error, when it was known (seconds since the epoch), and the error's class."""
 
     code: int
@@ -71,14 +71,14 @@ class Outcome:
     kind: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Outcome:
+    def from_error(cls, error: BaseException) -> ExitStatus:
         if isinstance(error, KeyboardInterrupt):
             error = Interrupted("nothing was started")
-        error = shortage(error) or error
+        error = as_resource_error(error) or error
         if not isinstance(getattr(error, "exit_code", None), int):
-            error = Defect.of(error)
+            error = InternalError.from_error(error)
         # A rank that only followed another is never the cause.
-        known = math.inf if isinstance(error, FailedElsewhere) else time.time()
+        known = math.inf if isinstance(error, RemoteRankError) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
         said = " ".join(str(error).split())
         if isinstance(error, TyperException):
@@ -87,7 +87,7 @@ class Outcome:
         return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + said, known, type(error).__name__)
 
     @classmethod
-    def brief(cls, error: BaseException, *, follows: bool = False) -> Outcome:
+    def summarize(cls, error: BaseException, *, follows: bool = False) -> ExitStatus:
         """What to tell the other ranks while this one still ends.
 
         Args:
@@ -96,44 +96,44 @@ class Outcome:
         known = math.inf if follows else time.time()
         if isinstance(error, KeyboardInterrupt):
             return cls(INTERRUPTED, f"{_INTERRUPTED}by a signal to {rank_name(_place().rank)}", known)
-        error = shortage(error) or error
-        if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
+        error = as_resource_error(error) or error
+        if isinstance(error, (*USER_ERRORS, RemoteRankError)):
             return cls(error.exit_code, _ERROR + " ".join(str(error).split()), known)
         return cls(DEFECT, _ERROR + _shortened(_text(error)), known)
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """The line without what every such line begins with."""
         return self.line.removeprefix(_ERROR).removeprefix(_INTERRUPTED)
 
-    def named(self, who: str) -> Outcome:
+    def prefix_with(self, who: str) -> ExitStatus:
         """This outcome in the name of a rank, where it is an error of its own."""
         if self.code == INTERRUPTED or self.time == math.inf:
             return self
-        return replace(self, line=f"{_ERROR}{who}: {self.said}")
+        return replace(self, line=f"{_ERROR}{who}: {self.message}")
 
     def report(self) -> int:
         """Tell the launcher, or the user where there is none; gives the exit code."""
         if folder := os.environ.get(FOLDER_VARIABLE):
-            self.leave(Path(folder), _place().rank)
+            self.write(Path(folder), _place().rank)
         else:
-            print(self.named(rank_name(_place().rank)).line if _place().size > 1 else self.line, file=sys.stderr)
+            print(self.prefix_with(rank_name(_place().rank)).line if _place().size > 1 else self.line, file=sys.stderr)
         return self.code
 
-    def leave(self, folder: Path, rank: int) -> None:
+    def write(self, folder: Path, rank: int) -> None:
         """Leave the outcome of a rank for the process that started it."""
         path = folder / f"{rank}.json"
         path.with_suffix(PARTIAL).write_text(json.dumps(astuple(self)), encoding="utf-8")
         path.with_suffix(PARTIAL).rename(path)
 
     @classmethod
-    def left(cls, folder: Path, rank: int) -> Outcome | None:
+    def read(cls, folder: Path, rank: int) -> ExitStatus | None:
         """The outcome that a rank left; None where it was ended before it could."""
         path = folder / f"{rank}.json"
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def shortage(
+def as_resource_error(
     error: BaseException, output: Path | None = None, go_on: str = "continue with --resume"
 ) -> RLHFError | None:
     """What a user can do about an error that says that memory, disk or rights are lacking; None for any other error.
@@ -164,7 +164,7 @@ def shortage(
     return None
 
 
-def cause(outcomes: list[Outcome]) -> Outcome:
+def find_root_cause(outcomes: list[ExitStatus]) -> ExitStatus:
     """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
     order = {USER: 0, INTERRUPTED: 1}  # then defects; a plugin's error may have any code
     return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
@@ -175,11 +175,11 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} on {socket.gethostname()}"
 
 
-def _place() -> Place:
+def _place() -> ProcessInfo:
     try:
-        return here()
+        return current_process()
     except ConfigError:  # which is the outcome
-        return Place()
+        return ProcessInfo()
 
 
 def _text(error: BaseException) -> str:

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import IO
 
 from rlhf.errors import ConfigError
-from rlhf.launchers.coordinator import Member
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, Outcome, cause, rank_name
-from rlhf.launchers.multinode import Machine, Meeting, free_port
+from rlhf.launchers.coordinator import WorkerClient
+from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, ExitStatus, find_root_cause, rank_name
+from rlhf.launchers.multinode import NodeSpec, Rendezvous, free_port
 from rlhf.utils import signals
-from rlhf.utils.process_info import FOLDER_VARIABLE, RENDEZVOUS_VARIABLE, Place, here
+from rlhf.utils.process_info import FOLDER_VARIABLE, RENDEZVOUS_VARIABLE, ProcessInfo, current_process
 
 _SECONDS_TO_FAIL = 3.0  # for a cause to show on another rank, once one has failed
 _SECONDS_TO_FOLLOW = 30.0  # for the others to end, once one has ended as it should after a signal
@@ -37,13 +37,13 @@ _SECONDS_TO_LEAVE = 8.0  # for the ranks of this machine to end, once another ma
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
 
-def must_start(ranks: int | None) -> bool:
+def should_spawn(ranks: int | None) -> bool:
     """Whether `ranks` processes have to be started, rather than this one being a rank already.
 
     Raises:
         ConfigError: a launcher started another number of them.
     """
-    place = here()
+    place = current_process()
     if not place.launcher:
         return ranks is not None and ranks > 1
     if place.launcher != "rlhf" and ranks is not None and ranks != place.size:
@@ -51,14 +51,14 @@ def must_start(ranks: int | None) -> bool:
     return False
 
 
-def start(
+def spawn_ranks(
     ranks: int,
     command: Sequence[str],
     *,
     debug: bool = False,
-    among: tuple[Machine, Meeting] | None = None,
+    among: tuple[NodeSpec, Rendezvous] | None = None,
     console: IO[bytes] | None = None,
-) -> Outcome | None:
+) -> ExitStatus | None:
     """Run `command` as `ranks` processes and wait for them; signals that arrive here are passed on.
 
     Rank 0 talks; what the others print is shown with `debug` only.
@@ -83,15 +83,15 @@ def start(
         assert process.stdin
         process.stdin.close()
     names = {place.rank: rank_name(place.rank) if among else f"rank {place.rank}" for place in places}
-    left = {rank: Outcome.left(folder, rank) for rank in names if ended.get(rank) != 0}
-    outcomes = [outcome.named(names[rank]) if among else outcome for rank, outcome in left.items() if outcome]
+    left = {rank: ExitStatus.read(folder, rank) for rank in names if ended.get(rank) != 0}
+    outcomes = [outcome.prefix_with(names[rank]) if among else outcome for rank, outcome in left.items() if outcome]
     silent = [rank for rank, outcome in left.items() if not outcome and rank in ended]
     if not silent:
         shutil.rmtree(folder, ignore_errors=True)
     outcomes += [_unexplained(names[rank], ended[rank], folder / f"{rank}.log") for rank in silent]
     if not outcomes and len(ended) < ranks:
-        return Outcome(INTERRUPTED, "rlhf: interrupted at once; checkpoints that were there stay", time.time())
-    return cause(outcomes) if outcomes else None
+        return ExitStatus(INTERRUPTED, "rlhf: interrupted at once; checkpoints that were there stay", time.time())
+    return find_root_cause(outcomes) if outcomes else None
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
@@ -121,16 +121,16 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def _places(ranks: int, machine: Machine | None = None, meeting: Meeting | None = None) -> list[Place]:
+def _places(ranks: int, machine: NodeSpec | None = None, meeting: Rendezvous | None = None) -> list[ProcessInfo]:
     """Those of the processes to start on this machine."""
     number, count = (machine.number, machine.count) if machine else (0, 1)
     host, port = (machine.host, meeting.port) if machine and meeting else ("127.0.0.1", free_port())
     first, size = number * ranks, count * ranks
-    return [Place(first + local, size, local, ranks, number, host, port, "rlhf") for local in range(ranks)]
+    return [ProcessInfo(first + local, size, local, ranks, number, host, port, "rlhf") for local in range(ranks)]
 
 
 def _start_rank(
-    place: Place,
+    place: ProcessInfo,
     quiet: bool,
     command: Sequence[str],
     folder: Path,
@@ -151,7 +151,11 @@ def _start_rank(
 
 
 def _wait(
-    processes: list[subprocess.Popen[bytes]], ranks: list[int], arrived: list[int], folder: Path, member: Member | None
+    processes: list[subprocess.Popen[bytes]],
+    ranks: list[int],
+    arrived: list[int],
+    folder: Path,
+    member: WorkerClient | None,
 ) -> dict[int, int]:
     """Exit codes by rank, of the processes that ended by themselves."""
     deadline, said = math.inf, False
@@ -180,7 +184,7 @@ def _wait(
 
 def _follows(rank: int, folder: Path) -> bool:
     """Whether a rank says that it only ended with another, which may still be tidying up."""
-    outcome = Outcome.left(folder, rank)
+    outcome = ExitStatus.read(folder, rank)
     return outcome is not None and outcome.time == math.inf
 
 
@@ -190,23 +194,23 @@ def _passing_signals_to(processes: list[subprocess.Popen[bytes]]) -> Iterator[li
     arrived: list[int] = []
 
     def receive(number: int) -> None:
-        if not arrived or signals.is_impatient(arrived, number):
+        if not arrived or signals.ends_at_once(arrived, number):
             arrived.append(number)
         for process in processes:
             if process.poll() is None:
                 # Not SIGINT: in the background of a shell that is ignored, and what this process starts inherits it.
                 process.send_signal(number if number == signal.SIGHUP else signal.SIGTERM)
 
-    with signals.heard(receive):
+    with signals.handle_signals(receive):
         yield arrived
 
 
-def _unexplained(name: str, code: int, log: Path) -> Outcome:
+def _unexplained(name: str, code: int, log: Path) -> ExitStatus:
     if code in _STOPPED:
-        return Outcome(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
+        return ExitStatus(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
     how = f"exit code {code}"
     if code < 0:
         how = signal.Signals(-code).name + (", often for lack of memory" if code == -signal.SIGKILL else "")
     where = f"; its output is in {log}" if log.exists() else ""
     # Time 0: a process that ends without a word is the cause of what the other ranks report, not a consequence.
-    return Outcome(DEFECT, f"rlhf: error: {name} ended without a word ({how}){where}", 0.0)
+    return ExitStatus(DEFECT, f"rlhf: error: {name} ended without a word ({how}){where}", 0.0)

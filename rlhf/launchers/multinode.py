@@ -15,18 +15,18 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from rlhf.errors import ConfigError, FailedElsewhere
-from rlhf.launchers.coordinator import Hub, Member
-from rlhf.launchers.exit_status import Interrupted, Outcome
+from rlhf.errors import ConfigError, RemoteRankError
+from rlhf.launchers.coordinator import Coordinator, WorkerClient
+from rlhf.launchers.exit_status import ExitStatus, Interrupted
 from rlhf.launchers.sockets import listen
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
 _SECONDS_TO_HEAR = 10.0  # for the other machines to come, so that they learn why there will be no run
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeSpec:
     """One of the machines of a run, and where they meet: at `host` and `port` of the first."""
 
     number: int
@@ -35,7 +35,7 @@ class Machine:
     port: int
 
 
-def machine(nodes: int | None, node_rank: int | None, rendezvous: str | None) -> Machine | None:
+def resolve_node(nodes: int | None, node_rank: int | None, rendezvous: str | None) -> NodeSpec | None:
     """Which machine this is; None where there is no other, or where this process is a rank already.
 
     A launcher that started one process on each machine (`srun --ntasks-per-node=1`) says what is not given.
@@ -43,7 +43,7 @@ def machine(nodes: int | None, node_rank: int | None, rendezvous: str | None) ->
     Raises:
         ConfigError: options are missing, or contradict each other or the launcher.
     """
-    place = here()
+    place = current_process()
     if place.launcher == "rlhf":
         return None
     if nodes is None:
@@ -73,10 +73,10 @@ def machine(nodes: int | None, node_rank: int | None, rendezvous: str | None) ->
     address = re.fullmatch(r"\[?([^\[\]]+)\]?:(\d{1,5})", rendezvous)
     if not address or not 0 < int(address[2]) < 2**16:
         raise ConfigError(f"--rendezvous {rendezvous}: is not HOST:PORT; give the address of machine 0 and a free port")
-    return Machine(node_rank, nodes, address[1], int(address[2])) if nodes > 1 else None
+    return NodeSpec(node_rank, nodes, address[1], int(address[2])) if nodes > 1 else None
 
 
-def invite(machine: Machine, timeout: float) -> None:
+def serve_rendezvous(machine: NodeSpec, timeout: float) -> None:
     """On the first machine, let the others come.
 
     Raises:
@@ -89,21 +89,21 @@ def invite(machine: Machine, timeout: float) -> None:
             f"--rendezvous {machine.host}:{machine.port}: cannot be listened at ({os.strerror(error.errno or 0)}); "
             "choose another port, the same on all machines"
         ) from error
-    Hub(listener, machine.count, "machine", timeout).start()
+    Coordinator(listener, machine.count, "machine", timeout).start()
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What came of meeting: the connection that stays, where the ranks meet, and whether there is something to run."""
 
-    member: Member
+    member: WorkerClient
     port: int
     needed: bool
 
 
-def meet(
-    machine: Machine, ranks: int, timeout: float, *, needed: bool = True, refusal: Outcome | None = None
-) -> Meeting:
+def join_rendezvous(
+    machine: NodeSpec, ranks: int, timeout: float, *, needed: bool = True, refusal: ExitStatus | None = None
+) -> Rendezvous:
     """Wait for the other machines.
 
     Args:
@@ -112,7 +112,7 @@ def meet(
 
     Raises:
         ConfigError: a machine has not come within `timeout` seconds, or was started in another way.
-        FailedElsewhere: another machine refused.
+        RemoteRankError: another machine refused.
         Interrupted: Ctrl-C, while this one waits.
     """
     refused = [refusal.code, refusal.line] if refusal else None
@@ -123,7 +123,7 @@ def meet(
     note.daemon = True
     note.start()
     try:
-        member = Member((machine.host, machine.port), machine.number, name, facts, timeout)
+        member = WorkerClient((machine.host, machine.port), machine.number, name, facts, timeout)
         found = member.met(limit=_SECONDS_TO_HEAR if refusal else None)
     except KeyboardInterrupt as error:
         raise Interrupted("nothing was started") from error
@@ -131,14 +131,14 @@ def meet(
         note.cancel()
     if found is None:
         verdict = member.verdict
-        raise FailedElsewhere(verdict.said if verdict else "refused", verdict.code if verdict else 1)
+        raise RemoteRankError(verdict.message if verdict else "refused", verdict.code if verdict else 1)
     if refused := found[0]["refused"]:
-        raise FailedElsewhere(Outcome(refused[0], refused[1], 0).said, refused[0])
+        raise RemoteRankError(ExitStatus(refused[0], refused[1], 0).message, refused[0])
     for fact, what in {"ranks": "--ranks", "version": "versions of rlhf"}.items():
         if len({known[fact] for known in found}) > 1:
             values = ", ".join(f"{known[fact]} on {known['name']}" for known in found)
             raise ConfigError(f"machines were started with different {what}: {values}; start all with the same")
-    return Meeting(member, found[0]["port"], found[0]["needed"])
+    return Rendezvous(member, found[0]["port"], found[0]["needed"])
 
 
 def free_port() -> int:

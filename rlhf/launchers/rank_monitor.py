@@ -1,7 +1,7 @@
 """The ranks of a run end together, also on several machines: each tells the others how it ends
 (`rlhf.launchers.coordinator`).
 
-`supervised` connects a rank with the others for the time of a block. An exception of the block flows out as it is
+`monitor_ranks` connects a rank with the others for the time of a block. An exception of the block flows out as it is
 where it is the cause; where it only shows that another rank is gone, the other's own words flow out instead. A rank
 that is stuck in a collective, which nothing can interrupt, is ended.
 """
@@ -23,11 +23,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from rlhf.errors import ConfigError, FailedElsewhere
-from rlhf.launchers.coordinator import Hub, Member
-from rlhf.launchers.exit_status import INTERRUPTED, Outcome, rank_name
-from rlhf.launchers.sockets import connected, listen
-from rlhf.utils.process_info import Place
+from rlhf.errors import ConfigError, RemoteRankError
+from rlhf.launchers.coordinator import Coordinator, WorkerClient
+from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
+from rlhf.launchers.sockets import connect_with_retry, listen
+from rlhf.utils.process_info import ProcessInfo
 
 _SESSIONS = itertools.count()  # the same on all ranks; the store outlives a session
 _stores: dict[tuple[str, int], dist.Store] = {}  # until the process ends: some ranks begin the next session early
@@ -37,7 +37,7 @@ _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|ti
 
 
 @contextmanager
-def supervised(place: Place, timeout: float) -> Iterator[Member | None]:
+def monitor_ranks(place: ProcessInfo, timeout: float) -> Iterator[WorkerClient | None]:
     """Connect this rank with the others while the block runs; None where there are no others.
 
     Args:
@@ -45,7 +45,7 @@ def supervised(place: Place, timeout: float) -> Iterator[Member | None]:
 
     Raises:
         ConfigError: the machine of rank 0 does not answer, or its address or port cannot be used.
-        FailedElsewhere: another rank is the cause of what the block raised, or failed where this one did not.
+        RemoteRankError: another rank is the cause of what the block raised, or failed where this one did not.
     """
     if place.size == 1:
         yield None
@@ -53,27 +53,27 @@ def supervised(place: Place, timeout: float) -> Iterator[Member | None]:
     assert place.address and place.port
     left = threading.Event()
 
-    def leave(verdict: Outcome) -> None:
+    def leave(verdict: ExitStatus) -> None:
         if not left.wait(_SECONDS_TO_LEAVE):
             os._exit(verdict.report())
 
     address = _hub(store(place, timeout), place, timeout)
-    member = Member(address, place.rank, rank_name(place.rank), {}, timeout, judged=leave)
+    member = WorkerClient(address, place.rank, rank_name(place.rank), {}, timeout, judged=leave)
     try:
         if member.met() is None:
-            raise FailedElsewhere("the ranks did not come together")
+            raise RemoteRankError("the ranks did not come together")
         yield member
     except BaseException as error:
-        follows = isinstance(error, FailedElsewhere) or (isinstance(error, RuntimeError) and _is_loss(error))
-        verdict = member.conclude(Outcome.brief(error, follows=follows))
+        follows = isinstance(error, RemoteRankError) or (isinstance(error, RuntimeError) and _is_loss(error))
+        verdict = member.conclude(ExitStatus.summarize(error, follows=follows))
         # Some launchers send signals to all where one has failed.
         interrupted = isinstance(error, KeyboardInterrupt) and verdict and verdict.code != INTERRUPTED
         if verdict and (follows or interrupted):
-            raise FailedElsewhere(verdict.said, verdict.code) from error
+            raise RemoteRankError(verdict.message, verdict.code) from error
         raise
     else:
         if verdict := member.conclude(None):
-            raise FailedElsewhere(verdict.said, verdict.code)
+            raise RemoteRankError(verdict.message, verdict.code)
     finally:
         left.set()
 
@@ -82,11 +82,11 @@ def _is_loss(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
-def store(place: Place, timeout: float) -> dist.Store:
+def store(place: ProcessInfo, timeout: float) -> dist.Store:
     """What all ranks can read and write, where their launcher makes them meet; one for all sessions of a process.
 
     Raises:
-        ConfigError: as `supervised`.
+        ConfigError: as `monitor_ranks`.
     """
     assert place.address and place.port
     where = (place.address, place.port)
@@ -96,12 +96,12 @@ def store(place: Place, timeout: float) -> dist.Store:
     return _stores[where]
 
 
-def _connected(place: Place, timeout: float) -> dist.Store:
+def _connected(place: ProcessInfo, timeout: float) -> dist.Store:
     assert place.address and place.port
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = place.rank == 0 and not launcher_listens
     if not serves:  # torch's own message names neither what is missing nor what to do
-        connected((place.address, place.port), timeout).close()
+        connect_with_retry((place.address, place.port), timeout).close()
     limit = timedelta(seconds=timeout)
     try:
         return dist.TCPStore(
@@ -115,7 +115,7 @@ def _connected(place: Place, timeout: float) -> dist.Store:
         ) from error
 
 
-def _hub(store: dist.Store, place: Place, timeout: float) -> tuple[str, int]:
+def _hub(store: dist.Store, place: ProcessInfo, timeout: float) -> tuple[str, int]:
     """Where the hub listens; on rank 0 it is started."""
     assert place.address and place.port
     mine = _own_address(place.address, place.port)
@@ -123,7 +123,7 @@ def _hub(store: dist.Store, place: Place, timeout: float) -> tuple[str, int]:
     key = f"rlhf/hub/{next(_SESSIONS)}"
     if place.rank == 0:
         listener = listen(mine)
-        Hub(listener, place.size, "rank", timeout, places=True).start()
+        Coordinator(listener, place.size, "rank", timeout, places=True).start()
         store.set(key, json.dumps([mine, listener.getsockname()[1]]))
     host, port = json.loads(store.get(key))
     return host, port

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 
-class Lines:
+class JSONLineReader:
     """The messages that arrive on a connection, one a line."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -38,7 +38,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024)
 
 
-def connected(address: tuple[str, int], patience: float) -> socket.socket:
+def connect_with_retry(address: tuple[str, int], patience: float) -> socket.socket:
     """A connection to `address`, where somebody may begin to listen later.
 
     Raises:

@@ -38,7 +38,7 @@ _OURS = ("rlhf", "accelerators")
 _quiet = False  # whether libraries are to be unheard
 
 
-def command(*, debug: bool) -> None:
+def configure_logging(*, debug: bool) -> None:
     """Set up the process of a command: our warnings are notes on standard error, libraries speak of errors only.
 
     Args:
@@ -59,17 +59,17 @@ def command(*, debug: bool) -> None:
     logging.getLogger().setLevel(logging.ERROR)
     if not sys.warnoptions:  # neither -W nor PYTHONWARNINGS
         warnings.simplefilter("ignore")
-    libraries()
+    quiet_imported_libraries()
 
 
 @contextmanager
-def session() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """In this block of somebody else's program libraries speak of errors only; its own logging stays as it is."""
     global _quiet
     before, _quiet = _quiet, True
     added = _VARIABLES.keys() - os.environ.keys()
     os.environ.update({name: _VARIABLES[name] for name in added})
-    libraries()
+    quiet_imported_libraries()
     try:
         yield
     finally:
@@ -78,7 +78,7 @@ def session() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def libraries() -> None:
+def quiet_imported_libraries() -> None:
     """Let the libraries that are imported speak of errors only, and show no bars, which would bury ours."""
     if not _quiet:
         return
@@ -90,7 +90,7 @@ def libraries() -> None:
             getattr(module, function)()
 
 
-def unheard() -> AbstractContextManager[None]:
+def suppress_stdout() -> AbstractContextManager[None]:
     """Drop what is printed to standard output in this block, by any code: compilers that a library starts too.
 
     Standard error stays, for the last words of a process that is brought down.

@@ -16,7 +16,7 @@ from rlhf.utils.atomic_io import PARTIAL, sync
 
 
 @dataclass(frozen=True)
-class Aside:
+class Backup:
     """The place in `run` for what may come back; absent where there is nothing."""
 
     run: Path
@@ -29,7 +29,7 @@ class Aside:
     def exists(self) -> bool:
         return self.path.exists()
 
-    def fill(self, files: Iterable[Path], folders: Sequence[str]) -> None:
+    def create(self, files: Iterable[Path], folders: Sequence[str]) -> None:
         """Set aside copies of `files`, then the `folders` of the run themselves."""
         self.path.mkdir()
         for file in files:
@@ -57,7 +57,7 @@ class Aside:
         shutil.rmtree(self.path)
         sync(self.run)
 
-    def discard(self) -> None:
+    def delete(self) -> None:
         """Delete what is here, if anything."""
         if self.exists:
             discarded = self.path.with_name(self.path.name + PARTIAL)

@@ -17,7 +17,7 @@ from typing import Any
 from rlhf.config.dump import write_recipe
 from rlhf.config.schema import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
-from rlhf.runs.backup import Aside
+from rlhf.runs.backup import Backup
 from rlhf.runs.resume import (
     Fingerprints,
     changed_data,
@@ -29,9 +29,9 @@ from rlhf.runs.resume import (
 )
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json
-from rlhf.utils.command_line import command_line
-from rlhf.utils.file_lock import LOCK, locked
-from rlhf.utils.process_info import here
+from rlhf.utils.command_line import get_command_line
+from rlhf.utils.file_lock import LOCK, lock_folder
+from rlhf.utils.process_info import current_process
 
 _SECONDS_TO_RECOVER = 30.0
 
@@ -91,7 +91,7 @@ class RunDirectory:
         """Whether something of the run stays when `stages` are run."""
         return any(stage.begun and not (overwrite and stage.name in stages) for stage in self.stages)
 
-    def own_recipe(self) -> Path | None:
+    def ensure_recipe(self) -> Path | None:
         """`recipe.yaml`, written anew from `run.json` where it is missing; None where there is no run."""
         if self.description.is_file() and not self.recipe.is_file():
             with suppress(OSError, ConfigError):  # a disk that is read-only; keys of another version
@@ -99,7 +99,7 @@ class RunDirectory:
         return self.recipe if self.description.is_file() and self.recipe.is_file() else None
 
     @contextmanager
-    def opened(
+    def open_for(
         self,
         config: Config,
         *,
@@ -111,7 +111,7 @@ class RunDirectory:
     ) -> Iterator[None]:
         """The folder, locked and described by `run.json`, while `stages` are written to it. Rank 0 calls it.
 
-        With `overwrite` the folders of `stages` are set aside and not deleted: until `settle` finds that the new
+        With `overwrite` the folders of `stages` are set aside and not deleted: until `commit` finds that the new
         stage has something to show, every way out of the block brings them and `run.json` back, and after a kill
         the next start does. Where the block fails, stages that are not `begun` vanish.
 
@@ -123,20 +123,20 @@ class RunDirectory:
         Raises:
             RunError: as `check`, or the folder cannot be written. Nothing is changed then.
         """
-        with locked(self.path):
-            self._aside.restore()
+        with lock_folder(self.path):
+            self._backup.restore()
             self._check(config, stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
             had_recipe = self.recipe.is_file()
             try:
                 self._begin(config, stages, overwrite, accelerator, data or {})
                 yield
             except BaseException:
-                if self._aside.exists and not had_recipe:  # a run of an earlier version has none to bring back
+                if self._backup.exists and not had_recipe:  # a run of an earlier version has none to bring back
                     self.recipe.unlink(missing_ok=True)
-                self._aside.restore()
+                self._backup.restore()
                 self._abandon(stages)
                 raise
-            self._aside.discard()
+            self._backup.delete()
 
     def recover(self) -> None:
         """Bring back what a killed process had set aside; ranks but the first wait until that is done.
@@ -144,20 +144,20 @@ class RunDirectory:
         Raises:
             RunError: a living process writes to the folder.
         """
-        if here().rank:
+        if current_process().rank:
             deadline = time.monotonic() + _SECONDS_TO_RECOVER
-            while self._aside.exists and time.monotonic() < deadline:
+            while self._backup.exists and time.monotonic() < deadline:
                 time.sleep(0.05)
-        elif (self.path / LOCK).exists() or self._aside.exists:
-            with locked(self.path):
-                self._aside.restore()
+        elif (self.path / LOCK).exists() or self._backup.exists:
+            with lock_folder(self.path):
+                self._backup.restore()
 
-    def settle(self, stage: StageDirectory) -> None:
+    def commit(self, stage: StageDirectory) -> None:
         """Delete what `opened` set aside, if `stage` has got as far as a record or a checkpoint of its own."""
-        if self._aside.exists and stage.begun:
-            self._aside.discard()
+        if self._backup.exists and stage.begun:
+            self._backup.delete()
 
-    def model_of(self, stage: Stage, key: str) -> str:
+    def finished_model(self, stage: Stage, key: str) -> str:
         """The model that a finished stage left; `key` is the setting that would name another.
 
         Raises:
@@ -178,7 +178,7 @@ class RunDirectory:
                 "bring back the data of then or choose another --output"
             )
 
-    def saved_state(self) -> str | None:
+    def describe_saved(self) -> str | None:
         """One line on what is on disk, for a run that was stopped; None where nothing is saved."""
         kept = [f"{stage.name} is complete" for stage in self.stages if stage.done]
         for stage in self.stages:
@@ -187,8 +187,8 @@ class RunDirectory:
         return f"in {self.path}, {', '.join(kept)}" if kept else None
 
     @property
-    def _aside(self) -> Aside:
-        return Aside(self.path)
+    def _backup(self) -> Backup:
+        return Backup(self.path)
 
     @property
     def _described_by(self) -> tuple[Path, Path]:
@@ -275,8 +275,8 @@ class RunDirectory:
             if self._holds_a_run():
                 recorded = read_json(self.description)
                 replaced = [stage.path.name for stage in self.stages if stage.name in stages and stage.begun]
-                self._aside.fill(filter(Path.is_file, self._described_by), replaced if overwrite else [])
-            self._tidy(stages)
+                self._backup.create(filter(Path.is_file, self._described_by), replaced if overwrite else [])
+            self._remove_partial(stages)
             described = config.model_dump(mode="json")
             kept = [stage.name for stage in self.stages if stage.begun and (stage.done or stage.name not in stages)]
             described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
@@ -285,7 +285,7 @@ class RunDirectory:
                 name: stage_settings(config, name, _precision(accelerator)) for name in stages if name not in kept
             }
             invocation = {
-                "command": command_line(),
+                "command": get_command_line(),
                 "stages": list(stages),
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             }
@@ -304,7 +304,7 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
 
-    def _tidy(self, stages: Sequence[Stage]) -> None:
+    def _remove_partial(self, stages: Sequence[Stage]) -> None:
         """Remove what is worth nothing: stages to be run that are not begun, and what a crash left half-written."""
         for stage in self.stages:
             if stage.name in stages and not stage.begun:

@@ -16,11 +16,11 @@ from rlhf.roles.roles import ROLES
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
 # what is learned; or say (data.datasets.*.prefer.nothing) that a column does not decide, which none did then.
-_HARMLESS = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
-_HARMLESS |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
-_HARMLESS |= {"generation_batch_size", "generation_weights", "tensor_parallel", "reuse_forward"}
-_HARMLESS |= {"share_base", "merge", "save", "save_critic"}
-_HARMLESS |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
+_CHANGEABLE_ON_RESUME = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
+_CHANGEABLE_ON_RESUME |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
+_CHANGEABLE_ON_RESUME |= {"generation_batch_size", "generation_weights", "tensor_parallel", "reuse_forward"}
+_CHANGEABLE_ON_RESUME |= {"share_base", "merge", "save", "save_critic"}
+_CHANGEABLE_ON_RESUME |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
 # What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.
@@ -69,7 +69,7 @@ def differences(
         kept: stages that stay as they are.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    harmless = _HARMLESS if "ppo" in {*resumed, *kept} else _HARMLESS | _OF_PPO
+    harmless = _CHANGEABLE_ON_RESUME if "ppo" in {*resumed, *kept} else _CHANGEABLE_ON_RESUME | _OF_PPO
     found = [text for key in _SHARED for text in _differing(there, now, key, harmless)]
     for stage in resumed:
         found += _differing_beside(recorded, config, stage, precision)
@@ -86,7 +86,7 @@ def differences_of_complete(
         all_of_it: no other stage is asked for, so that no key can be meant for one.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    found = [text for stage in complete for text in _differing(there, now, stage, _HARMLESS - _LENGTHS)]
+    found = [text for stage in complete for text in _differing(there, now, stage, _CHANGEABLE_ON_RESUME - _LENGTHS)]
     if all_of_it:
         found += [text for stage in complete for text in _differing_beside(recorded, config, stage, None)]
     return list(dict.fromkeys(found))
@@ -105,7 +105,7 @@ def changed_data(recorded: dict[str, Any], config: Config, found: Fingerprints) 
     return changed
 
 
-def disagreement(configs: Sequence[dict[str, Any]]) -> str:
+def first_difference(configs: Sequence[dict[str, Any]]) -> str:
     """Where the settings of ranks, in rank order, differ from those of rank 0; empty where they do not."""
     for rank, config in enumerate(configs):
         if found := _leaves(configs[0], config, "", frozenset()):
@@ -147,7 +147,9 @@ def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
     return [f"precision ({there!r} there, {now} now)"]
 
 
-def _differing(there: dict[str, Any], now: dict[str, Any], section: str, harmless: Set[str] = _HARMLESS) -> list[str]:
+def _differing(
+    there: dict[str, Any], now: dict[str, Any], section: str, harmless: Set[str] = _CHANGEABLE_ON_RESUME
+) -> list[str]:
     """Leaves of a section that differ, as `key (recorded there, given now)`; a project may have moved as a whole."""
     moved = _moved_all(there.get(section), *_folders(there, now))
     differ = {key for key, *_ in _leaves(moved, now[section], section, harmless)}

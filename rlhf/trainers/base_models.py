@@ -36,7 +36,7 @@ def origin(directory: RunDirectory, start: Start, values: dict[str, Any], pendin
     if named or start.earlier is None:
         return Origin(start, named)
     if start.earlier not in pending:
-        return Origin(start, directory.model_of(start.earlier, start.key))
+        return Origin(start, directory.finished_model(start.earlier, start.key))
     before = origin(directory, starts(values, start.earlier)[0], values, pending)
     return Origin(start, before.path, (*before.through, start.earlier))
 

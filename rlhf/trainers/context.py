@@ -75,10 +75,10 @@ class StageContext:
         if self.world.is_main:
             console.print(line, markup=False, soft_wrap=True)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Let go of what this stage replaces, once it has something to show."""
         if self.world.is_main:
-            self.run.settle(self.directory)
+            self.run.commit(self.directory)
 
     @cached_property
     def placements(self) -> dict[RoleName, ModelPlacement]:

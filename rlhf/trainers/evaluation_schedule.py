@@ -19,7 +19,7 @@ from rlhf.errors import RunError
 from rlhf.reporting.summary import shown_value
 from rlhf.roles.base_sharing import adapter_of
 from rlhf.runs.stage_directory import step_of
-from rlhf.utils.atomic_io import atomic_write_json, publish, read_json
+from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
 
 if TYPE_CHECKING:
     from rlhf.config.schema import TrainingConfig
@@ -128,7 +128,7 @@ class Evaluations:
         parts = list(folder.glob("*")) if folder.is_dir() else []
         directory = self.context.directory
         for part in parts:
-            publish(part, directory.path / part.name)
+            atomic_rename_dir(part, directory.path / part.name)
         if not parts and not directory.model.is_dir() and not adapter_of(str(directory.model)).is_dir():
             raise RunError(
                 f"{folder}: the model that {directory.name} keeps is not there; bring it back, or train anew with "

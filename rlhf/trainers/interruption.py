@@ -12,15 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf.config.schema import STAGES, Stage
-from rlhf.errors import USER_ERRORS, FailedElsewhere, OutOfMemory, RunError
-from rlhf.launchers.exit_status import Defect, Interrupted, Outcome, shortage
+from rlhf.errors import USER_ERRORS, OutOfMemory, RemoteRankError, RunError
+from rlhf.launchers.exit_status import ExitStatus, InternalError, Interrupted, as_resource_error
 from rlhf.reporting.console import add_line
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.command_line import command_line
-from rlhf.utils.process_info import here
+from rlhf.utils.command_line import get_command_line
+from rlhf.utils.process_info import current_process
 
 
-class Ending:
+class RunTermination:
     """The ending of a run of `stages` in `directory`; made before the run begins."""
 
     def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
@@ -28,13 +28,13 @@ class Ending:
         self._before = _contents(directory.description)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Errors of the block become those that a user can use, and stand in the stage's log.
 
         Raises:
             RLHFError, AcceleratorError: something that the user can fix; the message says how.
             Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
-            Defect: anything else; its traceback is in the run directory.
+            InternalError: anything else; its traceback is in the run directory.
         """
         try:
             try:
@@ -45,23 +45,27 @@ class Ending:
                 folder, go_on = self._directory.path, f"run: {self._next_command()}"
                 if isinstance(error, OutOfMemory):
                     raise OutOfMemory(f"{error}; {go_on}") from error
-                if lack := shortage(error, folder, go_on):
+                if lack := as_resource_error(error, folder, go_on):
                     raise lack from error
-                if isinstance(error, (*USER_ERRORS, FailedElsewhere)):
+                if isinstance(error, (*USER_ERRORS, RemoteRankError)):
                     raise
-                raise Defect.of(error, folder if self._directory.description.is_file() else None) from error
+                raise InternalError.from_error(
+                    error, folder if self._directory.description.is_file() else None
+                ) from error
         except Exception as error:
-            if here().rank == 0 and here().launcher != "rlhf":  # which knows of all ranks how they ended
-                self.log(Outcome.of(error))
+            if (
+                current_process().rank == 0 and current_process().launcher != "rlhf"
+            ):  # which knows of all ranks how they ended
+                self.log(ExitStatus.from_error(error))
             raise
 
-    def conclude(self, outcome: Outcome) -> None:
+    def conclude(self, outcome: ExitStatus) -> None:
         """Undo what ranks that had to be killed have left in the folder, and log how the run ended."""
         with suppress(RunError):  # the next start tries again
             self._directory.recover()
         self.log(outcome)
 
-    def log(self, outcome: Outcome) -> None:
+    def log(self, outcome: ExitStatus) -> None:
         """Add how the run ended to what the terminal showed of the stage that it was in, if it had begun one."""
         logs = [stage.console for stage in map(self._directory.stage, self._stages) if not stage.done]
         if self._is_ours and logs and logs[0].is_file():
@@ -71,10 +75,14 @@ class Ending:
     def _how_to_go_on(self) -> str:
         """What is saved, and the command that continues from there; see `_next_command`."""
         directory = self._directory
-        saved = directory.saved_state() or f"nothing is saved yet in {directory.path}"
+        saved = directory.describe_saved() or f"nothing is saved yet in {directory.path}"
         if self._is_ours and all(directory.stage(stage).done for stage in self._stages):
             return saved
-        elsewhere = "" if here().size == 1 or here().launcher == "rlhf" else " (with the launcher that you used)"
+        elsewhere = (
+            ""
+            if current_process().size == 1 or current_process().launcher == "rlhf"
+            else " (with the launcher that you used)"
+        )
         verb = "continue" if self._is_ours else "start again"
         return f"{saved}; to {verb}{elsewhere}: {self._next_command()}"
 
@@ -84,11 +92,11 @@ class Ending:
         Where run.json is what it was before, so is all that this run was to replace or to go on from.
         """
         if not self._is_ours:
-            return command_line()
+            return get_command_line()
         stages = tuple(self._stages)
         named = [] if stages == STAGES else [*stages] if len(stages) == 1 else ["--stages", ",".join(stages)]
         words = ["rlhf", *named, "--output", str(self._directory.path), "--resume"]
-        return shlex.join([*words, *here().options()])
+        return shlex.join([*words, *current_process().options()])
 
     @property
     def _is_ours(self) -> bool:

@@ -74,7 +74,7 @@ def run_steps(
             numbers, done = measured(context, index, step, engines, unit), index + 1
             if done % settings.log_every == 0 or done == total_steps:
                 context.recorder.log(done, numbers)
-                context.settle()
+                context.commit()
             bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
             interrupted = anywhere(arrived, context)
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
@@ -142,7 +142,7 @@ def save(
     own = {"stage": save_state(), "rng": context.accelerator.rng_state(), "seconds": context.clock.seconds()}
     own["phases"] = dict(context.phases.totals)
     training_state.save(context.directory, done, engines, own)
-    context.settle()
+    context.commit()
 
 
 @torch.no_grad()
@@ -175,11 +175,11 @@ def ending_signals() -> Iterator[list[int]]:
     arrived: list[int] = []
 
     def receive(number: int) -> None:
-        if signals.is_impatient(arrived, number):
+        if signals.ends_at_once(arrived, number):
             raise KeyboardInterrupt
         arrived.append(number)
 
-    with signals.heard(receive):
+    with signals.handle_signals(receive):
         yield arrived
 
 

@@ -42,8 +42,8 @@ from rlhf.trainers.context import StageContext, Trial
 from rlhf.trainers.dataset import stage_rows
 from rlhf.trainers.ppo import stage as ppo
 from rlhf.trainers.ppo.evaluation import Judge
-from rlhf.utils.command_line import command_line
-from rlhf.utils.process_info import here
+from rlhf.utils.command_line import get_command_line
+from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ def surroundings(
     stage: Stage, config: Config, accelerator: Accelerator, directory: RunDirectory, trial: Trial | None = None
 ) -> Iterator[StageContext]:
     """What a stage runs in, its records begun, or continued after the newest checkpoint."""
-    verbosity.libraries()
+    verbosity.quiet_imported_libraries()
     world, place = distributed.world(), directory.stage(stage)
     shapes = accelerator.shape_policy()
     if config.engine.shapes != "auto":
@@ -100,7 +100,7 @@ def surroundings(
 
 def _title() -> str:
     """What stands above a process's lines in a stage's `console.log`."""
-    return f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {command_line()}"
+    return f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {get_command_line()}"
 
 
 def prepare(context: StageContext) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
         context.accelerator,
         paths,
         ranks=context.world.size,
-        local=here().local_size or context.world.size,
+        local=current_process().count_local_ranks(context.world.size),
         fused="eager" not in attention,
     )
     for line in lines:
@@ -278,7 +278,7 @@ def _starts(context: StageContext, stage: Stage) -> dict[str, Any]:
     """By its key, each model that a stage starts from: named, else what an earlier stage left; None: the embedded."""
     values = context.config.model_dump()
     return {
-        start.key: start.named(values) or (start.earlier and context.run.model_of(start.earlier, start.key))
+        start.key: start.named(values) or (start.earlier and context.run.finished_model(start.earlier, start.key))
         for start in starts(values, stage)
     }
 

@@ -24,7 +24,7 @@ from rlhf.roles.roles import check_placements, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import Fingerprints
 from rlhf.trainers.base_models import Origin, Tokenizers, origin
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ def check(
             data that the stages name is not there, or is what `overwrite` replaces.
     """
     directory = RunDirectory(config.output)
-    if here().rank == 0:
+    if current_process().rank == 0:
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
@@ -91,18 +91,18 @@ def check(
     if "ppo" in pending:
         check_rollouts(config, ranks)
         pretraining.check(config, ranks)
-        if here().rank == 0:
+        if current_process().rank == 0:
             check_rewards(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
-    base_sharing.check_sharing(config, pending, directory.model_of)
+    base_sharing.check_sharing(config, pending, directory.finished_model)
     values = config.model_dump()
     for stage in pending:
         for start in starts(values, stage):
             if path := start.named(values):
                 check_model_folder(path)
             elif start.earlier and start.earlier not in stages:
-                directory.model_of(start.earlier, start.key)
+                directory.finished_model(start.earlier, start.key)
         for source in config.data.datasets:
             if stage in source.stages:
                 readers.check(source.path)
@@ -247,7 +247,8 @@ class _Models(Tokenizers):
             for scorer in scorers:
                 where = scorer.path or "the embedded model"
                 check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
-            check_model(self.outline(actor) or build_outline(self.tokenizer(actor)), self._config.ppo, here().size)
+            outline = self.outline(actor) or build_outline(self.tokenizer(actor))
+            check_model(outline, self._config.ppo, current_process().size)
 
     def outline(self, found: Origin) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""

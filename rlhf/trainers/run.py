@@ -23,13 +23,13 @@ from rlhf.models import hub
 from rlhf.reporting.console import console
 from rlhf.reporting.summary import print_summary
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import disagreement
+from rlhf.runs.resume import first_difference
 from rlhf.trainers import dry_run as plan
 from rlhf.trainers import preflight
-from rlhf.trainers.interruption import Ending
+from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import file_lock, signals
 from rlhf.utils.atomic_io import read_json
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
 if TYPE_CHECKING:
@@ -62,25 +62,25 @@ def run(
     Raises:
         RLHFError, AcceleratorError: something that the user can fix; the message says how.
         Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
-        Defect: anything else; its traceback is in the run directory.
+        InternalError: anything else; its traceback is in the run directory.
     """
     if accelerator:  # what goes on from here later asks for the same
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     request = Request(stages, resume, overwrite, dry_run)
-    size = here().size if here().launcher else ranks or 1
+    size = current_process().size if current_process().launcher else ranks or 1
     pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite)
     if not pending:
-        if here().rank == 0:
+        if current_process().rank == 0:
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
-    ending = Ending(directory, stages)
-    with _left_as_found(), signals.terminal_that_may_close(), signals.heard(_interrupt):
+    ending = RunTermination(directory, stages)
+    with _left_as_found(), signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
         selection = select(config, accelerator)
-        if here().rank == 0:
+        if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
-        with ending.explained(), _opened(config, selection, directory, request, pending) as found:
+        with ending.translate_errors(), _opened(config, selection, directory, request, pending) as found:
             if not dry_run:
                 from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
 
@@ -89,7 +89,7 @@ def run(
 
 
 @contextmanager
-def opened(
+def open_run(
     config: Config, stages: Sequence[Stage], *, resume: bool = False, overwrite: bool = False
 ) -> Iterator[tuple[Config, Accelerator]]:
     """What `run` does around the stages, for code that runs `stages` itself: `rlhf.api.session`.
@@ -101,7 +101,7 @@ def opened(
         RLHFError, AcceleratorError: as `run`; or the stages are complete.
     """
     directory = RunDirectory(config.output)
-    pending = preflight.check(config, stages, here().size, resume=resume, overwrite=overwrite)
+    pending = preflight.check(config, stages, current_process().size, resume=resume, overwrite=overwrite)
     if not pending:
         raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
     request = Request(stages, resume, overwrite, dry_run=False)
@@ -128,7 +128,7 @@ def _opened(
 
     with distributed.session(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
         settings = config.model_dump(mode="json")
-        if differing := disagreement(distributed.all_gather_objects(settings)):
+        if differing := first_difference(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _decided(config, pending, directory, accelerator)
         choose_kernels(config, accelerator)
@@ -146,7 +146,7 @@ def _opened(
                     RunDirectory.check(config, **wishes, **found)
                     _show(config, findings, accelerator)
                 else:
-                    held.enter_context(directory.opened(config, **wishes, **found))
+                    held.enter_context(directory.open_for(config, **wishes, **found))
                 del findings  # rows that nobody needs any more
         if not request.dry_run:
             _check_shared(directory)
@@ -163,7 +163,7 @@ def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, 
         if main:
             begun = [stage for stage in pending if directory.stage(stage).begun]
             then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
-            local = here().local_size or ranks
+            local = current_process().count_local_ranks(ranks)
             found, line = decided(config, pending, accelerator, ranks, local, then.get("engine", {}))
             if line:
                 console.print(line, markup=False, soft_wrap=True)
@@ -174,10 +174,10 @@ def _check_shared(directory: RunDirectory) -> None:
     """Raise `RunError` where other machines do not see the folder that rank 0 has locked: later stages read from it."""
     from rlhf.engine import distributed
 
-    if here().local_size == here().size:
+    if current_process().local_size == current_process().size:
         return
-    owner = distributed.all_gather_objects(file_lock.named(directory.path))[0]
-    found = distributed.all_gather_objects((socket.gethostname(), file_lock.seen(directory.path, owner)))
+    owner = distributed.all_gather_objects(file_lock.read_owner(directory.path))[0]
+    found = distributed.all_gather_objects((socket.gethostname(), file_lock.wait_for_owner(directory.path, owner)))
     with distributed.on_main("looking for the run's folder") as main:
         if main and (blind := list(dict.fromkeys(host for host, sees in found if not sees))):
             raise RunError(
@@ -189,7 +189,7 @@ def _check_shared(directory: RunDirectory) -> None:
 def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
     from rlhf.memory.auto import stage_plan
 
-    ranks, attention = here().size, findings.attention.values()
+    ranks, attention = current_process().size, findings.attention.values()
     for stage in findings.plans:
         _, memory = stage_plan(
             config,
@@ -197,7 +197,7 @@ def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator
             accelerator,
             {found.start.key: found.path for found in stage.origins},
             ranks=ranks,
-            local=here().local_size or ranks,
+            local=current_process().count_local_ranks(ranks),
             fused=all(choice.name != "eager" for choice in attention),
         )
         plan.print_plan(stage, config, memory, console)
@@ -245,7 +245,7 @@ def _left_as_found() -> Iterator[None]:
     environment = dict(os.environ)
     try:
         with hub.as_found():
-            os.environ.update(here().variables())  # before a runtime that reads them is loaded
+            os.environ.update(current_process().variables())  # before a runtime that reads them is loaded
             yield
     finally:
         for name in os.environ.keys() - environment.keys():

@@ -76,12 +76,12 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        publish(temporary, path)
+        atomic_rename_dir(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def publish(temporary: Path, path: Path) -> None:
+def atomic_rename_dir(temporary: Path, path: Path) -> None:
     """Give a finished folder its final name, after its contents have reached the disk.
 
     An older folder of that name is replaced.

@@ -8,12 +8,12 @@ import sys
 _arguments: list[str] | None = None
 
 
-def remember(arguments: list[str]) -> None:
+def set_command_line(arguments: list[str]) -> None:
     """Take these as the arguments of the `rlhf` command."""
     global _arguments
     _arguments = arguments
 
 
-def command_line() -> str:
+def get_command_line() -> str:
     """The `rlhf` command, or that of the program which calls rlhf from Python."""
     return shlex.join(sys.orig_argv if _arguments is None else ["rlhf", *_arguments])

@@ -27,7 +27,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, made where it is absent, and removed again where it is left empty.
 
     Raises:
@@ -50,17 +50,17 @@ def locked(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def seen(folder: Path, owner: str) -> bool:
+def wait_for_owner(folder: Path, owner: str) -> bool:
     """Whether the lock of `folder` is the one of `owner`; on a network's file system it may take a while to show."""
     deadline = time.monotonic() + _SECONDS_TO_SHOW
-    while named(folder) != owner:
+    while read_owner(folder) != owner:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
     return True
 
 
-def named(folder: Path) -> str:
+def read_owner(folder: Path) -> str:
     """The owner that the lock of `folder` names; empty where it has none."""
     with suppress(OSError):
         os.listdir(folder)  # asks the server anew

@@ -1,9 +1,9 @@
 """Where this process stands among those of a run, whichever launcher started it.
 
 The environment flows in: what torchrun and the deepspeed launcher set (RANK, ...), what `srun` (SLURM_*) and `mpirun`
-(OMPI_*, PMI_*) tell the processes that they start, or nothing. Out comes one `Place`, which everything that asks for a
-rank reads, and the variables that libraries want. What is half set, or contradicts itself, is refused: a process that
-believes that it is alone would write to the folder of the others.
+(OMPI_*, PMI_*) tell the processes that they start, or nothing. Out comes one `ProcessInfo`, which everything that asks
+for a rank reads, and the variables that libraries want. Incomplete or contradicting variables are refused: a process
+that wrongly believes that it is alone would write to the folder of the others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Numbers = dict[str, int | None]
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """A process among those of a run; alone where no launcher started it."""
 
     rank: int = 0
@@ -66,13 +66,17 @@ class Place:
     """Where all meet: on the machine of rank 0."""
     launcher: str | None = None
 
+    def count_local_ranks(self, ranks: int | None = None) -> int:
+        """Return how many of `ranks` (default: `size`) run on this machine; all, if the launcher does not say."""
+        return self.local_size or (self.size if ranks is None else ranks)
+
     def options(self) -> list[str]:
         """Those with which our launcher was started."""
         if self.launcher != "rlhf":
             return []
-        words = ["--ranks", str(self.local_size or self.size)]
+        words = ["--ranks", str(self.count_local_ranks())]
         if rendezvous := os.environ.get(RENDEZVOUS_VARIABLE):
-            nodes = self.size // (self.local_size or self.size)
+            nodes = self.size // self.count_local_ranks()
             words += ["--nodes", str(nodes), "--node-rank", str(self.node), "--rendezvous", rendezvous]
         return words
 
@@ -85,7 +89,7 @@ class Place:
         return {variable: str(value) for variable, value in found.items() if value is not None}
 
 
-def here(environ: Mapping[str, str] | None = None) -> Place:
+def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     """This process's place.
 
     Raises:
@@ -96,7 +100,7 @@ def here(environ: Mapping[str, str] | None = None) -> Place:
     found = [place for place in (_from_torch(environ), _from_mpirun(environ), _from_srun(environ)) if place]
     if not found:
         _check_none(environ)
-        return Place()
+        return ProcessInfo()
     place = found[0]
     if place.launcher == _SOMEBODY:
         for other in found[1:2]:  # a script may set RANK to what it says
@@ -109,10 +113,10 @@ def here(environ: Mapping[str, str] | None = None) -> Place:
         raise ConfigError(
             f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} started {place.size} processes; unset it"
         )
-    if not 0 <= place.rank < place.size or not 0 <= place.local_rank < (place.local_size or place.size):
+    if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.count_local_ranks():
         raise ConfigError(
             f"{place.launcher} says rank {place.rank} of {place.size}, local rank {place.local_rank} of "
-            f"{place.local_size or place.size}, which cannot be; mend or unset these variables"
+            f"{place.count_local_ranks()}, which cannot be; mend or unset these variables"
         )
     if place.size > 1 and not (place.address and place.port):
         raise ConfigError(
@@ -149,7 +153,7 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _from_torch(environ: Mapping[str, str]) -> Place | None:
+def _from_torch(environ: Mapping[str, str]) -> ProcessInfo | None:
     """From the variables of torchrun, the deepspeed launcher and our own, and of scripts that set the same."""
     if "RANK" not in environ:
         return None
@@ -157,7 +161,7 @@ def _from_torch(environ: Mapping[str, str]) -> Place | None:
     return _place(environ, launcher, _TORCH, {}, *_meeting(environ))
 
 
-def _from_mpirun(environ: Mapping[str, str]) -> Place | None:
+def _from_mpirun(environ: Mapping[str, str]) -> ProcessInfo | None:
     """From Open MPI, or from what starts processes as it does (MPICH, Intel, PMIx)."""
     numbers = _numbers(environ, _MPIRUN)
     # srun sets PMI_RANK or PMIX_RANK too, for programs that use MPI
@@ -170,7 +174,7 @@ def _from_mpirun(environ: Mapping[str, str]) -> Place | None:
     return _place(environ, "mpirun", _MPIRUN, {}, address, port or (_PORT if address else None))
 
 
-def _from_srun(environ: Mapping[str, str]) -> Place | None:
+def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
     if not _is_task(environ):
         return None
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
@@ -208,14 +212,14 @@ def _place(
     known: Numbers,
     address: str | None,
     port: int | None,
-) -> Place:
+) -> ProcessInfo:
     numbers = _numbers(environ, table) | known
     rank, size, local_rank = (numbers[name] for name in ("rank", "size", "local_rank"))
     if rank is None or size is None or local_rank is None:
         missing = next(names for name, names in table.items() if numbers[name] is None)
         found = [f"{name}={environ[name]}" for names in table.values() for name in names if name in environ]
         raise ConfigError(f"{' or '.join(missing)} is not set, but {' and '.join(found)}: set all of them, or none")
-    return Place(rank, size, local_rank, numbers.get("local_size"), numbers.get("node"), address, port, launcher)
+    return ProcessInfo(rank, size, local_rank, numbers.get("local_size"), numbers.get("node"), address, port, launcher)
 
 
 def _numbers(environ: Mapping[str, str], table: Mapping[str, tuple[str, ...]]) -> Numbers:

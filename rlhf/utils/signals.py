@@ -17,7 +17,7 @@ _TERMINAL = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
 
 @contextmanager
-def heard(receive: Callable[[int], None]) -> Iterator[None]:
+def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
     """Call `receive` with each signal that asks to end while the block runs.
 
     What this process ignores stays ignored (a job in the background, `nohup`), and outside of the main thread, where
@@ -39,13 +39,13 @@ def heard(receive: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def is_impatient(arrived: list[int], number: int) -> bool:
+def ends_at_once(arrived: list[int], number: int) -> bool:
     """Whether a further signal asks to end at once; a terminal that closes may send SIGHUP more than once."""
     return bool(arrived) and number != signal.SIGHUP
 
 
 @contextmanager
-def terminal_that_may_close() -> Iterator[None]:
+def tolerate_closed_terminal() -> Iterator[None]:
     """In this block, what is printed to a terminal that is gone is lost, and no error in the middle of a step.
 
     The terminal may be written to before SIGHUP is heard.

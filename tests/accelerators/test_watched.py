@@ -24,7 +24,7 @@ from accelerators import (
 )
 from accelerators.backends.cpu.backend import CPU
 from rlhf.errors import OutOfMemory
-from rlhf.launchers.exit_status import shortage
+from rlhf.launchers.exit_status import as_resource_error
 from tests.accelerators.misbehaving import NPU, fast, npu, plugin, raises
 
 INFO = DeviceInfo("NPU", 1, "none")
@@ -232,7 +232,7 @@ def wrapping(error):
 def test_a_lack_of_memory_is_told_alike_by_backends_and_by_commands(created, method):
     with pytest.raises((RuntimeError, ValueError)) as raised:
         created(synchronize=method).synchronize()
-    advice = shortage(raised.value)
+    advice = as_resource_error(raised.value)
     assert isinstance(advice, OutOfMemory)
     assert "3 GiB" in str(advice)
 

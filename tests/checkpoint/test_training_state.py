@@ -173,7 +173,7 @@ dist.destroy_process_group()
 def save_on_two_ranks(folder, *, delay=0.0, failing=None):
     script = SLOW_RANK.format(folder=folder, delay=delay, failing=failing)
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}"]
-    assert local.start(2, command) is None
+    assert local.spawn_ranks(2, command) is None
 
 
 def test_a_checkpoint_is_published_when_every_rank_has_written_its_files(tmp_path):

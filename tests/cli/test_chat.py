@@ -14,15 +14,15 @@ from rlhf.cli.options import Options
 from rlhf.config.schema import Config
 from rlhf.errors import ModelError, RunError
 from rlhf.evaluation.resolve import model_folder
-from rlhf.runs.backup import Aside
+from rlhf.runs.backup import Backup
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.file_lock import locked
+from rlhf.utils.file_lock import lock_folder
 
 
 @pytest.fixture
 def finished_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
-    with run.opened(Config()):
+    with run.open_for(Config()):
         for name in ("sft", "reward", "ppo"):
             run.stage(name).model.mkdir(parents=True)
             run.stage(name).finish({})
@@ -70,13 +70,13 @@ def test_the_last_finished_stage_of_a_run_answers(finished_run: RunDirectory) ->
 
 @pytest.mark.parametrize("named", [".", "ppo", "ppo/model"])
 def test_what_a_killed_run_was_to_replace_answers(finished_run: RunDirectory, named: str) -> None:
-    Aside(finished_run.path).fill([finished_run.description], ["sft", "reward", "ppo"])  # and then the process died
+    Backup(finished_run.path).create([finished_run.description], ["sft", "reward", "ppo"])  # and then the process died
     assert model_folder(finished_run.path / named) == finished_run.stage("ppo").model
     assert finished_run.stage("ppo").model.is_dir()
 
 
 def test_a_complete_stage_answers_while_the_run_goes_on(finished_run: RunDirectory) -> None:
-    with locked(finished_run.path):
+    with lock_folder(finished_run.path):
         assert model_folder(finished_run.path, "sft") == finished_run.stage("sft").model
 
 
@@ -119,7 +119,7 @@ def test_a_run_answers_with_its_average_where_it_has_one(finished_run: RunDirect
 
 def test_a_run_without_a_finished_stage_is_named(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    with run.opened(Config()):
+    with run.open_for(Config()):
         run.stage("sft").metrics.parent.mkdir()
         run.stage("sft").metrics.write_text('{"step": 1}\n')
     with pytest.raises(RunError, match="no finished ppo, dpo or sft stage"):

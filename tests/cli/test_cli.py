@@ -19,7 +19,7 @@ from rlhf.cli.tables import print_table
 from rlhf.config.schema import Config, build_config, load_config
 from rlhf.errors import RunError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import Outcome
+from rlhf.launchers.exit_status import ExitStatus
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
 
@@ -114,7 +114,7 @@ def test_stages_may_be_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ],
 )
 def test_a_list_that_is_no_order_of_stages_is_refused_in_one_line(given: list[str], words: str) -> None:
-    outcome = Outcome.of(CliRunner().invoke(app, given).exception)
+    outcome = ExitStatus.from_error(CliRunner().invoke(app, given).exception)
     assert (outcome.code, outcome.line) == (2, f"rlhf: error: {words}")
 
 
@@ -258,7 +258,9 @@ def test_the_end_of_the_ranks_is_told_even_where_the_folder_cannot_be_tidied(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(RunDirectory, "recover", refuse)
     monkeypatch.setattr(launch, "select", lambda *arguments: None)
-    monkeypatch.setattr(local, "start", lambda *arguments, **options: begun.append(True) or Outcome(1, "the cause", 0))
+    monkeypatch.setattr(
+        local, "spawn_ranks", lambda *arguments, **options: begun.append(True) or ExitStatus(1, "the cause", 0)
+    )
     command = ["sft", "--ranks", "2", "--output", str(tmp_path / "run")]
     assert get_command(app).main(command, standalone_mode=False) == 1
     assert capsys.readouterr().err == "the cause\n"

@@ -33,7 +33,7 @@ except BaseException as error:
 def on_two_ranks(folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
     """What each rank came to, in a process group whose collectives wait for two seconds."""
     script = SCRIPT.format(root=str(ROOT), folder=str(folder), takes_long=takes_long, then=then)
-    local.start(2, [sys.executable, "-c", script])
+    local.spawn_ranks(2, [sys.executable, "-c", script])
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]
 
 
@@ -45,7 +45,7 @@ def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
 def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(tmp_path: Path) -> None:
     first, other = on_two_ranks(tmp_path, then="raise OSError('disk')")
     assert first == "OSError: disk"
-    assert other == "FailedElsewhere: downloading failed on rank 0: OSError('disk')"
+    assert other == "RemoteRankError: downloading failed on rank 0: OSError('disk')"
 
 
 @pytest.mark.slow
@@ -77,5 +77,5 @@ Path({folder!r}, f"rank{{os.environ['RANK']}}").write_text(str(found))
 @pytest.mark.slow
 def test_a_rank_may_begin_a_session_before_rank_0_does(tmp_path: Path) -> None:
     script = SESSIONS.format(root=str(ROOT), folder=str(tmp_path))
-    assert local.start(2, [sys.executable, "-c", script]) is None
+    assert local.spawn_ranks(2, [sys.executable, "-c", script]) is None
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[[2, 0], [2, 1]]"] * 2

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.engine import two_ranks"
-    outcome = local.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
+    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
     assert outcome is None, outcome.line
     return folder
 

@@ -80,7 +80,7 @@ def test_one_device_serves_several_models(
 
 def test_of_a_run_the_reward_stage_s_model_is_meant(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    with run.opened(Config()):
+    with run.open_for(Config()):
         for name in ("sft", "ppo"):
             run.stage(name).model.mkdir(parents=True)
             run.stage(name).finish({})

@@ -112,7 +112,7 @@ def trained(
         settings = build_config(values)
         directory = RunDirectory(settings.output)
         findings = preflight.examine(settings, STAGES, directory, accelerator)
-        with directory.opened(settings, stages=STAGES, data=findings.data):
+        with directory.open_for(settings, stages=STAGES, data=findings.data):
             pipeline.run(settings, accelerator, directory, STAGES)
         return directory.path, ends, ratios
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def run(function: str, count: int, folder: Path) -> list[Any]:
     """What each of `count` ranks left that ran a function of `two_ranks`."""
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.generation import two_ranks"
-    outcome = local.start(count, [sys.executable, "-c", f"{script}; two_ranks.{function}({str(folder)!r})"])
+    outcome = local.spawn_ranks(count, [sys.executable, "-c", f"{script}; two_ranks.{function}({str(folder)!r})"])
     assert outcome is None, outcome.line
     return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(count)]
 

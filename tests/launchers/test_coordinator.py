@@ -13,8 +13,8 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import coordinator
-from rlhf.launchers.coordinator import Hub, Member
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, Outcome
+from rlhf.launchers.coordinator import Coordinator, WorkerClient
+from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, ExitStatus
 from rlhf.launchers.sockets import listen
 
 
@@ -30,19 +30,21 @@ class Run:
     def __init__(self, count: int = 3, patience: float = 30.0, absent: tuple[int, ...] = ()) -> None:
         listener = listen("127.0.0.1")
         self.address = ("127.0.0.1", listener.getsockname()[1])
-        Hub(listener, count, "rank", patience, places=True).start()
-        self.judged: list[Outcome] = []
+        Coordinator(listener, count, "rank", patience, places=True).start()
+        self.judged: list[ExitStatus] = []
         self.members = [
-            Member(self.address, number, f"rank {number} on host-{number}", {}, patience, judged=self.judged.append)
+            WorkerClient(
+                self.address, number, f"rank {number} on host-{number}", {}, patience, judged=self.judged.append
+            )
             for number in range(count)
             if number not in absent
         ]
 
-    def together(self, *outcomes: Outcome | None) -> list[Outcome | None]:
+    def together(self, *outcomes: ExitStatus | None) -> list[ExitStatus | None]:
         """What the members learn that conclude with these, all at once."""
-        found: dict[int, Outcome | None] = {}
+        found: dict[int, ExitStatus | None] = {}
 
-        def conclude(number: int, outcome: Outcome | None) -> None:
+        def conclude(number: int, outcome: ExitStatus | None) -> None:
             found[number] = self.members[number].conclude(outcome)
 
         threads = [threading.Thread(target=conclude, args=each) for each in enumerate(outcomes)]
@@ -52,7 +54,7 @@ class Run:
             thread.join()
         return [found[number] for number in sorted(found)]
 
-    def verdict(self, number: int, seconds: float = 10.0) -> Outcome:
+    def verdict(self, number: int, seconds: float = 10.0) -> ExitStatus:
         """What a member learns that goes on working."""
         deadline = time.monotonic() + seconds
         while self.members[number].verdict is None:
@@ -70,8 +72,8 @@ def run() -> Run:
     return run
 
 
-def error(said: str, code: int = DEFECT, *, follows: bool = False) -> Outcome:
-    return Outcome(code, f"rlhf: error: {said}", math.inf if follows else time.time())
+def error(said: str, code: int = DEFECT, *, follows: bool = False) -> ExitStatus:
+    return ExitStatus(code, f"rlhf: error: {said}", math.inf if follows else time.time())
 
 
 def test_all_end_well(run: Run) -> None:
@@ -89,19 +91,21 @@ def test_a_member_that_fails_is_named_to_those_that_go_on(run: Run) -> None:
 def test_the_cause_comes_before_what_it_brought_down(run: Run) -> None:
     lost = error("connection closed by peer", follows=True)
     found = run.together(lost, error("no rows", USER), lost)
-    assert [(verdict.code, verdict.said) for verdict in found if verdict] == 3 * [(USER, "rank 1 on host-1: no rows")]
+    assert [(verdict.code, verdict.message) for verdict in found if verdict] == 3 * [
+        (USER, "rank 1 on host-1: no rows")
+    ]
 
 
 def test_a_member_that_is_killed_is_the_cause_though_others_speak_first(run: Run) -> None:
     lost = error("connection closed by peer", follows=True)
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does with the connection of a process
-    assert [verdict and verdict.said for verdict in run.together(lost, lost)] == 2 * [
+    assert [verdict and verdict.message for verdict in run.together(lost, lost)] == 2 * [
         "rank 2 on host-2 ended without a word"
     ]
 
 
 def test_a_member_that_was_interrupted_interrupts_the_others(run: Run) -> None:
-    run.members[1].conclude(Outcome(INTERRUPTED, "rlhf: interrupted; saved", time.time()))
+    run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; saved", time.time()))
     assert (run.verdict(0).code, run.verdict(0).line) == (INTERRUPTED, "rlhf: interrupted; saved")
 
 
@@ -110,19 +114,19 @@ def test_a_member_that_ends_as_soon_as_it_has_come_is_heard() -> None:
     hello = b'{"number": 1, "name": "rank 1 on host-1", "facts": {"name": "rank 1 on host-1"}}\n'
     with socket.create_connection(run.address) as other:
         other.sendall(hello + b'{"end": [2, "rlhf: error: no rows", false]}\n')
-    assert run.verdict(0).said == "rank 1 on host-1: no rows"
+    assert run.verdict(0).message == "rank 1 on host-1: no rows"
 
 
 def test_a_signal_that_a_launcher_sends_after_a_failure_is_not_the_cause(run: Run) -> None:
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.05)
-    found = run.members[1].conclude(Outcome(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
-    assert found and found.said == "rank 2 on host-2 ended without a word"
+    found = run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
+    assert found and found.message == "rank 2 on host-2 ended without a word"
 
 
 def test_the_one_that_hangs_is_named_and_not_those_that_waited(run: Run) -> None:
     timed_out = error("Timed out waiting 1800000ms for recv operation", follows=True)
-    assert {verdict and verdict.said for verdict in run.together(timed_out, timed_out)} == {
+    assert {verdict and verdict.message for verdict in run.together(timed_out, timed_out)} == {
         "rank 2 on host-2 hangs: the others waited for it for 30 s (engine.timeout)"
     }
 
@@ -133,14 +137,14 @@ def test_a_member_that_does_not_get_as_far_as_the_others_hangs() -> None:
         member.place = 5
     time.sleep(0.3)
     run.members[0].place = run.members[2].place = 6
-    assert run.verdict(0).said.startswith("rank 1 on host-1 hangs: the others waited for it")
+    assert run.verdict(0).message.startswith("rank 1 on host-1 hangs: the others waited for it")
 
 
 def test_a_process_that_is_stopped_hangs_though_it_is_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(patience=0.5)
     run.members[0].met()
     monkeypatch.setattr(run.members[1], "_say", lambda message: None)
-    assert run.verdict(0).said.startswith("rank 1 on host-1 hangs")
+    assert run.verdict(0).message.startswith("rank 1 on host-1 hangs")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -159,7 +163,7 @@ def test_who_does_not_come_is_named() -> None:
     assert run.members[0].met() is None
     found = run.members[0].verdict
     assert found and found.code == USER
-    assert found.said == "rank 1, 2 of 3 did not come within 0 s; start all, and check that they see the first"
+    assert found.message == "rank 1, 2 of 3 did not come within 0 s; start all, and check that they see the first"
 
 
 def test_nobody_waits_for_ever_for_a_hub_that_is_not_there() -> None:
@@ -167,18 +171,18 @@ def test_nobody_waits_for_ever_for_a_hub_that_is_not_there() -> None:
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the first does not answer there within 0 s"):
-        Member(("127.0.0.1", port), 1, "rank 1", {}, 0.3)
+        WorkerClient(("127.0.0.1", port), 1, "rank 1", {}, 0.3)
 
 
 def test_members_learn_that_the_hub_is_gone() -> None:
     listener = listen("127.0.0.1")
-    member_side: list[Member] = []
+    member_side: list[WorkerClient] = []
     connecting = threading.Thread(
         target=lambda: member_side.append(
-            Member(("127.0.0.1", listener.getsockname()[1]), 1, "rank 1", {}, 5, judged=judged.append)
+            WorkerClient(("127.0.0.1", listener.getsockname()[1]), 1, "rank 1", {}, 5, judged=judged.append)
         )
     )
-    judged: list[Outcome] = []
+    judged: list[ExitStatus] = []
     connecting.start()
     connection, _ = listener.accept()
     connecting.join()
@@ -189,7 +193,7 @@ def test_members_learn_that_the_hub_is_gone() -> None:
     while not judged:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert judged[0].said == "rank 0 on host-0 ended without a word"
+    assert judged[0].message == "rank 0 on host-0 ended without a word"
 
 
 def test_strangers_are_shown_the_door(run: Run) -> None:
@@ -208,10 +212,10 @@ def test_a_member_that_is_not_awaited_learns_why(number: int, why: str) -> None:
     """As of another run at the same port; the run goes on."""
     run = Run()
     assert all(member.met() for member in run.members)
-    other = Member(run.address, number, "another", {}, 5.0)
+    other = WorkerClient(run.address, number, "another", {}, 5.0)
     assert other.met() is None
     assert other.verdict and other.verdict.code == USER
-    assert other.verdict.said == (
+    assert other.verdict.message == (
         f"rank {number} is not awaited: {why}; give each its own number, and each run its own port"
     )
     assert run.together(None, None, None) == [None, None, None]

@@ -13,8 +13,8 @@ import pytest
 
 from accelerators import AcceleratorError
 from rlhf.config.schema import STAGES, Config, Stage, load_config
-from rlhf.errors import DataError, FailedElsewhere, OutOfMemory, RLHFError
-from rlhf.launchers.exit_status import Defect, Interrupted, Outcome, cause
+from rlhf.errors import DataError, OutOfMemory, RemoteRankError, RLHFError
+from rlhf.launchers.exit_status import ExitStatus, InternalError, Interrupted, find_root_cause
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
 
@@ -34,17 +34,17 @@ from rlhf.trainers import run as launch
     ],
 )
 def test_each_error_has_its_code_and_line(error: BaseException, code: int, line: str) -> None:
-    outcome = Outcome.of(error)
+    outcome = ExitStatus.from_error(error)
     assert outcome.code == code
     assert outcome.line.startswith(line)
 
 
 def test_a_message_of_several_lines_becomes_one() -> None:
-    assert Outcome.of(DataError("a\n  b")).line == "rlhf: error: a b"
+    assert ExitStatus.from_error(DataError("a\n  b")).line == "rlhf: error: a b"
 
 
 def test_anything_else_is_a_defect_whose_traceback_is_kept(tmp_path: Path) -> None:
-    outcome = Outcome.of(Defect.of(ZeroDivisionError("division by zero"), tmp_path))
+    outcome = ExitStatus.from_error(InternalError.from_error(ZeroDivisionError("division by zero"), tmp_path))
     assert outcome.code == 1
     assert "defect of rlhf: ZeroDivisionError: division by zero" in outcome.line
     assert "ZeroDivisionError" in (tmp_path / "traceback.txt").read_text()
@@ -52,7 +52,7 @@ def test_anything_else_is_a_defect_whose_traceback_is_kept(tmp_path: Path) -> No
 
 def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException) -> None:
     def fail(config: Config, selection: object, directory: RunDirectory, *rest: object, **wishes: object) -> None:
-        with directory.opened(config):
+        with directory.open_for(config):
             directory.stage("sft").finish({})
             raise error
 
@@ -67,7 +67,7 @@ def test_an_interrupted_run_says_what_is_saved(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_defect_leaves_its_traceback_in_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(Defect, match="KeyError"):
+    with pytest.raises(InternalError, match="KeyError"):
         run_that(monkeypatch, tmp_path, KeyError("x"))
     assert "KeyError" in (tmp_path / "run" / "traceback.txt").read_text()
 
@@ -110,7 +110,7 @@ def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.Mo
     for error in [*lacking_memory(), OSError(errno.ENOMEM, "Cannot allocate memory")]:
         with pytest.raises(OutOfMemory) as caught:
             run_that(monkeypatch, tmp_path, error)
-        for outcome in (Outcome.of(error), Outcome.of(caught.value)):
+        for outcome in (ExitStatus.from_error(error), ExitStatus.from_error(caught.value)):
             assert outcome.code == 2
             assert outcome.line.startswith("rlhf: error: not enough memory (")
             for key in ("micro_batch_size", "model.gradient_checkpointing=true", "--resume"):
@@ -121,20 +121,20 @@ def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.Mo
 def test_a_lack_of_memory_that_was_answered_is_none() -> None:
     hidden = from_(MemoryError(), said=False)
     hidden.__suppress_context__ = True  # raise ... from None
-    assert Outcome.of(hidden).code == 1
+    assert ExitStatus.from_error(hidden).code == 1
     lacking = from_(MemoryError(), said=True)
     for answer in (DataError("use smaller rows"), AcceleratorError("use another card")):
         answer.__cause__ = lacking
-        assert Outcome.of(answer).line == f"rlhf: error: {answer}"
+        assert ExitStatus.from_error(answer).line == f"rlhf: error: {answer}"
         following = KeyError("x")
         following.__context__ = answer
-        assert Outcome.of(following).code == 1
+        assert ExitStatus.from_error(following).code == 1
 
 
 def test_errors_that_led_to_each_other_have_an_end() -> None:
     first, second = KeyError("first"), KeyError("second")
     first.__cause__, second.__cause__ = second, first
-    assert Outcome.of(first).code == 1
+    assert ExitStatus.from_error(first).code == 1
 
 
 @pytest.mark.parametrize("library", ["torch", "safetensors"])
@@ -148,12 +148,12 @@ def test_a_full_disk_is_answered_with_what_to_do(library: str) -> None:
     else:  # as its releases word it; a file cannot be had here, for it writes beside the name and renames
         with pytest.raises(SafetensorError) as caught:
             raise SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
-    outcome = Outcome.of(caught.value)
+    outcome = ExitStatus.from_error(caught.value)
     assert outcome.code == 2 and "the disk is full" in outcome.line and "--resume" in outcome.line
 
 
 def test_other_errors_of_torch_stay_defects() -> None:
-    assert Outcome.of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).code == 1
+    assert ExitStatus.from_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).code == 1
 
 
 def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_can_be_known_is_known_before_a_run_is_replaced(
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     config = load_config(None, [f"output='{run.path}'"])
-    with run.opened(config):
+    with run.open_for(config):
         for name in STAGES:
             run.stage(name).finish({})
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
@@ -210,17 +210,17 @@ def test_a_stage_says_which_one_it_needs_before_anything_starts(tmp_path: Path) 
 def test_a_rank_that_follows_another_leaves_no_traceback_and_is_not_the_cause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(FailedElsewhere) as caught:
-        run_that(monkeypatch, tmp_path, FailedElsewhere("saving failed on rank 0"))
+    with pytest.raises(RemoteRankError) as caught:
+        run_that(monkeypatch, tmp_path, RemoteRankError("saving failed on rank 0"))
     assert not list(tmp_path.rglob("traceback*"))
-    follower, defect = Outcome.of(caught.value), Outcome.of(Defect("KeyError"))
-    assert cause([follower, defect]) == cause([defect, follower]) == defect
+    follower, defect = ExitStatus.from_error(caught.value), ExitStatus.from_error(InternalError("KeyError"))
+    assert find_root_cause([follower, defect]) == find_root_cause([defect, follower]) == defect
 
 
 def test_an_error_of_a_plugin_with_a_code_of_its_own_is_reported() -> None:
-    own = Outcome(3, "rlhf: error: licence", 1.0)
-    assert cause([own, Outcome(1, "defect", 2.0)]) == own
-    assert cause([own, Outcome(2, "user", 2.0)]).code == 2
+    own = ExitStatus(3, "rlhf: error: licence", 1.0)
+    assert find_root_cause([own, ExitStatus(1, "defect", 2.0)]) == own
+    assert find_root_cause([own, ExitStatus(2, "user", 2.0)]).code == 2
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,6 @@ def test_another_output_is_advised_only_where_it_helps(
 
 
 def test_any_other_error_of_the_system_is_a_defect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(Defect):
+    with pytest.raises(InternalError):
         run_that(monkeypatch, tmp_path, OSError(errno.EIO, "Input/output error"))
     assert "OSError" in (tmp_path / "run" / "traceback.txt").read_text()

@@ -14,12 +14,12 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, Outcome
-from rlhf.launchers.multinode import Machine, free_port, invite, meet
+from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, ExitStatus
+from rlhf.launchers.multinode import NodeSpec, free_port, join_rendezvous, serve_rendezvous
 
 HEAD = """
 import os, signal, sys, time
-from rlhf.launchers.exit_status import Outcome
+from rlhf.launchers.exit_status import ExitStatus
 from rlhf.errors import DataError
 rank = os.environ["RANK"]
 def interrupt(number, frame):
@@ -33,8 +33,8 @@ def _logs_of_failed_ranks_go(tmp_path_factory: pytest.TempPathFactory, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("logs")))
 
 
-def start(script: str, count: int = 2) -> Outcome | None:
-    return local.start(count, [sys.executable, "-c", HEAD + script])
+def start(script: str, count: int = 2) -> ExitStatus | None:
+    return local.spawn_ranks(count, [sys.executable, "-c", HEAD + script])
 
 
 def test_every_rank_finds_its_place(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> Non
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     script = f"{HEAD}open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
     port = free_port()
-    invite(Machine(0, 2, "127.0.0.1", port), 30.0)
-    other = threading.Thread(target=meet, args=(Machine(0, 2, "127.0.0.1", port), 2, 30.0))
+    serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 30.0)
+    other = threading.Thread(target=join_rendezvous, args=(NodeSpec(0, 2, "127.0.0.1", port), 2, 30.0))
     other.start()
-    machine = Machine(1, 2, "127.0.0.1", port)
-    meeting = meet(machine, 2, 30.0)
-    assert local.start(2, [sys.executable, "-c", script], among=(machine, meeting)) is None
+    machine = NodeSpec(1, 2, "127.0.0.1", port)
+    meeting = join_rendezvous(machine, 2, 30.0)
+    assert local.spawn_ranks(2, [sys.executable, "-c", script], among=(machine, meeting)) is None
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
         f"2 0 4 2 1 127.0.0.1 {meeting.port}",
         f"3 1 4 2 1 127.0.0.1 {meeting.port}",
@@ -62,7 +62,7 @@ def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> Non
 
 
 def test_an_error_of_all_ranks_is_reported_once() -> None:
-    outcome = start("sys.exit(Outcome.of(DataError('no rows')).report())")
+    outcome = start("sys.exit(ExitStatus.from_error(DataError('no rows')).report())")
     assert outcome is not None
     assert (outcome.code, outcome.line) == (USER, "rlhf: error: no rows")
 
@@ -70,9 +70,9 @@ def test_an_error_of_all_ranks_is_reported_once() -> None:
 def test_the_cause_is_reported_and_not_what_it_brought_down() -> None:
     script = """
 if rank == '0':
-    sys.exit(Outcome.of(RuntimeError('connection closed by peer')).report())
+    sys.exit(ExitStatus.from_error(RuntimeError('connection closed by peer')).report())
 time.sleep(0.5)
-sys.exit(Outcome.of(DataError('no rows')).report())
+sys.exit(ExitStatus.from_error(DataError('no rows')).report())
 """
     outcome = start(script)
     assert outcome is not None
@@ -91,7 +91,7 @@ def test_a_signal_is_passed_on_and_the_run_counts_as_interrupted(tmp_path: Path)
 try:
     open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
 except KeyboardInterrupt as error:
-    sys.exit(Outcome.of(error).report())
+    sys.exit(ExitStatus.from_error(error).report())
 """
 
     signals(tmp_path, signal.SIGTERM)
@@ -125,7 +125,7 @@ try:
 except KeyboardInterrupt as error:
     time.sleep(0.5)
     open(f'{tmp_path}/saved-{{rank}}', 'w')
-    sys.exit(Outcome.of(error).report())
+    sys.exit(ExitStatus.from_error(error).report())
 """
     signals(tmp_path, signal.SIGINT)
     outcome = start(script)
@@ -180,11 +180,11 @@ except KeyboardInterrupt:
 def test_a_rank_that_follows_another_leaves_it_the_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_SECONDS_TO_FAIL", 0.1)
     script = """
-from rlhf.errors import FailedElsewhere
+from rlhf.errors import RemoteRankError
 if rank == '1':
-    sys.exit(Outcome.of(FailedElsewhere('saving failed on rank 0')).report())
+    sys.exit(ExitStatus.from_error(RemoteRankError('saving failed on rank 0')).report())
 time.sleep(1)
-sys.exit(Outcome.of(DataError('no rows')).report())
+sys.exit(ExitStatus.from_error(DataError('no rows')).report())
 """
     outcome = start(script)
     assert outcome is not None and outcome.line == "rlhf: error: no rows"
@@ -195,7 +195,7 @@ def test_a_job_in_the_background_is_heard_and_what_it_ignores_stays_ignored(tmp_
     rank = f"{HEAD}\nopen('{tmp_path}/' + rank, 'w').close()\ntime.sleep(30)"
     script = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
-        f"\nfrom rlhf.launchers import local\noutcome = local.start(2, [sys.executable, '-c', {rank!r}])"
+        f"\nfrom rlhf.launchers import local\noutcome = local.spawn_ranks(2, [sys.executable, '-c', {rank!r}])"
         "\nsys.exit(outcome.code if outcome else 0)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
@@ -227,7 +227,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            f"import sys; from rlhf.launchers import local; local.start(2, [sys.executable, '-c', {rank!r}])",
+            f"import sys; from rlhf.launchers import local; local.spawn_ranks(2, [sys.executable, '-c', {rank!r}])",
         ]
     )
     while not all((tmp_path / str(rank)).exists() for rank in range(2)):
@@ -248,18 +248,18 @@ def test_modules_of_the_working_directory_are_not_taken_for_those_of_python(
 ) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
-    assert local.start(2, local.rank_command(["--version"])) is None
+    assert local.spawn_ranks(2, local.rank_command(["--version"])) is None
 
 
 def test_ranks_are_started_unless_a_launcher_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert local.must_start(2)
-    assert not local.must_start(1)
-    assert not local.must_start(None)
+    assert local.should_spawn(2)
+    assert not local.should_spawn(1)
+    assert not local.should_spawn(None)
     monkeypatch.setenv("RANK", "0")
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    assert not local.must_start(2)
+    assert not local.should_spawn(2)
     with pytest.raises(ConfigError, match="a launcher has started 2 already"):
-        local.must_start(4)
+        local.should_spawn(4)

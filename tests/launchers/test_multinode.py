@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from rlhf.errors import ConfigError, FailedElsewhere
+from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers import multinode
-from rlhf.launchers.exit_status import Interrupted, Outcome
-from rlhf.launchers.multinode import Machine, free_port, invite, meet
+from rlhf.launchers.exit_status import ExitStatus, Interrupted
+from rlhf.launchers.multinode import NodeSpec, free_port, join_rendezvous, serve_rendezvous
 
 SRUN = {
     "SLURM_JOB_ID": "77",
@@ -31,11 +31,11 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_among_others() -> None:
-    assert multinode.machine(2, 1, "node01:29400") == Machine(1, 2, "node01", 29400)
-    assert multinode.machine(2, 0, "[fd00::1]:29400") == Machine(0, 2, "fd00::1", 29400)
-    assert multinode.machine(None, None, None) is None
-    assert multinode.machine(1, None, None) is None
-    assert multinode.machine(1, 0, "a:1") is None  # a script's options, where it has one machine
+    assert multinode.resolve_node(2, 1, "node01:29400") == NodeSpec(1, 2, "node01", 29400)
+    assert multinode.resolve_node(2, 0, "[fd00::1]:29400") == NodeSpec(0, 2, "fd00::1", 29400)
+    assert multinode.resolve_node(None, None, None) is None
+    assert multinode.resolve_node(1, None, None) is None
+    assert multinode.resolve_node(1, 0, "a:1") is None  # a script's options, where it has one machine
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ def test_options_that_are_missing_or_contradict_each_other(
     options: tuple[int | None, int | None, str | None], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        multinode.machine(*options)
+        multinode.resolve_node(*options)
 
 
 def test_srun_with_one_task_a_machine_says_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
-    found = multinode.machine(2, None, None)
+    found = multinode.resolve_node(2, None, None)
     assert found and (found.number, found.count, found.host) == (1, 2, "node01")
     with pytest.raises(ConfigError, match="--nodes 4: srun has started 2 processes"):
-        multinode.machine(4, None, None)
+        multinode.resolve_node(4, None, None)
 
 
 def meeting(*machines: dict[str, object]) -> list[object]:
@@ -74,12 +74,12 @@ def meeting(*machines: dict[str, object]) -> list[object]:
     found: dict[int, object] = {}
 
     def go(number: int) -> None:
-        machine = Machine(number, 2, "127.0.0.1", port)
+        machine = NodeSpec(number, 2, "127.0.0.1", port)
         try:
             if number == 0:
-                invite(machine, 1.0)
-            found[number] = meet(machine, timeout=1.0, **({"ranks": 1} | machines[number]))  # type: ignore[arg-type]
-        except (ConfigError, FailedElsewhere) as error:
+                serve_rendezvous(machine, 1.0)
+            found[number] = join_rendezvous(machine, timeout=1.0, **({"ranks": 1} | machines[number]))  # type: ignore[arg-type]
+        except (ConfigError, RemoteRankError) as error:
             found[number] = error
 
     threads = [threading.Thread(target=go, args=(number,)) for number in range(len(machines))]
@@ -92,7 +92,7 @@ def meeting(*machines: dict[str, object]) -> list[object]:
 
 def test_launchers_meet_and_learn_where_the_ranks_do() -> None:
     first, other = meeting({}, {})
-    assert isinstance(first, multinode.Meeting) and isinstance(other, multinode.Meeting)
+    assert isinstance(first, multinode.Rendezvous) and isinstance(other, multinode.Rendezvous)
     assert first.port == other.port and other.needed
 
 
@@ -103,32 +103,32 @@ def test_launchers_with_other_options_refuse() -> None:
 
 
 def test_what_the_first_machine_refuses_is_refused_on_all() -> None:
-    _, other = meeting({"refusal": Outcome(2, "rlhf: error: no such model folder", 0.0)}, {})
-    assert isinstance(other, FailedElsewhere)
+    _, other = meeting({"refusal": ExitStatus(2, "rlhf: error: no such model folder", 0.0)}, {})
+    assert isinstance(other, RemoteRankError)
     assert (str(other), other.exit_code) == ("no such model folder", 2)
 
 
 def test_a_machine_that_does_not_come_is_named() -> None:
     (alone,) = meeting({})
-    assert isinstance(alone, FailedElsewhere) and alone.exit_code == 2
+    assert isinstance(alone, RemoteRankError) and alone.exit_code == 2
     assert str(alone).startswith("machine 1 of 2 did not come within 1 s; start all")
 
 
 def test_a_port_that_is_taken() -> None:
     port = free_port()
-    invite(Machine(0, 2, "127.0.0.1", port), 5.0)
+    serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
     with pytest.raises(ConfigError, match=r": cannot be listened at \(Address already in use\); choose another port"):
-        invite(Machine(0, 2, "127.0.0.1", port), 5.0)
+        serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
 
 
 def test_ctrl_c_while_a_machine_waits_is_reported() -> None:
-    machine = Machine(0, 2, "127.0.0.1", free_port())
-    invite(machine, 2.0)
+    machine = NodeSpec(0, 2, "127.0.0.1", free_port())
+    serve_rendezvous(machine, 2.0)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
         with pytest.raises(Interrupted, match=r"^nothing was started$"):
-            meet(machine, 1, timeout=2.0)
+            join_rendezvous(machine, 1, timeout=2.0)
     except KeyboardInterrupt:  # which would end pytest
         pytest.fail("Ctrl-C is not answered")
     timer.join()

@@ -12,10 +12,10 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import DEFECT, USER, Outcome
+from rlhf.launchers.exit_status import DEFECT, USER, ExitStatus
 from rlhf.launchers.multinode import free_port
-from rlhf.launchers.rank_monitor import supervised
-from rlhf.utils.process_info import Place
+from rlhf.launchers.rank_monitor import monitor_ranks
+from rlhf.utils.process_info import ProcessInfo
 from tests.helpers import user_environment
 
 ROOT = Path(__file__).parents[2]
@@ -23,27 +23,27 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from rlhf.launchers.exit_status import Outcome
+from rlhf.launchers.exit_status import ExitStatus
 from rlhf.launchers import rank_monitor
 rank_monitor._SECONDS_TO_LEAVE = 1.0
 import torch, torch.distributed as dist
 from rlhf.errors import DataError
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 from rlhf.engine import distributed
-rank = here().rank
+rank = current_process().rank
 try:
-    with rank_monitor.supervised(here(), {timeout}) as member:
+    with rank_monitor.monitor_ranks(current_process(), {timeout}) as member:
         dist.init_process_group("gloo")
         distributed._members.append(member)
         dist.barrier()
         {then}
 except BaseException as error:
-    sys.exit(Outcome.of(error).report())
+    sys.exit(ExitStatus.from_error(error).report())
 """
 
 
-def on_two_ranks(then: str, *, timeout: float = 60.0) -> Outcome | None:
-    return local.start(2, [sys.executable, "-c", SCRIPT.format(root=str(ROOT), then=then, timeout=timeout)])
+def on_two_ranks(then: str, *, timeout: float = 60.0) -> ExitStatus | None:
+    return local.spawn_ranks(2, [sys.executable, "-c", SCRIPT.format(root=str(ROOT), then=then, timeout=timeout)])
 
 
 def test_ranks_that_end_well_are_told_so() -> None:
@@ -100,8 +100,8 @@ def test_the_launcher_reports_the_cause_and_not_the_lost_connection() -> None:
 def test_where_the_ranks_cannot_meet_rank_0_says_so_in_one_line(host: str, why: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        place = Place(0, 2, 0, 2, 0, host, port, "torchrun")
-        with pytest.raises(ConfigError) as caught, supervised(place, 1.0):
+        place = ProcessInfo(0, 2, 0, 2, 0, host, port, "torchrun")
+        with pytest.raises(ConfigError) as caught, monitor_ranks(place, 1.0):
             pass
     said = str(caught.value)
     assert said.startswith(f"{host}:{port}: the ranks cannot meet there (") and why in said and "\n" not in said

@@ -75,7 +75,7 @@ def folder(
         patch.setenv("PYTHONPATH", os.pathsep.join([str(base / "site"), str(ROOT)]))
         patch.setenv("RLHF_PLUGINS", plugin)
         script = "from tests.matrix import rehearsal, two_ranks; two_ranks.main({!r}, 'rehearsal', rehearsal.watch)"
-        outcome = local.start(2, [sys.executable, "-c", script.format(str(base))])
+        outcome = local.spawn_ranks(2, [sys.executable, "-c", script.format(str(base))])
     assert outcome is None, outcome.line
     return base
 

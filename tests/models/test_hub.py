@@ -326,7 +326,7 @@ def test_libraries_take_the_copy_at_once_and_without_a_word(tmp_path: Path, mode
     script = """
 from rlhf.reporting import verbosity
 from rlhf.models.hub import check_hub
-verbosity.command(debug=False)
+verbosity.configure_logging(debug=False)
 check_hub("me/tiny", "model")
 import time
 from transformers import AutoModelForCausalLM

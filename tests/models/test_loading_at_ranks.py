@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_and_masters_are_the_checkpoints(folder: Path, count: int) -> None:
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.models import ranks_of_loading as ranks"
-    outcome = local.start(count, [sys.executable, "-c", f"{script}; ranks.main({str(folder)!r})"])
+    outcome = local.spawn_ranks(count, [sys.executable, "-c", f"{script}; ranks.main({str(folder)!r})"])
     assert outcome is None, outcome.line
     for rank in range(count):
         assert (folder / f"rank {rank}").read_text() == ""

@@ -21,7 +21,7 @@ def left(tmp_path_factory) -> Any:
     """(stage, rank) -> what it left."""
     folder = tmp_path_factory.mktemp("two-ranks")
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.reference import two_ranks"
-    outcome = local.start(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
+    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
     assert outcome is None, outcome.line
     return lambda stage, rank=0: torch.load(folder / f"{stage}, rank {rank}", weights_only=False)
 

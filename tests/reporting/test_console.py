@@ -30,7 +30,7 @@ def ours() -> Iterator[logging.Logger]:
     """A logger of this package, in a process of the command line."""
     logger = logging.getLogger("rlhf")
     before, level = logger.handlers, logger.level
-    verbosity.command(debug=True)
+    verbosity.configure_logging(debug=True)
     yield logging.getLogger("rlhf.somewhere")
     logger.handlers = before
     logger.setLevel(level)

@@ -130,7 +130,7 @@ def test_chat_with_an_unfinished_run_is_one_line(forks: Forks, tmp_path: Path) -
 SPEAKING = """
 import logging, sys, warnings
 from rlhf.reporting import verbosity
-verbosity.command(debug="--debug" in sys.argv)
+verbosity.configure_logging(debug="--debug" in sys.argv)
 warnings.warn("old", FutureWarning)
 for name in ("rlhf.part", "accelerators.part", "library"):
     for level in (logging.DEBUG, logging.WARNING, logging.ERROR):
@@ -160,7 +160,7 @@ def test_warnings_that_a_user_asks_for_are_shown() -> None:
 
 def test_deepspeed_has_nothing_to_say_of_the_device_that_it_would_choose() -> None:
     """It does so while it is imported, on standard output."""
-    done = python("from rlhf.reporting import verbosity; verbosity.command(debug=False); import deepspeed")
+    done = python("from rlhf.reporting import verbosity; verbosity.configure_logging(debug=False); import deepspeed")
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -168,9 +168,9 @@ LOUD = """
 import os, sys
 from rlhf.reporting import verbosity
 if "--host" not in sys.argv:
-    verbosity.command(debug="--debug" in sys.argv)
+    verbosity.configure_logging(debug="--debug" in sys.argv)
 print("before")
-with verbosity.unheard():
+with verbosity.suppress_stdout():
     print("printed")
     os.system("echo compiled")
     os.system("echo broken >&2")
@@ -192,9 +192,9 @@ def test_with_debug_and_in_a_program_of_somebody_elses_it_is(who: str) -> None:
 def test_a_failure_where_nothing_is_heard_ends_the_silence() -> None:
     code = """
 from rlhf.reporting import verbosity
-verbosity.command(debug=False)
+verbosity.configure_logging(debug=False)
 try:
-    with verbosity.unheard():
+    with verbosity.suppress_stdout():
         raise RuntimeError
 except RuntimeError:
     print("after")
@@ -206,10 +206,10 @@ def test_silences_of_two_threads_last_until_the_later_one_ends() -> None:
     code = """
 import os, threading
 from rlhf.reporting import verbosity
-verbosity.command(debug=False)
+verbosity.configure_logging(debug=False)
 entered, left, open_files = threading.Event(), threading.Event(), len(os.listdir("/proc/self/fd"))
 def first():
-    with verbosity.unheard(), verbosity.unheard():
+    with verbosity.suppress_stdout(), verbosity.suppress_stdout():
         entered.set()
         second_entered.wait(10)
     left.set()
@@ -217,7 +217,7 @@ second_entered = threading.Event()
 thread = threading.Thread(target=first)
 thread.start()
 entered.wait(10)
-with verbosity.unheard():
+with verbosity.suppress_stdout():
     second_entered.set()
     left.wait(10)
     print("unasked", flush=True)
@@ -231,7 +231,7 @@ def test_what_a_backend_and_deepspeed_print_while_they_are_opened_is_not_heard()
     code = """
 import os
 from rlhf.reporting import verbosity
-verbosity.command(debug=False)
+verbosity.configure_logging(debug=False)
 import accelerators
 from accelerators.backends.cpu.backend import CPU
 from rlhf.engine import distributed

@@ -138,8 +138,8 @@ def test_one_base_that_is_a_must_is_refused_before_anything_is_loaded(tmp_path, 
     lora = {"rank": 4, **values.get("lora", {}), "share_base": True}
     config = build_config({**values, "lora": lora, "output": str(tmp_path)})
     if words is None:
-        check_sharing(config, PENDING, RunDirectory(tmp_path).model_of)
+        check_sharing(config, PENDING, RunDirectory(tmp_path).finished_model)
         return
     with pytest.raises(ConfigError, match=r"^lora\.share_base: true, but ") as caught:
-        check_sharing(config, PENDING, RunDirectory(tmp_path).model_of)
+        check_sharing(config, PENDING, RunDirectory(tmp_path).finished_model)
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -118,7 +118,7 @@ def test_one_base_for_all_is_refused_where_the_critic_has_its_own() -> None:
 
     config = build_config({"lora": {"rank": 4, "share_base": True}, "ppo": {"critic": "opt-350m"}})
     with pytest.raises(ConfigError) as found:
-        check_sharing(config, ("sft", "reward", "ppo"), RunDirectory(config.output).model_of)
+        check_sharing(config, ("sft", "reward", "ppo"), RunDirectory(config.output).finished_model)
     assert str(found.value) == (
         "lora.share_base: true, but the critic does not begin as the reward model; leave ppo.critic out, or leave it "
         "at auto"

@@ -11,7 +11,7 @@ import pytest
 from rlhf.config.schema import load_config
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.atomic_io import atomic_directory, atomic_write_json, publish
+from rlhf.utils.atomic_io import atomic_directory, atomic_rename_dir, atomic_write_json
 from tests.run_folders import accelerator, checkpoint, config_in, contents, fail_in, record, run_stages
 
 
@@ -78,7 +78,7 @@ def test_resume_keeps_what_is_there(tmp_path: Path) -> None:
     run_stages(config, "sft")
     run_stages(config, "reward", finish=False)
     run = RunDirectory.check(config, resume=True)
-    with run.opened(config, resume=True):
+    with run.open_for(config, resume=True):
         pass
     assert run.stage("sft").done
     assert run.stage("reward").begun
@@ -92,7 +92,7 @@ def test_leftovers_of_a_crash_go_when_the_run_goes_on_and_files_of_others_stay(t
     for folder in half:
         (folder / "shard").mkdir(parents=True)
     (run.path / "film.partial").write_text("mine")
-    with run.opened(config, stages=("sft",), resume=True):
+    with run.open_for(config, stages=("sft",), resume=True):
         assert not any(folder.exists() for folder in half)
     assert kept.exists() and (run.path / "film.partial").exists()
 
@@ -107,18 +107,18 @@ def test_a_complete_stage_needs_no_checkpoint(tmp_path: Path) -> None:
 def test_a_stage_resumes_only_in_the_precision_that_it_was_trained_in(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = RunDirectory(config.output)
-    with run.opened(config, stages=("sft",), accelerator=accelerator("bf16")):
+    with run.open_for(config, stages=("sft",), accelerator=accelerator("bf16")):
         record(run.stage("sft"), 1)
     before = contents(run.path)
     wishes: Any = {"stages": ("sft",), "resume": True}
     RunDirectory.check(config, **wishes)
     found = r"precision \('bf16' there, auto, which is fp32 here, now\)"
-    with pytest.raises(RunError, match=found), run.opened(config, **wishes, accelerator=accelerator("fp32")):
+    with pytest.raises(RunError, match=found), run.open_for(config, **wishes, accelerator=accelerator("fp32")):
         pass
     assert contents(run.path) == before
     named = config_in(tmp_path / "run", "precision=bf16")
     RunDirectory.check(named, **wishes)
-    with run.opened(named, **wishes, accelerator=accelerator("bf16")):
+    with run.open_for(named, **wishes, accelerator=accelerator("bf16")):
         pass
     with pytest.raises(RunError, match="'bf16' there, 'fp32' now"):
         RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
@@ -135,9 +135,12 @@ def test_a_run_that_recorded_no_settings_of_its_stages_is_compared_with_what_aut
     run.description.write_text(json.dumps(described))
     wishes: Any = {"stages": ("sft",), "resume": True}
     if hardware:
-        with pytest.raises(RunError, match="precision"), run.opened(config, **wishes, accelerator=accelerator("bf16")):
+        with (
+            pytest.raises(RunError, match="precision"),
+            run.open_for(config, **wishes, accelerator=accelerator("bf16")),
+        ):
             pass
-    with run.opened(config, **wishes, accelerator=accelerator("fp32")):
+    with run.open_for(config, **wishes, accelerator=accelerator("fp32")):
         pass
 
 
@@ -228,7 +231,7 @@ def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Pa
     run.stage("sft").metrics.touch()
     atomic_write_json(run.description, {"config": {}})
     config = config_in(tmp_path / "run")
-    with RunDirectory.check(config).opened(config):
+    with RunDirectory.check(config).open_for(config):
         assert not run.stage("sft").path.exists()
 
 
@@ -278,10 +281,10 @@ def test_the_latest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
 
 def test_saved_state_names_complete_stages_and_the_last_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    assert run.saved_state() is None
+    assert run.describe_saved() is None
     run.stage("sft").finish({})
     (run.stage("ppo").checkpoints / "step-00000010").mkdir(parents=True)
-    assert run.saved_state() == f"in {tmp_path}, sft is complete, ppo is saved up to step-00000010"
+    assert run.describe_saved() == f"in {tmp_path}, sft is complete, ppo is saved up to step-00000010"
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -315,6 +318,6 @@ def test_publishing_replaces_an_older_folder(tmp_path: Path) -> None:
     for text in ("old", "new"):
         (tmp_path / "building").mkdir()
         (tmp_path / "building" / "weights").write_text(text)
-        publish(tmp_path / "building", tmp_path / "model")
+        atomic_rename_dir(tmp_path / "building", tmp_path / "model")
     assert (tmp_path / "model" / "weights").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

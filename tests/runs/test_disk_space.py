@@ -17,7 +17,7 @@ from rlhf.config.schema import Config
 from rlhf.errors import RunError
 from rlhf.runs.disk_space import Need, bytes_needed, check_room
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import publish
+from rlhf.utils.atomic_io import atomic_rename_dir
 from tests.helpers import llama, start, wait_for
 from tests.in_process import scalar_llama
 
@@ -72,7 +72,7 @@ def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monke
 
     def measured(temporary: Path, path: Path) -> None:
         sizes.append(sum(file.stat().st_size for file in tmp_path.rglob("weights")))
-        publish(temporary, path)
+        atomic_rename_dir(temporary, path)
 
     monkeypatch.setattr(training_state, "publish", measured)
     for step in range(1, 6):

@@ -14,10 +14,10 @@ import pytest
 
 from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import RunError
-from rlhf.runs.backup import Aside
+from rlhf.runs.backup import Backup
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils import file_lock
-from rlhf.utils.file_lock import LOCK, locked
+from rlhf.utils.file_lock import LOCK, lock_folder
 from tests.run_folders import checkpoint, config_in, contents, fail_in, record, run_stages
 
 
@@ -85,9 +85,9 @@ def test_what_overwrite_replaces_goes_with_the_first_step_of_the_new_run(tmp_pat
 def test_a_checkpoint_settles_a_stage_whose_records_are_rare(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
-    with run.opened(config, stages=("sft",), overwrite=True):
+    with run.open_for(config, stages=("sft",), overwrite=True):
         checkpoint(run.stage("sft"), 3)
-        run.settle(run.stage("sft"))
+        run.commit(run.stage("sft"))
         assert not list(run.path.glob(".rlhf.replaced*"))
     assert not run.stage("sft").done and run.stage("sft").latest_checkpoint
 
@@ -118,7 +118,7 @@ elif moment == "copy2":
 elif moment == "rename":
     rlhf.runs.backup.os.rename = dying(os.rename)
 run = RunDirectory(Path({str(tmp_path / "run")!r}))
-with run.opened(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite=True):
+with run.open_for(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite=True):
     if moment == "in the block":
         os.kill(os.getpid(), 9)
     run.stage("sft").path.mkdir()
@@ -129,13 +129,13 @@ with run.opened(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite
                 os.unlink(path / "run.json")
                 os.kill(os.getpid(), 9)
         shutil.rmtree = half
-    run.settle(run.stage("sft"))
+    run.commit(run.stage("sft"))
     os.kill(os.getpid(), 9)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     if moment in ("settled", "rmtree"):
         RunDirectory.check(config_in(tmp_path / "run", "seed=5"), resume=True)
-        with run.opened(config_in(tmp_path / "run", "seed=5"), resume=True):
+        with run.open_for(config_in(tmp_path / "run", "seed=5"), resume=True):
             pass
         assert sorted(path.name for path in run.path.iterdir()) == ["recipe.yaml", "run.json", "sft"]
         assert json.loads(run.description.read_text())["seed"] == 5
@@ -157,10 +157,10 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -
     config = config_in(tmp_path / "run")
     run = RunDirectory(config.output)
     named = rf"process {os.getpid()} on {socket.gethostname()} is writing"
-    with run.opened(config):
+    with run.open_for(config):
         with pytest.raises(RunError, match=named):
             RunDirectory.check(config)
-        with pytest.raises(RunError, match=named), run.opened(config, overwrite=True):
+        with pytest.raises(RunError, match=named), run.open_for(config, overwrite=True):
             pass
         record(run.stage("sft"), 1)
     assert {path.name for path in run.path.iterdir()} == {"run.json", "recipe.yaml", "sft"}
@@ -169,8 +169,8 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -
 def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = (
-        "import os; from pathlib import Path; from rlhf.utils.file_lock import locked\n"
-        f"with locked(Path({str(folder)!r})): "
+        "import os; from pathlib import Path; from rlhf.utils.file_lock import lock_folder\n"
+        f"with lock_folder(Path({str(folder)!r})): "
     )
     dead = subprocess.run([sys.executable, "-c", script + "os.kill(os.getpid(), 9)"], check=False)
     assert dead.returncode == -9 and (folder / LOCK).exists()
@@ -188,7 +188,7 @@ def test_where_there_are_no_locks_the_owner_that_is_named_is_believed(
     monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
-    Aside(run.path).fill([run.description], ["sft"])  # as --overwrite has it until its first step
+    Backup(run.path).create([run.description], ["sft"])  # as --overwrite has it until its first step
     other = subprocess.Popen(["sleep", "60"])
     (run.path / LOCK).write_text(f"process {other.pid} on {socket.gethostname()}\n")
     if not living:
@@ -214,13 +214,13 @@ def test_an_owner_on_another_host_may_live() -> None:
 
 
 def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:
-    with locked(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         child = os.fork()
         if not child:
             time.sleep(30)
             os._exit(0)
     try:
-        with locked(tmp_path / "run"):
+        with lock_folder(tmp_path / "run"):
             pass
     finally:
         os.kill(child, signal.SIGKILL)

@@ -15,7 +15,7 @@ from rlhf.config.schema import STAGES, Config, Stage, load_config
 from rlhf.errors import ConfigError, RunError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import disagreement
+from rlhf.runs.resume import first_difference
 from rlhf.trainers import run as launch
 from rlhf.utils.file_lock import LOCK
 from tests.run_folders import accelerator, config_in, contents, record, run_stages
@@ -41,7 +41,7 @@ def test_the_recipe_in_a_run_gives_its_settings_from_any_folder(
 @pytest.mark.parametrize("stages", [STAGES, ("reward",)])
 def test_what_goes_on_without_a_recipe_takes_the_runs_own(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
     run_stages(config_in(tmp_path / "run", "sft.batch_size=8", "ppo.kl_coef=0.3"), "sft")
-    options = Options(output=tmp_path / "run", overrides=["ppo.steps=7"]).of_run(stages)
+    options = Options(output=tmp_path / "run", overrides=["ppo.steps=7"]).with_run_recipe(stages)
     config = options.load()
     assert options.config == tmp_path / "run" / "recipe.yaml"
     assert (config.sft.batch_size, config.ppo.kl_coef, config.ppo.steps) == (8, 0.3, 7)
@@ -54,13 +54,13 @@ def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: p
     (tmp_path / "run").rename(moved)
     monkeypatch.chdir(tmp_path / "here")
     for options in (Options(output=moved), Options(overrides=[f"output={moved}"]), Options()):
-        assert options.of_run(("reward",)).load().output.resolve() == moved
+        assert options.with_run_recipe(("reward",)).load().output.resolve() == moved
 
 
 @pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
 def test_a_run_that_is_replaced_has_its_own_settings_again(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
     run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), *STAGES)
-    config = Options(output=tmp_path / "run", overwrite=True, overrides=["ppo.steps=7"]).of_run(stages).load()
+    config = Options(output=tmp_path / "run", overwrite=True, overrides=["ppo.steps=7"]).with_run_recipe(stages).load()
     assert (config.ppo.kl_coef, config.ppo.steps) == (0.3, 7)
 
 
@@ -68,40 +68,40 @@ def test_another_model_in_the_place_of_a_run_starts_from_the_defaults(tmp_path: 
     """What suits the embedded model would ruin it."""
     run_stages(config_in(tmp_path / "run"), *STAGES)
     options = Options(output=tmp_path / "run", overwrite=True, overrides=["model.path=./other"])
-    assert options.of_run(STAGES).load().sft == Config().sft
-    assert options.of_run(("ppo",)).load().sft == load_config().sft  # the others stay
+    assert options.with_run_recipe(STAGES).load().sft == Config().sft
+    assert options.with_run_recipe(("ppo",)).load().sft == load_config().sft  # the others stay
 
 
 @pytest.mark.parametrize("output", ["5", "[a]", "{a: b}"])
 def test_an_output_that_is_no_path_is_an_error_of_one_line(output: str) -> None:
     with pytest.raises(ConfigError, match=r"^--set output=.*: expected a path"):
-        Options(overrides=[f"output={output}"]).of_run(STAGES).load()
+        Options(overrides=[f"output={output}"]).with_run_recipe(STAGES).load()
 
 
 def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert Options(output=folder).of_run(STAGES).config is None
+        assert Options(output=folder).with_run_recipe(STAGES).config is None
 
 
 def test_what_a_killed_run_was_to_replace_is_back_before_its_recipe_is_read(tmp_path: Path) -> None:
     """The recipe of the run that was killed is not that of the one that goes on."""
     run = run_stages(config_in(tmp_path / "run", "ppo.steps=200"), "ppo", finish=False)
     new = config_in(tmp_path / "run", "ppo.steps=5")
-    opened = run.opened(new, stages=("ppo",), overwrite=True)
+    opened = run.open_for(new, stages=("ppo",), overwrite=True)
     opened.__enter__()  # and then the process dies
     (tmp_path / "run" / LOCK).unlink()
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "run", copy)
     assert load_config(copy / "recipe.yaml").ppo.steps == 5
-    assert Options(output=copy, resume=True).of_run(("ppo",)).load().ppo.steps == 200
+    assert Options(output=copy, resume=True).with_run_recipe(("ppo",)).load().ppo.steps == 200
     opened.__exit__(None, None, None)
 
 
 def test_a_recipe_that_is_lost_is_written_anew(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), "sft")
     run.recipe.unlink()
-    assert Options(output=run.path).of_run(("reward",)).load().ppo.kl_coef == 0.3
+    assert Options(output=run.path).with_run_recipe(("reward",)).load().ppo.kl_coef == 0.3
     assert run.recipe.is_file()
 
 
@@ -109,7 +109,7 @@ def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     own = tmp_path / "own.yaml"
     own.write_text("seed: 5")
-    assert Options(config=own, output=tmp_path / "run").of_run(STAGES).load().seed == 5
+    assert Options(config=own, output=tmp_path / "run").with_run_recipe(STAGES).load().seed == 5
 
 
 def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_
 
 def test_what_auto_came_to_is_no_other_precision(tmp_path: Path) -> None:
     config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with run.opened(config, stages=("sft",), accelerator=accelerator("bf16")):
+    with run.open_for(config, stages=("sft",), accelerator=accelerator("bf16")):
         record(run.stage("sft"), 1)
         run.stage("sft").finish({})
     RunDirectory.check(config, stages=("sft",), resume=True)
@@ -228,24 +228,24 @@ def test_a_complete_run_of_an_earlier_version_has_the_precision_that_auto_came_t
 
 def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with run.opened(config, stages=("sft",), data=ROWS):
+    with run.open_for(config, stages=("sft",), data=ROWS):
         record(run.stage("sft"), 1)
     before = contents(run.path)
     changed = {"a.jsonl": {"rows": 57, "digest": "34"}, "b.jsonl": {"rows": 1, "digest": "5"}}
     for stages, wishes in ((("sft",), {"resume": True}), (("reward",), {})):
         with (
             pytest.raises(RunError, match=r"made with other rows: a\.jsonl \(76 rows there, 57 now\); bring back"),
-            run.opened(config, stages=stages, data=changed, **wishes),
+            run.open_for(config, stages=stages, data=changed, **wishes),
         ):
             pass
     assert contents(run.path) == before
-    with run.opened(config, stages=("sft",), resume=True, data=ROWS):
+    with run.open_for(config, stages=("sft",), resume=True, data=ROWS):
         pass
 
 
 def test_a_dry_run_compares_rows_and_precision_too(tmp_path: Path) -> None:
     config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with run.opened(config, stages=("sft",), data=ROWS, accelerator=accelerator("bf16")):
+    with run.open_for(config, stages=("sft",), data=ROWS, accelerator=accelerator("bf16")):
         record(run.stage("sft"), 1)
     wishes: dict[str, Any] = {"stages": ("sft",), "resume": True}
     RunDirectory.check(config, **wishes, data=ROWS, accelerator=accelerator("bf16"))
@@ -267,7 +267,7 @@ def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch
     config = project("a")
     run = RunDirectory(config.output)
     rows = {f"{tmp_path}/a/rows.jsonl": {"rows": 76, "digest": "12"}}
-    with run.opened(config, stages=("sft",), data=rows):
+    with run.open_for(config, stages=("sft",), data=rows):
         record(run.stage("sft"), 1)
     (tmp_path / "a").rename(tmp_path / "b")
     moved = {f"{tmp_path}/b/rows.jsonl": {"rows": 76, "digest": "12"}}
@@ -282,8 +282,8 @@ def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch
 
 def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:
     configs = [config_in(tmp_path / "run", f"ppo.steps={steps}").model_dump(mode="json") for steps in (7, 7, 9)]
-    assert disagreement(configs[:2]) == ""
-    assert disagreement(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
+    assert first_difference(configs[:2]) == ""
+    assert first_difference(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
 
 
 def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
@@ -292,10 +292,10 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
     """Before anything of it is kept, that is the command that was given: the folder is as it was, with its settings."""
 
     def interrupted(config: Config, selection: Any, directory: RunDirectory, request: Any, pending: Any) -> None:
-        with directory.opened(config, stages=request.stages, resume=request.resume, overwrite=request.overwrite):
+        with directory.open_for(config, stages=request.stages, resume=request.resume, overwrite=request.overwrite):
             if steps:
                 record(directory.stage("reward"), *steps)
-                directory.settle(directory.stage("reward"))
+                directory.commit(directory.stage("reward"))
             raise KeyboardInterrupt
 
     run = run_stages(config_in(tmp_path / "run"), "sft")
@@ -309,7 +309,7 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
     steps = [1]
     with pytest.raises(Interrupted, match=rf"; to continue: rlhf reward --output {run.path} --resume$"):
         launch.run(config, stages=("reward",), accelerator="cpu")
-    goes_on = Options(output=run.path, resume=True).of_run(("reward",)).load()
+    goes_on = Options(output=run.path, resume=True).with_run_recipe(("reward",)).load()
     assert goes_on.reward.optimizer.learning_rate == 0.7 and goes_on.accelerator == "cpu"
     with pytest.raises(Interrupted, match=rf"; to continue: rlhf --stages reward,dpo --output {run.path} --resume$"):
         launch.run(config, stages=("reward", "dpo"), resume=True)
@@ -317,8 +317,8 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
 
 def test_a_run_that_is_replaced_may_have_other_rows(tmp_path: Path) -> None:
     config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with run.opened(config, stages=("sft",), data=ROWS):
+    with run.open_for(config, stages=("sft",), data=ROWS):
         record(run.stage("sft"), 1)
-    with run.opened(config, stages=("sft",), overwrite=True, data={"a.jsonl": {"rows": 57, "digest": "34"}}):
+    with run.open_for(config, stages=("sft",), overwrite=True, data={"a.jsonl": {"rows": 57, "digest": "34"}}):
         record(run.stage("sft"), 1)
     assert json.loads(run.description.read_text())["data"]["a.jsonl"]["rows"] == 57

@@ -66,7 +66,7 @@ def on_two_ranks(folder: Path, machines: str, *rows: int) -> list[Any]:
         lines = [json.dumps({"prompt": f"{n}?", "response": "cow"}) for n in range(number)]
         Path(sources[-1]).write_text("\n".join(lines))
     script = SCRIPT.format(root=str(ROOT), folder=str(folder), machines=machines, sources=(sources * 2)[:2])
-    assert local.start(2, [sys.executable, "-c", script]) is None
+    assert local.spawn_ranks(2, [sys.executable, "-c", script]) is None
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)]
 
 

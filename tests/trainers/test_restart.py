@@ -109,7 +109,7 @@ os.dup2(other, 1), os.dup2(other, 2), os.close(other)
 from rlhf.utils import signals
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
-with signals.terminal_that_may_close():
+with signals.tolerate_closed_terminal():
     console.print("seen")
     assert b"seen" in os.read(terminal, 1000)
     os.close(terminal)

@@ -212,7 +212,7 @@ def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
     precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.trainers import one_base"
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
-    outcome = local.start(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])
+    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])
     assert outcome is None, outcome.line
     for rank in (0, 1):
         found = torch.load(tmp_path / f"rank {rank}")

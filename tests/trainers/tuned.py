@@ -71,8 +71,8 @@ def _patch(place: str) -> None:
     elif place == "its model is not written, and is the best":
         supervised.leave = _nth(6, supervised.leave, _kill)
     else:
-        publish = evaluation_schedule.publish
-        evaluation_schedule.publish = lambda *paths: (publish(*paths), _kill())
+        publish = evaluation_schedule.atomic_rename_dir
+        evaluation_schedule.atomic_rename_dir = lambda *paths: (publish(*paths), _kill())
 
 
 PLACES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import ConfigError
-from rlhf.utils.process_info import Place, first_host, here, without_local_rank
+from rlhf.utils.process_info import ProcessInfo, current_process, first_host, without_local_rank
 from tests.helpers import user_environment
 
 TORCHRUN = {
@@ -73,7 +73,7 @@ BATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_
     ],
 )
 def test_every_launcher_says_the_same_place(environ: dict[str, str], launcher: str, node: int | None) -> None:
-    place = here(environ)
+    place = current_process(environ)
     assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
     assert (place.launcher, place.address, place.node) == (launcher, "node01", node)
     exported = place.variables()
@@ -84,12 +84,12 @@ def test_every_launcher_says_the_same_place(environ: dict[str, str], launcher: s
         "LOCAL_WORLD_SIZE": "4",
     }
     assert exported["MASTER_ADDR"] == "node01" and 1024 <= int(exported["MASTER_PORT"]) < 32768
-    assert here(environ | exported).rank == 5  # what was exported contradicts nothing
+    assert current_process(environ | exported).rank == 5  # what was exported contradicts nothing
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
-    assert here({}) == Place()
-    assert here({"MASTER_ADDR": "left", "MASTER_PORT": "1"}).variables() == {}
+    assert current_process({}) == ProcessInfo()
+    assert current_process({"MASTER_ADDR": "left", "MASTER_PORT": "1"}).variables() == {}
 
 
 @pytest.mark.parametrize(
@@ -103,38 +103,41 @@ def test_without_a_launcher_a_process_is_alone() -> None:
     ],
 )
 def test_the_shell_of_a_job_is_no_rank(environ: dict[str, str]) -> None:
-    assert here(environ) == Place()
+    assert current_process(environ) == ProcessInfo()
 
 
 def test_the_innermost_launcher_counts() -> None:
     outer = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
-    assert here(outer | TORCHRUN).rank == 5  # srun starts torchrun on each machine
-    assert here(outer | DEEPSPEED).rank == 5
-    assert here(outer | MPIRUN).rank == 5  # mpirun starts its helpers with srun
-    assert here(outer | MPIRUN | here(outer | MPIRUN).variables()).rank == 5
+    assert current_process(outer | TORCHRUN).rank == 5  # srun starts torchrun on each machine
+    assert current_process(outer | DEEPSPEED).rank == 5
+    assert current_process(outer | MPIRUN).rank == 5  # mpirun starts its helpers with srun
+    assert current_process(outer | MPIRUN | current_process(outer | MPIRUN).variables()).rank == 5
     ours = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
-    assert here(outer | ours | {"RLHF_OUTCOMES": "/tmp"}).launcher == "rlhf"
+    assert current_process(outer | ours | {"RLHF_OUTCOMES": "/tmp"}).launcher == "rlhf"
 
 
 def test_srun_counts_where_it_only_lends_mpi_a_rank() -> None:
-    assert here(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
-    assert here(SRUN | {"PMIX_RANK": "5"}).launcher == "srun"
+    assert current_process(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
+    assert current_process(SRUN | {"PMIX_RANK": "5"}).launcher == "srun"
 
 
 def test_a_script_may_set_what_srun_says() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node01", "MASTER_PORT": "29400"}
-    assert here(SRUN | variables).rank == 5
-    assert here(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "5", "WORLD_SIZE": "8"}).address == "other"
-    assert here(SRUN).port == here(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).port
-    assert here(SRUN).port != here(SRUN | {"SLURM_STEP_ID": "1"}).port
+    assert current_process(SRUN | variables).rank == 5
+    assert current_process(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "5", "WORLD_SIZE": "8"}).address == "other"
+    assert (
+        current_process(SRUN).port
+        == current_process(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).port
+    )
+    assert current_process(SRUN).port != current_process(SRUN | {"SLURM_STEP_ID": "1"}).port
 
 
 def test_processes_that_mpirun_starts_on_one_machine_meet_there() -> None:
     environ = {name: value for name, value in MPIRUN.items() if name != "MASTER_ADDR"}
-    alone = here(environ | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PMIX_NAMESPACE": "job-1"})
+    alone = current_process(environ | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PMIX_NAMESPACE": "job-1"})
     assert alone.address == "127.0.0.1" and alone.port
     with pytest.raises(ConfigError, match="not where they meet; set MASTER_ADDR and MASTER_PORT"):
-        here(environ)
+        current_process(environ)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
 )
 def test_what_is_half_set_or_contradicts_itself_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        here(environ)
+        current_process(environ)
 
 
 def test_what_contradicts_itself_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -237,12 +237,12 @@ def main() -> None:
     """Entry point of the `gaudi-sim` script."""
     from typer.main import get_command
 
-    from rlhf.launchers.exit_status import Outcome
+    from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
 
-    verbosity.command(debug=False)
+    verbosity.configure_logging(debug=False)
     try:
         code = get_command(app).main(prog_name="gaudi-sim", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
-        code = Outcome.of(error).report()
+        code = ExitStatus.from_error(error).report()
     sys.exit(code if isinstance(code, int) else 0)

@@ -52,7 +52,7 @@ two_ranks.main({folder!r}, "hpu", watch)
 LAUNCH = """
 import sys
 from rlhf.launchers import local
-outcome = local.start(2, [sys.executable, "-c", sys.argv[1]])
+outcome = local.spawn_ranks(2, [sys.executable, "-c", sys.argv[1]])
 sys.exit(outcome.report() if outcome else 0)
 """
 EACH = [replace(point, precision="bf16") for point in POINTS if point.precision == "fp32"]

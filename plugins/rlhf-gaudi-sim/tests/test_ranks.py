@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("collectives.py")
 LAUNCH = """
 import sys
 from rlhf.launchers import local
-outcome = local.start(int(sys.argv[1]), [sys.executable, *sys.argv[2:]], debug=True)
+outcome = local.spawn_ranks(int(sys.argv[1]), [sys.executable, *sys.argv[2:]], debug=True)
 sys.exit(outcome.report() if outcome else 0)
 """
 

@@ -66,7 +66,7 @@ def _row(point: Point, folder: SweepDirectory, ending: Ending | None) -> Row:
     if folder.is_complete(point):
         ending = Ending("complete", "")
     elif ending is None and folder.is_begun(point):
-        ending = Ending("not complete", run.saved_state() or "begun; nothing is saved yet")
+        ending = Ending("not complete", run.describe_saved() or "begun; nothing is saved yet")
     ending = ending or Ending("waiting", "")
     return Row(point.name, point.labels, point.keys, ending.status, ending.reason, stages, ending.peak_memory)
 

@@ -16,16 +16,16 @@ from rlhf.contrib.sweep.folder import Ending, SweepDirectory
 from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import INTERRUPTED, USER, Interrupted, Outcome
+from rlhf.launchers.exit_status import INTERRUPTED, USER, ExitStatus, Interrupted
 from rlhf.memory.advice import plan
 from rlhf.memory.environment import described
 from rlhf.memory.report import peak
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.trainers import preflight
-from rlhf.trainers.interruption import Ending as RunEnding
+from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import signals
-from rlhf.utils.command_line import command_line
+from rlhf.utils.command_line import get_command_line
 from rlhf.utils.units import format_seconds, parse_bytes
 
 _PEAK = re.compile(r"\bpeak ([\d.]+) ([MG]iB)\b")  # as rlhf.trainers.oom writes it
@@ -70,7 +70,7 @@ class Sweeping:
         todo = [point for point in wanted if not self.folder.is_complete(point)]
         if not todo:
             return
-        with signals.terminal_that_may_close(), signals.heard(_interrupt):
+        with signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
             try:
                 console.print(f"each point prints to {self.folder.console('POINT')}", **_PLAIN)
                 self._run_shared()
@@ -106,30 +106,31 @@ class Sweeping:
             return self._ending(point, outcome)
         return None
 
-    def _start(self, point: Point) -> Outcome | None:
+    def _start(self, point: Point) -> ExitStatus | None:
         """One `rlhf` command, and how it ended; None where it did what it should."""
         directory, log = self.folder.run(point.name), self.folder.console(point.name)
         self.folder.write_recipe(point)
         log.parent.mkdir(parents=True, exist_ok=True)
-        end = RunEnding(directory, point.stages)
+        end = RunTermination(directory, point.stages)
         words = ["--stages", ",".join(point.stages), "--config", str(self.folder.recipe(point.name))]
         words += [*(["--resume"] if directory.description.is_file() else []), *(["--debug"] if self.debug else [])]
         with log.open("ab") as output:
             output.write(f"$ rlhf {' '.join(words)} --ranks {self.grid.ranks}\n".encode())
             output.flush()
-            outcome = local.start(self.grid.ranks, local.rank_command(words), debug=self.debug, console=output)
+            outcome = local.spawn_ranks(self.grid.ranks, local.rank_command(words), debug=self.debug, console=output)
             if outcome:
                 output.write(f"{outcome.line}\n".encode())
         if outcome:
             end.conclude(outcome)
         return outcome
 
-    def _ending(self, point: Point, outcome: Outcome) -> Ending:
+    def _ending(self, point: Point, outcome: ExitStatus) -> Ending:
         if outcome.kind == OutOfMemory.__name__:
-            most = _PEAK.search(outcome.said.replace(",", ""))
-            return Ending("out of memory", outcome.said, parse_bytes("".join(most.groups()), "peak") if most else None)
+            most = _PEAK.search(outcome.message.replace(",", ""))
+            peak = parse_bytes("".join(most.groups()), "peak") if most else None
+            return Ending("out of memory", outcome.message, peak)
         refused = outcome.code == USER and not self.folder.is_begun(point)
-        return Ending("refused" if refused else "failed", outcome.said)
+        return Ending("refused" if refused else "failed", outcome.message)
 
     def _too_large(self, point: Point) -> str:
         """What the plan says of a point that does not fit the device that is described."""
@@ -146,9 +147,9 @@ class Sweeping:
         """Say what is there, and how to go on."""
         complete = sum(map(self.folder.is_complete, self.grid.points))
         saved = f"{complete} of {len(self.grid.points)} points of {self.folder.path} are complete"
-        if point and (state := self.folder.run(point.name).saved_state()):
+        if point and (state := self.folder.run(point.name).describe_saved()):
             saved += f"; {state}"
-        raise Interrupted(f"{saved}; to continue: {command_line()}")
+        raise Interrupted(f"{saved}; to continue: {get_command_line()}")
 
 
 def _interrupt(number: int) -> None:

@@ -17,7 +17,7 @@ from rlhf.memory.advice import settled
 from rlhf.memory.models import source
 from rlhf.models.dropout import drops
 from rlhf.trainers.context import StageContext
-from rlhf.utils.process_info import here
+from rlhf.utils.process_info import current_process
 
 
 def why_not(context: StageContext, engines: Mapping[str, TrainingEngine]) -> str:
@@ -50,7 +50,7 @@ def _fits(context: StageContext) -> bool:
         ConfigError: the plan does not know the shape of a model.
     """
     config, held = context.config, context.placements
-    local = here().local_size or context.world.size
+    local = current_process().count_local_ranks(context.world.size)
     around, room = environment.found(context.accelerator, config, context.world.size, local=local)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in held)
     around = replace(around, base=min(around.base, environment.PROCESS), fused=fused)

@@ -20,7 +20,7 @@ import pytest
 from rlhf.contrib.sweep.folder import SweepDirectory
 from rlhf.contrib.sweep.grid import load_grid
 from rlhf.contrib.sweep.rows import columns, rows
-from rlhf.utils.file_lock import locked
+from rlhf.utils.file_lock import lock_folder
 from tests.helpers import assert_same_weights
 from tests.run_folders import contents
 
@@ -134,7 +134,7 @@ def test_again_nothing_is_trained_and_a_report_alone_says_the_same(rlhf: Any, sw
 def test_a_report_may_be_had_while_the_sweep_is_at_work(rlhf: Any, swept: Any) -> None:
     path, first = swept
     before = contents(path.parent / "out")
-    with locked(path.parent / "out"), locked(path.parent / "out/center0"):
+    with lock_folder(path.parent / "out"), lock_folder(path.parent / "out/center0"):
         assert rlhf("sweep", path, "--report", recipe=None, check=False).stdout == first.stdout
         line = error_of(rlhf("sweep", path, recipe=None, check=False))
     assert f"out/center0: process {os.getpid()} on " in line and "is writing to this folder; let it end" in line
