@@ -114,7 +114,7 @@ class Session:
 
         self._ready()
         wanted: Sequence[Stage] = stages or STAGES
-        resume = not overwrite and any(RunDirectory(self.output).stage(stage).begun for stage in wanted)
+        resume = not overwrite and any(RunDirectory(self.output).stage(stage).started for stage in wanted)
         directory = launch.run(self.config, stages=wanted, resume=resume, overwrite=overwrite)
         return {stage: directory.stage(stage).summary() for stage in wanted}
 
@@ -137,7 +137,7 @@ class Session:
 
         self._ready()
         directory = RunDirectory(self.output)
-        resume = not overwrite and directory.stage("ppo").begun
+        resume = not overwrite and directory.stage("ppo").started
         with ExitStack() as held:
             found = launch.open_run(self.config, ("ppo",), resume=resume, overwrite=overwrite)
             config, accelerator = held.enter_context(found)

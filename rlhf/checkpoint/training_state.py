@@ -16,7 +16,7 @@ import torch
 
 from rlhf.engine import distributed
 from rlhf.launchers.exit_status import as_resource_error
-from rlhf.runs.stage_directory import STATE, step_of
+from rlhf.runs.stage_directory import STATE, parse_step
 from rlhf.utils.atomic_io import PARTIAL, atomic_rename_dir
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tu
         if as_resource_error(error) or isinstance(error, PermissionError):  # they may be in order
             raise
         raise directory.unreadable(_reason(error)) from error
-    return step_of(path), state
+    return parse_step(path), state
 
 
 def _reason(error: Exception) -> str:

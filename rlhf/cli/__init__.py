@@ -18,14 +18,14 @@ def main() -> None:
     from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
     from rlhf.utils import command_line
-    from rlhf.utils.process_info import without_local_rank
+    from rlhf.utils.process_info import strip_local_rank
 
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that the terminal has not is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
     verbosity.configure_logging(debug=debug)
     try:
-        arguments = without_local_rank(sys.argv[1:])
+        arguments = strip_local_rank(sys.argv[1:])
         command_line.set_command_line(arguments)
         code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:

@@ -14,7 +14,7 @@ import typer
 
 from rlhf.cli.comparison import print_lines, print_samples, print_tables
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import for_a_program, print_json
+from rlhf.cli.tables import print_json, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
@@ -113,7 +113,7 @@ def compare(
     if temperature is None:
         temperature = 1.0 if numbers else 0.0
     sampling = SamplingConfig(temperature=temperature, top_p=top_p)
-    with for_a_program(as_json) as piped:
+    with route_notes_to_stderr(as_json) as piped:
         config = _settings(options, prompts)
         rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
         device = Device.chosen(config, options.accelerator)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.cli.tables import flat, print_table
+from rlhf.cli.tables import flatten, print_table
 
 _SHARES = ("win_rate", "truncated_share", "repeated_share")
 _LABELS = {
@@ -31,7 +31,7 @@ def print_lines(told: dict[str, Any]) -> None:
     lines = []
     for model in told["models"]:
         best = {f"best_of_{row['best_of']}": row["reward"][model["model"]] for row in told.get("best_of", ())}
-        lines.append(flat(model | best))
+        lines.append(flatten(model | best))
     columns = list(dict.fromkeys(name for line in reversed(lines) for name in line))  # the first has fewer
     print_table("", columns, [[_plain(line.get(name)) for name in columns] for line in lines])
 
@@ -44,7 +44,7 @@ def print_tables(told: dict[str, Any]) -> None:
     from rlhf.utils.units import format_number
 
     first, *others = (model["model"] for model in told["models"])
-    lines = [flat(model) for model in told["models"]]
+    lines = [flatten(model) for model in told["models"]]
     rows = []
     for name, label in _LABELS.items():
         values = [_value(name, line) for line in lines]
@@ -62,15 +62,15 @@ def print_tables(told: dict[str, Any]) -> None:
     names = [model["model"] for model in told["models"] if "reward" in model]
     rows = [
         [str(row["best_of"]), format_number(row["kl_at_most"])]
-        + [_value("reward", flat({"reward": row["reward"][name]})) for name in names]
+        + [_value("reward", flatten({"reward": row["reward"][name]})) for name in names]
         for row in told["best_of"]
     ]
     print_table("reward of the best of n samples", ["n", "KL at most", *names], rows)
     for one in told["best_of_at_kl"]:
-        own = next(flat(model) for model in told["models"] if model["model"] == one["model"])
+        own = next(flatten(model) for model in told["models"] if model["model"] == one["model"])
         number = f"{one['best_of']:,}" if one["best_of"] < 10**6 else f"e^{math.log(one['best_of']):.1f}"
         best = f"the best of {number} of {first}, {format_number(one['kl_at_most'])} nats away at most"
-        worth = f"scores {_value('reward', flat(one))}" if one["reward"] else "takes more samples than were drawn"
+        worth = f"scores {_value('reward', flatten(one))}" if one["reward"] else "takes more samples than were drawn"
         line = f"{one['model']} scores {_value('reward', own)}, {format_number(one['kl'])} nats away; {best}, {worth}"
         console.print(Text(line), soft_wrap=True)
 

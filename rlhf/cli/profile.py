@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import for_a_program, print_json, print_table
+from rlhf.cli.tables import print_json, print_table, route_notes_to_stderr
 from rlhf.config.schema import EVERY_STAGE
 from rlhf.errors import ConfigError
 
@@ -49,7 +49,7 @@ def profile(
     config = options.with_run_recipe((wanted,)).load()
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
-    with for_a_program(as_json):
+    with route_notes_to_stderr(as_json):
         from rlhf.cli import profiler
 
         found = profiler.profile(config, wanted, steps=steps, trace=trace)

@@ -11,7 +11,7 @@ import typer
 
 
 @contextmanager
-def for_a_program(as_json: bool) -> Iterator[bool]:
+def route_notes_to_stderr(as_json: bool) -> Iterator[bool]:
     """Whether a program reads standard output: a pipe, or what wants JSON. Then progress and notes go to the other."""
     from rlhf.reporting.console import console
 
@@ -48,7 +48,7 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def flat(values: dict[str, Any]) -> dict[str, Any]:
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
     """Nested values under names with dots."""
     found: dict[str, Any] = {}
     for name, value in values.items():

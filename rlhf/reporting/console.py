@@ -1,7 +1,7 @@
-"""The terminal, and in a file a copy of what is printed to it: plain lines, whatever the terminal can show.
+"""The terminal, and a copy of its output in a file: plain lines, whatever the terminal can show.
 
-Everything that a run says goes through `console`. While a block of `copied_to` runs, it goes to a file too, and so do
-the notes that this package logs; progress bars print lines to the copy (`rlhf.reporting.progress`).
+A run prints everything through `console`. While a block of `copy_console_to` runs, the output goes to a file too, and
+so do the notes that this package logs; progress bars print lines to the copy (`rlhf.reporting.progress`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ console = Terminal(highlight=False)
 
 
 @contextmanager
-def copied_to(path: Path, title: str) -> Iterator[None]:
+def copy_console_to(path: Path, title: str) -> Iterator[None]:
     """Add to the file at `path`, while the block runs, a line `title`, then what is printed; each line at once.
 
     Raises:
         OSError: the file cannot be written.
     """
-    add_line(path, title)
+    append_line(path, title)
     with path.open("a", encoding="utf-8") as file:
         notes = _Notes(file)
         before, console.copy = console.copy, _plain(file)
@@ -59,7 +59,7 @@ def copied_to(path: Path, title: str) -> Iterator[None]:
                 logging.getLogger(name).removeHandler(notes)
 
 
-def add_line(path: Path, line: str) -> None:
+def append_line(path: Path, line: str) -> None:
     """Add a line to a text file, and an end to its last one where a crash has cut that short."""
     whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:

@@ -20,12 +20,12 @@ from rlhf.errors import ConfigError, RunError
 from rlhf.runs.backup import Backup
 from rlhf.runs.resume import (
     Fingerprints,
-    changed_data,
-    differences,
-    differences_of_complete,
+    collect_versions,
+    find_changed_data,
+    find_differences,
+    find_differences_in_complete,
+    find_started_from,
     stage_settings,
-    started_from,
-    versions,
 )
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json
@@ -89,7 +89,7 @@ class RunDirectory:
 
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
         """Whether something of the run stays when `stages` are run."""
-        return any(stage.begun and not (overwrite and stage.name in stages) for stage in self.stages)
+        return any(stage.started and not (overwrite and stage.name in stages) for stage in self.stages)
 
     def ensure_recipe(self) -> Path | None:
         """`recipe.yaml`, written anew from `run.json` where it is missing; None where there is no run."""
@@ -113,7 +113,7 @@ class RunDirectory:
 
         With `overwrite` the folders of `stages` are set aside and not deleted: until `commit` finds that the new
         stage has something to show, every way out of the block brings them and `run.json` back, and after a kill
-        the next start does. Where the block fails, stages that are not `begun` vanish.
+        the next start does. Where the block fails, stages that are not `started` vanish.
 
         Args:
             accelerator: what `run.json` says of the hardware; `precision.name` is compared with that of a stage
@@ -154,7 +154,7 @@ class RunDirectory:
 
     def commit(self, stage: StageDirectory) -> None:
         """Delete what `opened` set aside, if `stage` has got as far as a record or a checkpoint of its own."""
-        if self._backup.exists and stage.begun:
+        if self._backup.exists and stage.started:
             self._backup.delete()
 
     def finished_model(self, stage: Stage, key: str) -> str:
@@ -172,7 +172,7 @@ class RunDirectory:
     def check_rows(self, config: Config, data: Fingerprints) -> None:
         """Raise `RunError` where the rows of a source are not those that the run was made with, as far as it says."""
         recorded = read_json(self.description) if self.description.is_file() else {}
-        if changed := changed_data(recorded, config, data):
+        if changed := find_changed_data(recorded, config, data):
             raise RunError(
                 f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
                 "bring back the data of then or choose another --output"
@@ -215,9 +215,9 @@ class RunDirectory:
                     f"{self.path}: holds no run to resume; check --output, or leave --resume out to start one there"
                 )
             return
-        present = [stage for stage in self.stages if stage.begun and not (overwrite and stage.name in stages)]
+        present = [stage for stage in self.stages if stage.started and not (overwrite and stage.name in stages)]
         for stage in present if overwrite else ():
-            if gone := [name for name in started_from(read_json(self.description), stage.name) if name in stages]:
+            if gone := [name for name in find_started_from(read_json(self.description), stage.name) if name in stages]:
                 raise RunError(
                     f"{self.path}: {stage.name} comes from the {gone[0]} stage, which --overwrite replaces; "
                     f"{'replace all with `rlhf --overwrite`, ' * (stage.name in STAGES)}delete {stage.path}, "
@@ -246,13 +246,15 @@ class RunDirectory:
         kept = [stage.name for stage in present if stage.done or stage.name not in stages]
         complete = [name for name in kept if name in stages]
         resumed = [stage.name for stage in present if stage.name not in kept]
-        if differing := differences(recorded, config, resumed, precision, kept=kept):
+        if differing := find_differences(recorded, config, resumed, precision, kept=kept):
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
                 "give the same settings or choose another --output"
             )
         self.check_rows(config, data)
-        if differing := differences_of_complete(recorded, config, complete, all_of_it=len(complete) == len(stages)):
+        if differing := find_differences_in_complete(
+            recorded, config, complete, all_of_it=len(complete) == len(stages)
+        ):
             raise RunError(
                 f"{self.path}: what is complete was trained with other settings: {', '.join(differing)}; "
                 "ask for these, train anew with --overwrite, or choose another --output"
@@ -274,11 +276,11 @@ class RunDirectory:
         try:
             if self._holds_a_run():
                 recorded = read_json(self.description)
-                replaced = [stage.path.name for stage in self.stages if stage.name in stages and stage.begun]
+                replaced = [stage.path.name for stage in self.stages if stage.name in stages and stage.started]
                 self._backup.create(filter(Path.is_file, self._described_by), replaced if overwrite else [])
             self._remove_partial(stages)
             described = config.model_dump(mode="json")
-            kept = [stage.name for stage in self.stages if stage.begun and (stage.done or stage.name not in stages)]
+            kept = [stage.name for stage in self.stages if stage.started and (stage.done or stage.name not in stages)]
             described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
             settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
             settings |= {
@@ -289,14 +291,14 @@ class RunDirectory:
                 "stages": list(stages),
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             }
-            goes_on = any(stage.begun for stage in self.stages)
+            goes_on = any(stage.started for stage in self.stages)
             description = {
                 "config": described,
                 "seed": config.seed,
                 "accelerator": accelerator,
                 "stages": settings,
                 "data": {**(recorded.get("data", {}) if goes_on else {}), **data},
-                "versions": versions(),
+                "versions": collect_versions(),
                 "invocations": [*(recorded.get("invocations", []) if goes_on else []), invocation],
             }
             atomic_write_json(self.description, description)
@@ -307,7 +309,7 @@ class RunDirectory:
     def _remove_partial(self, stages: Sequence[Stage]) -> None:
         """Remove what is worth nothing: stages to be run that are not begun, and what a crash left half-written."""
         for stage in self.stages:
-            if stage.name in stages and not stage.begun:
+            if stage.name in stages and not stage.started:
                 shutil.rmtree(stage.path, ignore_errors=True)
             if stage.done:
                 shutil.rmtree(stage.checkpoints, ignore_errors=True)
@@ -317,9 +319,9 @@ class RunDirectory:
     def _abandon(self, stages: Sequence[Stage]) -> None:
         """Remove `stages` where they are not begun, and `run.json` where no stage is."""
         for stage in self.stages:
-            if stage.name in stages and not stage.begun:
+            if stage.name in stages and not stage.started:
                 shutil.rmtree(stage.path, ignore_errors=True)
-        if not any(stage.begun for stage in self.stages):
+        if not any(stage.started for stage in self.stages):
             for file in self._described_by:
                 file.unlink(missing_ok=True)
                 file.with_name(file.name + PARTIAL).unlink(missing_ok=True)

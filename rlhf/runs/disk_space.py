@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _MOMENTS, _MASTER = 8, 4
 
 
-class Need(NamedTuple):
+class StorageNeed(NamedTuple):
     """What a stage writes: checkpoints of the models that it trains, and when it is done the first of them, or both."""
 
     models: Sequence[nn.Module]
     steps: int
 
 
-def check_room(config: Config, folder: Path, needs: Mapping[Stage, Need], precision: Precision) -> None:
+def check_disk_space(config: Config, folder: Path, needs: Mapping[Stage, StorageNeed], precision: Precision) -> None:
     """Raise `RunError` where less is free than the stages are sure to write to `folder`.
 
     Args:
@@ -45,7 +45,7 @@ def check_room(config: Config, folder: Path, needs: Mapping[Stage, Need], precis
         )
 
 
-def bytes_needed(config: Config, needs: Mapping[Stage, Need], precision: Precision) -> int:
+def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: Precision) -> int:
     """Bytes on disk at the fullest moment: the models that are left, and the checkpoints of a stage."""
     width = precision.dtype.itemsize
     state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)

@@ -39,7 +39,7 @@ Fingerprints = Mapping[str, Mapping[str, Any]]
 """For each source: its `rows`, and a `digest` of them as training sees them."""
 
 
-def started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
+def find_started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
     """The stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
     config = recorded.get("config", {})
     return [start.earlier for start in starts(config, stage) if start.earlier and not start.named(config)]
@@ -52,7 +52,7 @@ def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[
     return shared | {"roles": _roles(values, stage), "precision": precision or config.precision}
 
 
-def differences(
+def find_differences(
     recorded: dict[str, Any],
     config: Config,
     resumed: Sequence[Stage],
@@ -77,7 +77,7 @@ def differences(
     return list(dict.fromkeys(found))
 
 
-def differences_of_complete(
+def find_differences_in_complete(
     recorded: dict[str, Any], config: Config, complete: Sequence[Stage], *, all_of_it: bool
 ) -> list[str]:
     """Keys in which `complete` stages differ from what is asked for now, as `differences` gives them.
@@ -92,7 +92,7 @@ def differences_of_complete(
     return list(dict.fromkeys(found))
 
 
-def changed_data(recorded: dict[str, Any], config: Config, found: Fingerprints) -> list[str]:
+def find_changed_data(recorded: dict[str, Any], config: Config, found: Fingerprints) -> list[str]:
     """Sources whose rows are not those that `run.json` recorded, each as `source (76 rows there, 57 now)`."""
     then = recorded.get("data", {})
     folders = _folders(config.model_dump(mode="json"), _recorded(recorded))
@@ -105,7 +105,7 @@ def changed_data(recorded: dict[str, Any], config: Config, found: Fingerprints) 
     return changed
 
 
-def first_difference(configs: Sequence[dict[str, Any]]) -> str:
+def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:
     """Where the settings of ranks, in rank order, differ from those of rank 0; empty where they do not."""
     for rank, config in enumerate(configs):
         if found := _leaves(configs[0], config, "", frozenset()):
@@ -192,7 +192,7 @@ def _leaves(there: Any, now: Any, key: str, harmless: Set[str]) -> list[tuple[st
     return [] if there == now or (there, now) in ((None, unsaid), (unsaid, None)) else [(key, there, now)]
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide a run's numbers."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:

@@ -73,7 +73,7 @@ class StageDirectory:
         return self.path / "console.log"
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
         return self.done or self.latest_checkpoint is not None or self._has_trained
 
@@ -114,7 +114,7 @@ class StageDirectory:
     def check_steps(self, steps: int) -> None:
         """Raise `RunError` where the newest checkpoint is of a later step than the last of `steps`."""
         path = self.latest_checkpoint
-        if path and (saved := step_of(path)) > steps:
+        if path and (saved := parse_step(path)) > steps:
             raise RunError(
                 f"{path}: {saved} steps of {self.name} are done, and {steps} are asked for; "
                 f"ask for {saved} or more, or train anew with --overwrite"
@@ -155,7 +155,7 @@ class StageDirectory:
             return False
 
 
-def step_of(checkpoint: Path) -> int:
+def parse_step(checkpoint: Path) -> int:
     """The last step that a checkpoint holds."""
     return int(checkpoint.name.removeprefix("step-"))
 

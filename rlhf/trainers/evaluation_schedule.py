@@ -18,7 +18,7 @@ from rlhf.engine.metric_sums import Numbers
 from rlhf.errors import RunError
 from rlhf.reporting.summary import shown_value
 from rlhf.roles.base_sharing import adapter_of
-from rlhf.runs.stage_directory import step_of
+from rlhf.runs.stage_directory import parse_step
 from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Evaluations:
         latest = self.context.directory.latest_checkpoint
         resumes = self.context.world.is_main and latest and self._path.is_file()
         there = read_json(self._path) if latest and resumes else {}
-        (there, first), *_ = distributed.all_gather_objects((there, step_of(latest) if latest else 0))
+        (there, first), *_ = distributed.all_gather_objects((there, parse_step(latest) if latest else 0))
         return {int(step): Found(**found) for step, found in there.items() if int(step) <= first}
 
     def _prune(self) -> None:
@@ -162,7 +162,7 @@ class Evaluations:
         directory = self.context.directory
         if not self.context.world.is_main or not directory.best.is_dir():
             return
-        until = [*map(step_of, directory.all_checkpoints), max(self._found, default=0)]
+        until = [*map(parse_step, directory.all_checkpoints), max(self._found, default=0)]
         kept = {self._folder(step) for step in map(self._best, until) if step is not None}
         for folder in directory.best.iterdir():
             if folder not in kept:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import USER_ERRORS, OutOfMemory, RemoteRankError, RunError
 from rlhf.launchers.exit_status import ExitStatus, InternalError, Interrupted, as_resource_error
-from rlhf.reporting.console import add_line
+from rlhf.reporting.console import append_line
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.command_line import get_command_line
 from rlhf.utils.process_info import current_process
@@ -70,7 +70,7 @@ class RunTermination:
         logs = [stage.console for stage in map(self._directory.stage, self._stages) if not stage.done]
         if self._is_ours and logs and logs[0].is_file():
             with suppress(OSError):  # the disk may be full, which is how it ended
-                add_line(logs[0], outcome.line)
+                append_line(logs[0], outcome.line)
 
     def _how_to_go_on(self) -> str:
         """What is saved, and the command that continues from there; see `_next_command`."""

@@ -154,8 +154,8 @@ def explained(context: StageContext) -> Iterator[None]:
             world.size,
             precision=context.precision.name,
             best=accelerator.precision().name,
-            begun=context.directory.begun,
-            continued=any(stage.begun for stage in context.run.stages),
+            begun=context.directory.started,
+            continued=any(stage.started for stage in context.run.stages),
             host=apart and not _is_the_hosts(lack),
         )
         where = f"on {'the host' if _is_the_hosts(lack) else accelerator.name} in {situation.stage}, {situation.phase}"

@@ -30,13 +30,13 @@ from rlhf.models.toy_model import build_llama
 from rlhf.models.weight_loading import Put, into
 from rlhf.models.zero3_loading import shards
 from rlhf.reporting import verbosity
-from rlhf.reporting.console import console, copied_to
+from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.summary import print_summary
 from rlhf.roles.base_sharing import decide_sharing
 from rlhf.roles.lineage import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
 from rlhf.roles.roles import ModelPlacement
-from rlhf.runs.stage_directory import step_of
+from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import dpo, oom, reward, sft
 from rlhf.trainers.context import StageContext, Trial
 from rlhf.trainers.dataset import stage_rows
@@ -87,12 +87,12 @@ def surroundings(
     if config.engine.shapes != "auto":
         shapes = accelerators.ShapePolicy(config.engine.shapes)
     checkpoint = place.latest_checkpoint
-    step = step_of(checkpoint) if checkpoint else None
+    step = parse_step(checkpoint) if checkpoint else None
     with (
         Recorder(place, enabled=world.is_main, resume_step=step) as recorder,
-        copied_to(place.console, _title()) if world.is_main else nullcontext(),
+        copy_console_to(place.console, _title()) if world.is_main else nullcontext(),
     ):
-        if step is None and place.begun and world.is_main:
+        if step is None and place.started and world.is_main:
             console.print(f"{stage}: its earlier steps were not saved; it begins anew", markup=False)
         precision = accelerator.precision(config.precision)
         yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder, trial=trial)

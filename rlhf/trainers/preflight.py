@@ -132,7 +132,7 @@ def examine(
     """
     from rlhf.data.stage_dataset import check_stage, load_stage
     from rlhf.engine import deepspeed_config
-    from rlhf.runs.disk_space import Need, check_room
+    from rlhf.runs.disk_space import StorageNeed, check_disk_space
 
     precision = accelerator.precision(config.precision)
     accelerator.kernel("adamw", required=True)
@@ -166,8 +166,8 @@ def examine(
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
-    needs = {plan.stage: Need(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
-    check_room(config, directory.path, needs, precision)
+    needs = {plan.stage: StorageNeed(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
+    check_disk_space(config, directory.path, needs, precision)
     found = read.fingerprints() | pretraining.fingerprint(documents)
     for data in kept.values():
         found |= data.fingerprints

@@ -23,7 +23,7 @@ from rlhf.models import hub
 from rlhf.reporting.console import console
 from rlhf.reporting.summary import print_summary
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import first_difference
+from rlhf.runs.resume import find_first_difference
 from rlhf.trainers import dry_run as plan
 from rlhf.trainers import preflight
 from rlhf.trainers.interruption import RunTermination
@@ -128,7 +128,7 @@ def _opened(
 
     with distributed.session(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
         settings = config.model_dump(mode="json")
-        if differing := first_difference(distributed.all_gather_objects(settings)):
+        if differing := find_first_difference(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _decided(config, pending, directory, accelerator)
         choose_kernels(config, accelerator)
@@ -161,7 +161,7 @@ def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, 
     found, ranks = None, distributed.world().size
     with distributed.on_main("planning the run") as main:
         if main:
-            begun = [stage for stage in pending if directory.stage(stage).begun]
+            begun = [stage for stage in pending if directory.stage(stage).started]
             then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
             local = current_process().count_local_ranks(ranks)
             found, line = decided(config, pending, accelerator, ranks, local, then.get("engine", {}))

@@ -126,7 +126,7 @@ def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     return place
 
 
-def without_local_rank(arguments: Sequence[str]) -> list[str]:
+def strip_local_rank(arguments: Sequence[str]) -> list[str]:
     """A command line without the `--local_rank=N` that the deepspeed launcher adds to that of a script.
 
     Raises:
@@ -147,7 +147,7 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def first_host(hosts: str) -> str:
+def parse_first_host(hosts: str) -> str:
     """The first host of a SLURM list: `node01` of `node[01-03,7],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
@@ -183,7 +183,7 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
     known: Numbers = {"local_size": on_nodes[node]} if node < len(on_nodes) else {}
     address, port = _meeting(environ)
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    address = address or first_host(hosts) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    address = address or parse_first_host(hosts) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     job = f"{environ.get('SLURM_JOB_ID')}.{_number(environ, 'SLURM_STEP_ID', 'SLURM_STEPID')}"
     return _place(environ, "srun", _SRUN, known, address, port or _port_of(job))
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rlhf.reporting import console as terminal
 from rlhf.reporting import progress as module
 from rlhf.reporting import verbosity
-from rlhf.reporting.console import Terminal, copied_to
+from rlhf.reporting.console import Terminal, copy_console_to
 from rlhf.reporting.progress import progress
 
 
@@ -39,7 +39,7 @@ def ours() -> Iterator[logging.Logger]:
 def test_a_copy_has_every_line_once_without_colours(tmp_path: Path, shown: io.StringIO) -> None:
     console, long = module.console, "a line of more columns than the terminal has, " * 5
     console.print("before")
-    with copied_to(tmp_path / "console.log", "rlhf sft"):
+    with copy_console_to(tmp_path / "console.log", "rlhf sft"):
         console.print("[bold]bold[/] words")
         console.print("[not markup]", markup=False)
         console.print(long.strip())
@@ -65,7 +65,7 @@ def test_bars_leave_a_first_and_a_last_line(
 
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    with copied_to(tmp_path / "console.log", "rlhf sft"), progress(30, "sft", unit="rows") as bar:
+    with copy_console_to(tmp_path / "console.log", "rlhf sft"), progress(30, "sft", unit="rows") as bar:
         for _ in range(30):
             clock.now += 0.5
             bar.advance(1, loss=2.5)
@@ -80,7 +80,7 @@ def test_bars_leave_a_first_and_a_last_line(
 
 
 def test_notes_stand_there_once_beside_a_bar_too(tmp_path: Path, shown: io.StringIO, ours: logging.Logger) -> None:
-    with copied_to(tmp_path / "console.log", "rlhf sft"):
+    with copy_console_to(tmp_path / "console.log", "rlhf sft"):
         ours.warning("%s gave way", "it")
         ours.info("a detail")
         with progress(1, "sft"):
@@ -94,14 +94,14 @@ def test_notes_stand_there_once_beside_a_bar_too(tmp_path: Path, shown: io.Strin
 def test_a_copy_that_a_crash_cut_short_goes_on_in_a_line_of_its_own(tmp_path: Path, shown: io.StringIO) -> None:
     path = tmp_path / "console.log"
     path.write_text("rlhf sft\nsft: 20/3")
-    with copied_to(path, "rlhf sft --resume"):
+    with copy_console_to(path, "rlhf sft --resume"):
         module.console.print("on")
     assert path.read_text() == "rlhf sft\nsft: 20/3\nrlhf sft --resume\non\n"
 
 
 def test_each_line_is_there_before_the_next(tmp_path: Path, shown: io.StringIO, ours: logging.Logger) -> None:
     path = tmp_path / "console.log"
-    with copied_to(path, "rlhf sft"):
+    with copy_console_to(path, "rlhf sft"):
         module.console.print("first")
         assert path.read_text().endswith("first\n")
         ours.warning("second")

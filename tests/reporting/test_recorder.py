@@ -86,7 +86,7 @@ def test_a_crash_in_the_middle_of_a_character_loses_that_line_alone(stage: Stage
         recorder.log(2, {"loss": 2.0})
         recorder.text("completion", 3, "牛")
     stage.metrics.write_bytes(stage.metrics.read_bytes()[:-5])
-    assert stage.begun
+    assert stage.started
     with Recorder(stage, resume_step=5) as recorder:
         recorder.log(6, {"loss": 6.0})
     assert [record["step"] for record in records(stage)] == [1, 2, 6]

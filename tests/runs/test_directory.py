@@ -81,7 +81,7 @@ def test_resume_keeps_what_is_there(tmp_path: Path) -> None:
     with run.open_for(config, resume=True):
         pass
     assert run.stage("sft").done
-    assert run.stage("reward").begun
+    assert run.stage("reward").started
 
 
 def test_leftovers_of_a_crash_go_when_the_run_goes_on_and_files_of_others_stay(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_a_stage_that_was_only_evaluated_has_nothing_to_lose(tmp_path: Path) -> 
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
     record(run.stage("reward"), 0)
-    assert not run.stage("reward").begun
+    assert not run.stage("reward").started
     record(run.stage("reward"), 1)
-    assert run.stage("reward").begun
+    assert run.stage("reward").started
 
 
 def test_overwriting_all_stages_allows_any_settings(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from accelerators import Precision
 from rlhf.checkpoint import training_state
 from rlhf.config.schema import Config
 from rlhf.errors import RunError
-from rlhf.runs.disk_space import Need, bytes_needed, check_room
+from rlhf.runs.disk_space import StorageNeed, bytes_needed, check_disk_space
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import atomic_rename_dir
 from tests.helpers import llama, start, wait_for
@@ -51,7 +51,7 @@ def test_the_need_is_what_a_run_leaves_on_the_disk(
     one = max(size(path) for path in (output / "ppo" / "checkpoints").glob("step-????????"))
     actor, critic = llama(len(tokenizer)), scalar_llama(len(tokenizer))
     settings = config(engine={"zero_stage": 1}, ppo={"checkpoint_every": 1})
-    found = bytes_needed(settings, {"ppo": Need([actor, critic], 500)}, precision)
+    found = bytes_needed(settings, {"ppo": StorageNeed([actor, critic], 500)}, precision)
     # Names, buffers and counters come on top, which count in a model as small as this one.
     assert 0.8 * 3 * one < found < 3 * one
 
@@ -90,27 +90,31 @@ def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(1000, 1000, bias=False)  # a million parameters: 12 MB a checkpoint, 4 MB as a model
-    few, many = ({stage: Need([model], steps) for stage in ("sft", "reward")} for steps in (100, 101))
+    few, many = ({stage: StorageNeed([model], steps) for stage in ("sft", "reward")} for steps in (100, 101))
     assert bytes_needed(config(), few, FP32) == (4 + 12 + 4) * 10**6  # a checkpoint of the last step alone
     assert bytes_needed(config(), many, FP32) == (4 + 2 * 12 + 4) * 10**6
-    assert bytes_needed(config(), {"sft": Need([model], 201)}, FP32) == 3 * 12 * 10**6  # three, before the model comes
+    assert (
+        bytes_needed(config(), {"sft": StorageNeed([model], 201)}, FP32) == 3 * 12 * 10**6
+    )  # three, before the model comes
     best = config(sft={"eval_every": 10, "keep": "best(perplexity)"})  # beside the three
-    assert bytes_needed(best, {"sft": Need([model], 201)}, FP32) == (3 * 12 + 4) * 10**6
-    assert bytes_needed(config(reward={"checkpoint_every": 0}), {"reward": Need([model], 201)}, FP32) == 16 * 10**6
+    assert bytes_needed(best, {"sft": StorageNeed([model], 201)}, FP32) == (3 * 12 + 4) * 10**6
+    assert (
+        bytes_needed(config(reward={"checkpoint_every": 0}), {"reward": StorageNeed([model], 201)}, FP32) == 16 * 10**6
+    )
     averaged = config(ppo={"ema": 0.9})  # 4 MB more in a checkpoint, and another model, beside actor and critic
-    assert bytes_needed(averaged, {"ppo": Need([model, model], 1)}, FP32) == (2 * 12 + 4 + 3 * 4) * 10**6
+    assert bytes_needed(averaged, {"ppo": StorageNeed([model, model], 1)}, FP32) == (2 * 12 + 4 + 3 * 4) * 10**6
     alone = config(ppo={"save_critic": False})
-    assert bytes_needed(alone, {"ppo": Need([model, model], 1)}, FP32) == (2 * 12 + 4) * 10**6
-    assert bytes_needed(averaged, {"sft": Need([model], 1)}, FP32) == (12 + 4) * 10**6
+    assert bytes_needed(alone, {"ppo": StorageNeed([model, model], 1)}, FP32) == (2 * 12 + 4) * 10**6
+    assert bytes_needed(averaged, {"sft": StorageNeed([model], 1)}, FP32) == (12 + 4) * 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 21_000_000))
-    check_room(config(), tmp_path / "run", few, FP32)
+    check_disk_space(config(), tmp_path / "run", few, FP32)
     with pytest.raises(RunError, match=r"run: checkpoints and models will take 31 MiB, and its disk has 20 MiB"):
-        check_room(config(), tmp_path / "run", many, FP32)
+        check_disk_space(config(), tmp_path / "run", many, FP32)
     (tmp_path / "run" / "sft").mkdir(parents=True)
     (tmp_path / "run" / "sft" / "old").write_bytes(b"x" * 12_000_000)  # gives way to what comes
-    check_room(config(), tmp_path / "run", many, FP32)
+    check_disk_space(config(), tmp_path / "run", many, FP32)
 
 
 def test_frozen_weights_are_in_no_checkpoint() -> None:
     model = torch.nn.Linear(1000, 1000, bias=False)
-    assert bytes_needed(config(lora={"rank": 4}), {"sft": Need([model], 500)}, BF16) == 2_000_000
+    assert bytes_needed(config(lora={"rank": 4}), {"sft": StorageNeed([model], 500)}, BF16) == 2_000_000

@@ -15,7 +15,7 @@ from rlhf.config.schema import STAGES, Config, Stage, load_config
 from rlhf.errors import ConfigError, RunError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import first_difference
+from rlhf.runs.resume import find_first_difference
 from rlhf.trainers import run as launch
 from rlhf.utils.file_lock import LOCK
 from tests.run_folders import accelerator, config_in, contents, record, run_stages
@@ -282,8 +282,8 @@ def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch
 
 def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:
     configs = [config_in(tmp_path / "run", f"ppo.steps={steps}").model_dump(mode="json") for steps in (7, 7, 9)]
-    assert first_difference(configs[:2]) == ""
-    assert first_difference(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
+    assert find_first_difference(configs[:2]) == ""
+    assert find_first_difference(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
 
 
 def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(

@@ -17,7 +17,7 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.evaluation.resolve import model_folder
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.stage_directory import step_of
+from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import dpo
 from tests.helpers import assert_same_weights, start, wait_for, weights
 from tests.in_process import OPTIMIZER, stage_context
@@ -37,7 +37,7 @@ def run(
     settings = {"batch_size": 2, "max_steps": 2, "eval_rows": 2, "optimizer": OPTIMIZER} | settings
     values = {"data": LIMITS, "dpo": settings} | (values or {})
     place = RunDirectory(folder).stage("dpo")
-    with Recorder(place, resume_step=place.latest_checkpoint and step_of(place.latest_checkpoint)) as recorder:
+    with Recorder(place, resume_step=place.latest_checkpoint and parse_step(place.latest_checkpoint)) as recorder:
         context = stage_context(accelerator, folder, "dpo", values, precision=precision, recorder=recorder)
         dpo.run(context, lambda placement: cases.language_model(1, kind), cases.Tokenizer(), DATA)
     lines = [json.loads(line) for line in (folder / "dpo" / "metrics.jsonl").read_text().splitlines()]

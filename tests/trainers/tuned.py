@@ -29,7 +29,7 @@ def tune(accelerator: Any, folder: Path, **changes: Any) -> dict[str, Any]:
     from rlhf.data.stage_dataset import StageData
     from rlhf.reporting.recorder import Recorder
     from rlhf.runs.directory import RunDirectory
-    from rlhf.runs.stage_directory import step_of
+    from rlhf.runs.stage_directory import parse_step
     from rlhf.trainers import sft
     from tests.in_process import given, stage_context
     from tests.optimum import language
@@ -39,7 +39,7 @@ def tune(accelerator: Any, folder: Path, **changes: Any) -> dict[str, Any]:
     values = {"precision": "fp32", "data": data, "sft": SETTINGS | changes} | top
     place = RunDirectory(folder).stage("sft")
     latest = place.latest_checkpoint
-    with Recorder(place, resume_step=step_of(latest) if latest else None) as recorder:
+    with Recorder(place, resume_step=parse_step(latest) if latest else None) as recorder:
         context = stage_context(accelerator, folder, "sft", values, recorder=recorder)
         return sft.run(context, given(policy()), language.tokenizer(), StageData(DEMONSTRATIONS, HELDOUT, []))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import ConfigError
-from rlhf.utils.process_info import ProcessInfo, current_process, first_host, without_local_rank
+from rlhf.utils.process_info import ProcessInfo, current_process, parse_first_host, strip_local_rank
 from tests.helpers import user_environment
 
 TORCHRUN = {
@@ -151,7 +151,7 @@ def test_processes_that_mpirun_starts_on_one_machine_meet_there() -> None:
     ],
 )
 def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+    assert parse_first_host(hosts) == first
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_what_contradicts_itself_is_refused_before_anything_is_written(tmp_path:
 def test_the_local_rank_on_a_command_line_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     for given in (["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"]):
-        assert without_local_rank([*given, "sft", "--seed", "1"]) == ["sft", "--seed", "1"]
-    assert without_local_rank(["sft"]) == ["sft"]
+        assert strip_local_rank([*given, "sft", "--seed", "1"]) == ["sft", "--seed", "1"]
+    assert strip_local_rank(["sft"]) == ["sft"]
     with pytest.raises(ConfigError, match=r"--local_rank 0: .* LOCAL_RANK, which is 1"):
-        without_local_rank(["--local_rank=0"])
+        strip_local_rank(["--local_rank=0"])
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="LOCAL_RANK, which is not set; leave it out"):
-        without_local_rank(["--local_rank", "1"])
+        strip_local_rank(["--local_rank", "1"])

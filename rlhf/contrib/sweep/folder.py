@@ -94,7 +94,7 @@ class SweepDirectory:
         return all(self.run(point.name).stage(stage).done for stage in point.stages)
 
     def is_begun(self, point: Point) -> bool:
-        return any(self.run(point.name).stage(stage).begun for stage in point.stages)
+        return any(self.run(point.name).stage(stage).started for stage in point.stages)
 
     def write_recipe(self, point: Point) -> None:
         """Leave the point's recipe, its paths absolute.
