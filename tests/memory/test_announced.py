@@ -107,9 +107,9 @@ def test_a_model_whose_shape_is_not_known_runs_without_a_plan(accelerator: Accel
 
 
 def test_settings_left_to_the_plan_are_those_that_it_decided_then() -> None:
-    from rlhf.runs.resume import differences
+    from rlhf.runs.resume import find_differences
 
     then = opt(zero_stage=2)
     recorded = {"config": then.model_dump(mode="json"), "stages": {}}
-    assert differences(recorded, opt(zero_stage="auto"), ["sft"], "fp32") == []
-    assert differences(recorded, opt(zero_stage=1), ["sft"], "fp32") == ["engine.zero_stage (2 there, 1 now)"]
+    assert find_differences(recorded, opt(zero_stage="auto"), ["sft"], "fp32") == []
+    assert find_differences(recorded, opt(zero_stage=1), ["sft"], "fp32") == ["engine.zero_stage (2 there, 1 now)"]

@@ -16,7 +16,7 @@ from rlhf.roles.base_sharing import Sharing, predict_sharing
 from rlhf.roles.lineage import ALL, starts
 from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import differences, started_from
+from rlhf.runs.resume import find_differences, find_started_from
 from rlhf.trainers.base_models import origin
 
 FUNCTION = {"reward_weight": 0, "reward_functions": ["rewards:f"]}
@@ -57,9 +57,9 @@ def test_a_critic_without_a_reward_model_begins_as_the_policy() -> None:
 
 def test_a_record_of_a_run_knows_what_its_stages_started_from() -> None:
     """One of an earlier version has none of these keys."""
-    assert started_from({"config": {"ppo": {}}}, "ppo") == ["sft", "reward"]
-    assert set(started_from({"config": configured(**FUNCTION).model_dump(mode="json")}, "ppo")) == {"sft"}
-    assert started_from({}, "reward") == ["sft"]
+    assert find_started_from({"config": {"ppo": {}}}, "ppo") == ["sft", "reward"]
+    assert set(find_started_from({"config": configured(**FUNCTION).model_dump(mode="json")}, "ppo")) == {"sft"}
+    assert find_started_from({}, "reward") == ["sft"]
 
 
 def test_a_run_of_an_earlier_version_goes_on() -> None:
@@ -67,9 +67,9 @@ def test_a_run_of_an_earlier_version_goes_on() -> None:
     recorded = config.model_dump(mode="json")
     for key in ("reward_weight", "reward_functions", "reward_timeout", "critic"):
         del recorded["ppo"][key]
-    assert differences({"config": recorded}, config, ["ppo"]) == []
-    assert differences({"config": recorded}, configured(reward_timeout=1), ["ppo"]) == []
-    assert "ppo.reward_weight (1.0 there, 2.0 now)" in differences(
+    assert find_differences({"config": recorded}, config, ["ppo"]) == []
+    assert find_differences({"config": recorded}, configured(reward_timeout=1), ["ppo"]) == []
+    assert "ppo.reward_weight (1.0 there, 2.0 now)" in find_differences(
         {"config": recorded}, configured(reward_weight=2), ["ppo"]
     )
 
