@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts any recipe of this folder.
+# Start any recipe of this folder.
 #
 #   bash example_scripts/run.sh RECIPE [COMMAND] [OPTIONS OF rlhf]
 #
@@ -9,9 +9,10 @@
 #   bash example_scripts/run.sh opt/13b plan --devices 8 --memory 40GiB
 #   bash example_scripts/run.sh opt/66b --nodes 8 --node-rank 0 --rendezvous node01:29400 --ranks 8
 #
-# The variables HL_* of DeepSpeed-Chat's Gaudi fork count too: `python -m rlhf.contrib.deepspeed_chat.variables` prints the options
-# that they stand for. Options given here are above them, and both above the recipe. Paths in a recipe start from its
-# folder, so runs are in runs/ of the repository; --output says otherwise. PYTHON=... names another Python than .venv's.
+# The variables HL_* of DeepSpeed-Chat's Gaudi fork apply too: `python -m rlhf.contrib.deepspeed_chat.variables` prints the
+# corresponding options. Options given here take precedence over them, and both over the recipe. Paths in a recipe start
+# from its folder, so runs are in runs/ of the repository; --output names another folder. PYTHON=... names another Python
+# than .venv's.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -36,8 +37,8 @@ if ! recipes | grep -xF "$name" >/dev/null; then
 fi
 python=${PYTHON:-$here/../.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
-if ! "$python" -c 'import importlib.util as found; raise SystemExit(not found.find_spec("rlhf"))' 2>/dev/null; then
-    printf 'run.sh: %s: no Python that has rlhf; run quickstart.sh, which makes .venv, or name one: PYTHON=...\n' "$python" >&2
+if ! "$python" -c 'import importlib.util as util; raise SystemExit(not util.find_spec("rlhf"))' 2>/dev/null; then
+    printf 'run.sh: %s: this Python has no rlhf; run quickstart.sh, which creates .venv, or name another with PYTHON=...\n' "$python" >&2
     exit 2
 fi
 

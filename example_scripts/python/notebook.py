@@ -1,4 +1,4 @@
-"""Writes own_loop.ipynb from README.md: its prose and its code, block by block.
+"""Write own_loop.ipynb from README.md: its prose and its code, block by block.
 
 python example_scripts/python/notebook.py
 """
@@ -18,7 +18,7 @@ _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 def cells(page: str) -> list[tuple[str, str]]:
     """("markdown" | "code", source) of each cell; what the page shows of output is left to the notebook.
 
-    A block that is a file of its own stays prose.
+    A block that is a separate file stays prose.
     """
     found: list[tuple[str, str]] = []
     end = 0

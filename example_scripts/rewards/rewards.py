@@ -1,4 +1,4 @@
-"""Rewards that are Python functions; each is called once for each completion (`rlhf/rewards/__init__.py`).
+"""Reward functions in Python; each is called once per completion (`rlhf/rewards/__init__.py`).
 
 rlhf ppo --config recipe.yaml --set ppo.reward_weight=0 --set ppo.reward_functions=rewards.py:exact
 """
@@ -9,16 +9,16 @@ _ANSWER = re.compile(r"answer is:?\s*(.+?)\.?\s*$", re.IGNORECASE)
 
 
 def form(prompt: str, completion: str, row: dict) -> float:
-    """1 where the completion ends with "the answer is ...", by a regular expression."""
+    """Return 1 if the completion ends with "the answer is ..."."""
     return float(bool(_ANSWER.search(completion)))
 
 
 def exact(prompt: str, completion: str, row: dict) -> float:
-    """1 where that answer is the one in the row's column `answer`."""
-    found = _ANSWER.search(completion)
-    return float(bool(found) and found[1] == str(row["answer"]))
+    """Return 1 if this answer equals the row's column `answer`."""
+    answer = _ANSWER.search(completion)
+    return float(bool(answer) and answer[1] == str(row["answer"]))
 
 
 def brief(prompt: str, completion: str, row: dict) -> float:
-    """Less for each word above twenty."""
+    """Return a penalty for each word beyond twenty."""
     return -max(0, len(completion.split()) - 20) / 20

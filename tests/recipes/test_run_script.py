@@ -75,7 +75,7 @@ def test_a_python_without_rlhf_is_one_line_that_says_how_to_get_one(python: Path
     for done in (start(python, "opt/125m", WITHOUT_RLHF="1"), start(python, "opt/125m", PYTHON="absent")):
         assert done.returncode == 2 and done.stdout == ""
         (line,) = done.stderr.splitlines()
-        assert "no Python that has rlhf; run quickstart.sh" in line
+        assert "this Python has no rlhf; run quickstart.sh" in line
 
 
 def test_it_starts_rlhf_itself() -> None:
