@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -129,6 +129,14 @@ def serve() -> None:
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what outlives a test becomes a child of this process
     gc.collect()
     gc.freeze()
+    try:
+        _answer(answers)
+    finally:  # Ctrl-C and SIGTERM too
+        _kill_children()
+
+
+def _answer(answers: TextIO) -> None:
+    """Run pytest for each line of standard input."""
     for line in sys.stdin:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -153,6 +161,7 @@ def _run_pytest(arguments: list[str], output: Path, failed: Path) -> None:
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with output.open("wb") as file, open(os.devnull) as nothing:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -225,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="faults tried at a time")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders and processes are cleaned up
     if options.serve:
         serve()
         return 0
