@@ -40,7 +40,7 @@ def kept_by_checkpoints(shape: Shape, rows: Rows, *, dropout: bool = False) -> i
 def passing(shape: Shape, rows: Rows) -> int:
     """Bytes of one layer in a pass that keeps nothing: its widest moment, and the residual."""
     attention = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim + 2 * shape.hidden
-    feed_forward = (3 if shape.family.gated else 2) * shape.intermediate + 2 * shape.hidden
+    feed_forward = (3 if shape.gated else 2) * shape.intermediate + 2 * shape.hidden
     return rows.tokens * rows.width * max(attention, feed_forward) + _attention_weights(shape, rows)
 
 
@@ -51,7 +51,7 @@ def logits(shape: Shape, rows: Rows, tokens: int, copies: int) -> list[int]:
     """
     positions = rows.number * tokens
     one = positions * shape.vocabulary
-    fused = not shape.family.changes_logits and (rows.width == 4 or one * rows.width > _LARGE)
+    fused = shape.plain_logits and (rows.width == 4 or one * rows.width > _LARGE)
     chunks = 3 * [4 * min(one, max(_CHUNK, _FEWEST * positions))]
     return chunks if fused else copies * [one * rows.width] + chunks
 
@@ -70,10 +70,10 @@ def _layer(shape: Shape, rows: Rows, dropout: bool) -> int:
     width, hidden = rows.width, shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Each of the two parts keeps its norm's input and what the norm gives; gains alone compute in float32 besides.
-    norms = 2 * 2 * hidden * width + (2 * 4 * hidden if shape.family.rms else 0)
+    norms = 2 * 2 * hidden * width + (2 * 4 * hidden if shape.rms else 0)
     attention = (2 * queries + 2 * keys) * width + 4 * shape.heads
-    feed_forward = shape.family.kept * shape.intermediate * width
-    dropped = 2 * hidden * width if dropout and not shape.family.rms else 0
+    feed_forward = shape.kept * shape.intermediate * width
+    dropped = 2 * hidden * width if dropout and not shape.rms else 0
     return rows.tokens * (norms + attention + feed_forward + dropped) + _attention_weights(shape, rows)
 
 

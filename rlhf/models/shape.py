@@ -1,6 +1,7 @@
-"""Shapes of models: how many numbers they hold and where, from a folder's config.json or from a name that people know.
+"""Shapes of models: how many numbers they hold and where, read from transformers' model on torch's meta device.
 
-The values of a configuration flow in; a `Shape` flows out, which memory and time are computed from. Needs no torch.
+A folder's config.json, a name that people know (`known.yaml`) or the values of a configuration flow in; a `Shape` flows
+out, which memory and time are computed from. Only the configuration is read: a model on the meta device has no weights.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from rlhf.errors import ConfigError
-from rlhf.models.architectures import FAMILIES, Family
+from rlhf.models.hf_errors import reason
 
 _KNOWN = Path(__file__).parent / "known.yaml"
 
 
-class Linear(NamedTuple):
-    """A linear layer: `inputs` to `outputs` numbers a token."""
+class LinearShape(NamedTuple):
+    """The shape of a linear layer: `inputs` to `outputs` numbers a token."""
 
     inputs: int
     outputs: int
@@ -30,19 +31,29 @@ class Linear(NamedTuple):
 
     @property
     def numbers(self) -> int:
+        """Numbers in its matrix and its bias."""
         return self.inputs * self.outputs + (self.outputs if self.bias else 0)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only language model.
+    """The shape of a decoder-only language model whose layers are alike.
 
-    `linears` are those of one layer; `norms` the numbers of one layer beside them; `outside` those that are in no
-    layer: final norm, learned positions, projections. `embedding` is the width of the token embeddings.
+    Attributes:
+        intermediate: width of the feed-forward part.
+        embedding: width of the token embeddings.
+        tied: the token embedding is the output embedding too.
+        head: numbers of the output layer that are not the token embedding's.
+        linears: linear layers of one decoder layer.
+        norms: all other numbers of one decoder layer.
+        outside: numbers outside of decoder layers and embeddings: final norm, learned positions, projections.
+        gated: the feed-forward part multiplies its first matrix's result with a gate.
+        rms: norms have gains only, and compute in float32.
+        kept: tensors as wide as the feed-forward part that a layer keeps for the backward pass.
+        plain_logits: logits are exactly the output embedding's product, neither scaled nor capped.
     """
 
     name: str
-    family: Family
     hidden: int
     layers: int
     heads: int
@@ -52,11 +63,16 @@ class Shape:
     vocabulary: int
     embedding: int
     tied: bool
-    linears: tuple[Linear, ...]
+    head: int
+    linears: tuple[LinearShape, ...]
     norms: int
     outside: int
+    gated: bool
+    rms: bool
+    kept: int
+    plain_logits: bool
 
-    @cached_property
+    @property
     def layer(self) -> int:
         """Numbers in one layer."""
         return sum(linear.numbers for linear in self.linears) + self.norms
@@ -66,18 +82,13 @@ class Shape:
         """Numbers in the token embeddings."""
         return self.vocabulary * self.embedding
 
-    @property
-    def output(self) -> int:
-        """Numbers in an output embedding of its own."""
-        return 0 if self.tied else self.tokens + (self.vocabulary if self.family.output_bias else 0)
-
     def parameters(self, *, scalar_head: bool = False) -> int:
-        """All numbers: of the language model, or of the same with a scalar head in place of the output embedding."""
-        return self.tokens + self.outside + self.layers * self.layer + (self.embedding if scalar_head else self.output)
+        """Return all numbers, of the language model or with a scalar head in place of the output embedding."""
+        return self.tokens + self.outside + self.layers * self.layer + (self.embedding if scalar_head else self.head)
 
     @property
     def in_linears(self) -> int:
-        """Numbers in the matrices of the layers: what may be quantized, and what adapters are merged into."""
+        """Numbers in the matrices of all layers: those that may be quantized, and that adapters are merged into."""
         return self.layers * sum(linear.inputs * linear.outputs for linear in self.linears)
 
     @property
@@ -86,10 +97,10 @@ class Shape:
         return max(self.tokens, *(linear.inputs * linear.outputs for linear in self.linears))
 
     def adapters(self, rank: int) -> int:
-        """Numbers in LoRA adapters of `rank` on every linear layer but the output embedding."""
+        """Return the numbers in LoRA adapters of `rank` on every linear layer but the output embedding."""
         per_layer = rank * sum(linear.inputs + linear.outputs for linear in self.linears)
-        beside = 2 * rank * (self.hidden + self.embedding) if self.embedding != self.hidden else 0
-        return self.layers * per_layer + beside
+        projections = 2 * rank * (self.hidden + self.embedding) if self.embedding != self.hidden else 0
+        return self.layers * per_layer + projections
 
     @property
     def cached(self) -> int:
@@ -98,93 +109,134 @@ class Shape:
 
 
 def shape_of(model: str) -> Shape:
-    """The shape of the model in a folder, or of one of the known names.
+    """Return the shape of the model in a folder, or of a known name.
 
     Raises:
-        ConfigError: the folder has no config.json that can be read, its architecture is not in `FAMILIES`, or there is
-            neither a folder nor a shape of this name.
+        ConfigError: the folder's config.json cannot be read, `shape_from` does not understand it, or there is neither a
+            folder nor a known model of this name.
+    """
+    return shape_from(*config_values(model))
+
+
+def config_values(model: str) -> tuple[Mapping[str, Any], str]:
+    """Return the configuration of the model in a folder or of a known name, and its name in messages.
+
+    Raises:
+        ConfigError: config.json cannot be read, or there is neither a folder nor a known model of this name.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         try:
-            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return json.loads((folder / "config.json").read_text(encoding="utf-8")), model
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{model}: its config.json cannot be read ({why}); name a folder that holds a model, or a known shape"
+                f"{model}: its config.json cannot be read ({reason}); name a folder that holds a model, or a known name"
             ) from error
-        return shape_from(values, model)
-    known = _known()
+    known = _known_models()
     name = model.rpartition("/")[2].lower()
     for ending in ("-hf", "-v0.1", "-v0.3"):
         name = name.removesuffix(ending)
     if name in known:
-        return shape_from(known[name], name)
+        return known[name], name
     close = difflib.get_close_matches(name, known, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"name a folder with a config.json, or one of {', '.join(known)}"
-    raise ConfigError(f"{model}: is no folder, and no known shape has this name; {advice}")
+    remedy = f"did you mean {close[0]}?" if close else f"name a folder with a config.json, or one of {', '.join(known)}"
+    raise ConfigError(f"{model}: is no folder, and no known model has this name; {remedy}")
 
 
 @cache
-def _known() -> dict[str, dict[str, Any]]:
-    """The configurations that are known by name."""
+def _known_models() -> dict[str, dict[str, Any]]:
     known: dict[str, dict[str, Any]] = yaml.safe_load(_KNOWN.read_text(encoding="utf-8"))
     return known
 
 
 def shape_from(values: Mapping[str, Any], name: str) -> Shape:
-    """The shape that the values of a config.json describe; see `shape_of`."""
+    """Return the shape of the model that the values of a config.json describe.
+
+    Args:
+        name: names the model in messages.
+
+    Raises:
+        ConfigError: transformers knows no such language model, or its parts are not those of a plain decoder: layers
+            that differ, experts, recurrent layers.
+    """
+    return _shape(json.dumps(dict(values), sort_keys=True, default=str), name)
+
+
+@cache
+def _shape(values: str, name: str) -> Shape:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from rlhf.models.lm_head import can_be_fused
+
+    model, config = _build_on_meta(json.loads(values), name)
+    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
+    layers: Any = next((part for part in lists if len(part) == config.num_hidden_layers), None)
+    if layers is None or len({tuple(weight.shape for weight in layer.parameters()) for layer in layers}) > 1:
+        raise ConfigError(f"{name}: layers of {config.model_type} differ from each other; no plan can be made for it")
+    modules = list(layers[0].named_modules())
+    matrices = {path: part for path, part in modules if isinstance(part, nn.Linear | Conv1D)}
+    linears = {path: _linear_shape(part, isinstance(part, Conv1D)) for path, part in matrices.items()}
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    # Queries, keys and values are one matrix or three; the projection behind attention has `hidden` outputs.
+    attention = sum(shape.outputs for path, shape in linears.items() if "att" in path) - hidden
+    kv_heads, odd_keys = divmod(attention - heads * head_dim, 2 * head_dim)
+    *widening, narrowing = [shape for path, shape in linears.items() if "att" not in path] or [LinearShape(0, 0)]
+    width = narrowing.inputs
+    widenings, odd_width = divmod(sum(shape.outputs for shape in widening), width or 1)  # two with a gate
+    other = [weight for path, part in modules if path not in matrices for weight in part.parameters(recurse=False)]
+    if kv_heads < 1 or odd_keys or odd_width or widenings not in (1, 2) or any(weight.dim() > 1 for weight in other):
+        raise ConfigError(
+            f"{name}: layers of {config.model_type} have other parts than attention and one feed-forward part; "
+            "no plan can be made for it"
+        )
+    tokens, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    head = sum(weight.numel() for weight in output.parameters() if weight is not tokens)
+    in_layer = sum(weight.numel() for weight in layers[0].parameters())
+    everything = sum(weight.numel() for weight in model.parameters())
+    kinds = {type(part).__name__ for _, part in modules}
+    return Shape(
+        name=name,
+        hidden=hidden,
+        layers=len(layers),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=width,
+        vocabulary=tokens.shape[0],
+        embedding=tokens.shape[1],
+        tied=output.weight is tokens,
+        head=head,
+        linears=tuple(linears.values()),
+        norms=in_layer - sum(shape.numbers for shape in linears.values()),
+        outside=everything - head - tokens.numel() - len(layers) * in_layer,
+        gated=widenings == 2,
+        rms="LayerNorm" not in kinds,
+        # ReLU needs its result alone, GELU its input too, and GELU in Python what each operation is given.
+        kept=(1 if "ReLU" in kinds else 6 if "NewGELUActivation" in kinds else 2) + (2 if widenings == 2 else 0),
+        plain_logits=can_be_fused(model),
+    )
+
+
+def _build_on_meta(values: dict[str, Any], name: str) -> tuple[Any, Any]:
+    """Return the language model that a config.json describes, without weights, and its configuration."""
+    import torch
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
     values = values.get("text_config") or values
     kind = str(values.get("model_type"))
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"{name}: the plan does not know the shapes of model type {kind!r}; it knows {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[kind]
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{name}: transformers has no language model of type {kind!r}; no plan can be made for it")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(values)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config), config
+    except Exception as error:
+        raise ConfigError(f"{name}: its config.json describes no model ({reason(error)}); correct it") from error
 
-    def number(*keys: str, default: int | None = None) -> int:
-        found = next((values[key] for key in keys if values.get(key) is not None), default)
-        if not isinstance(found, int):
-            raise ConfigError(f"{name}: its config.json says nothing of {keys[0]}; complete it")
-        return found
 
-    hidden = number("hidden_size", "n_embd", "d_model")
-    heads = number("num_attention_heads", "n_head", "num_heads", "n_heads")
-    kv_heads = family.kv_heads(values, heads)
-    head_dim = number("head_dim", default=family.head_dim or hidden // heads)
-    intermediate = number(family.wide, default=4 * hidden)
-    embedding = number("word_embed_proj_dim", default=hidden)
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    qkv, out, mlp = family.biases(values)
-    attention = (
-        [Linear(hidden, queries + 2 * keys, qkv)]
-        if family.fused_attention
-        else [Linear(hidden, queries, qkv), Linear(hidden, keys, qkv), Linear(hidden, keys, qkv)]
-    )
-    into = (2 if family.gated else 1) * [Linear(hidden, intermediate, mlp)]
-    if family.gated and family.fused_mlp:
-        into = [Linear(hidden, 2 * intermediate, mlp)]
-    linears = (*attention, Linear(queries, hidden, out), *into, Linear(intermediate, hidden, mlp))
-    norm = (1 if family.rms else 2) * hidden
-    final = 0 if family.without_final_norm(values) else norm
-    outside = final + (norm if family.embedding_norm else 0)
-    if family.positions is not None:
-        outside += hidden * (number("max_position_embeddings", "n_positions") + family.positions)
-    if embedding != hidden:  # projections in and out, of OPT-350m
-        outside += 2 * hidden * embedding
-    return Shape(
-        name,
-        family,
-        hidden,
-        number("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-        heads,
-        kv_heads,
-        head_dim,
-        intermediate,
-        number("vocab_size"),
-        embedding,
-        bool(values.get("tie_word_embeddings", family.tied)),
-        linears,
-        family.norms(values) * norm + family.query_key_norms(values, queries, keys, head_dim),
-        outside,
-    )
+def _linear_shape(part: Any, transposed: bool) -> LinearShape:
+    inputs, outputs = part.weight.shape if transposed else reversed(part.weight.shape)
+    return LinearShape(inputs, outputs, part.bias is not None)

@@ -101,7 +101,7 @@ def test_what_will_not_fit_is_said_with_the_cheapest_change(accelerator: Acceler
 
 
 def test_a_model_whose_shape_is_not_known_runs_without_a_plan(accelerator: Accelerator, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "ctrl"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
     paths = {"model.path": str(tmp_path)}
     assert announced.stage_plan(opt(), "sft", accelerator, paths, ranks=1, local=1) == (None, [])
 
