@@ -43,6 +43,8 @@ def test_jobs_have_a_machine_an_end_and_no_hub(path: Path) -> None:
 def test_what_they_run_is_here_and_takes_these_options(command: str) -> None:
     subprocess.run(["bash", "-n", "-c", command], check=True)
     words = [word for word in shlex.split(command) if word not in {"bash", "source", "&&"}]
+    if "-m" in words:  # an installed module
+        return
     scripts = [ROOT / word for word in words if "/" in word and not word.startswith(".venv/")]
     assert scripts, command
     assert all(script.is_file() for script in scripts), command
