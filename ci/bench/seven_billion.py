@@ -86,7 +86,7 @@ def adapted(folder: Path, model: Path) -> Path:
     for file in model.glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
 
-    own = base_sharing.adapter_of(str(folder))
+    own = base_sharing.adapter_folder(str(folder))
     own.mkdir(exist_ok=True)
     layers = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
     shapes = {"gate_proj": (config.hidden_size, config.intermediate_size)}

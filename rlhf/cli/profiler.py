@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.schema import Config, Stage
+from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.memory.advice import changed
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
-from rlhf.roles.lineage import starts
+from rlhf.roles.lineage import resolve_base_models
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
 from rlhf.utils import signals
@@ -92,18 +92,17 @@ def check_file(trace: Path) -> None:
 
 def founded(config: Config, stage: Stage) -> tuple[Config, tuple[Stage, ...]]:
     """The settings with the models that the run's folder holds for `stage`, and the stages that it still needs."""
-    run, before, values = RunDirectory(config.output), list[Stage](), config.model_dump()
-    for start in starts(values, stage):
-        if start.earlier is None or start.named(values):
-            continue
-        if run.stage(start.earlier).done:
-            model = str(run.stage(start.earlier).model.absolute())
-            config = changed(config, {start.key: model})
-            console.print(f"{start.key}: {model}", markup=False, soft_wrap=True)
-        else:
-            config, more = founded(config, start.earlier)
-            before += [one for one in (*more, start.earlier) if one not in before]
-    return config, tuple(before)
+    run = RunDirectory(config.output)
+    pending = [name for name in EVERY_STAGE if not run.stage(name).done]
+    bases = resolve_base_models(config, stage, pending, run.finished_model)
+    before = tuple(dict.fromkeys(earlier for base in bases for earlier in base.through))
+    for name in (*before, stage):
+        for base in resolve_base_models(config, name, pending, run.finished_model):
+            if base.path and not base.through and not base.ref.named_in(config):
+                model = str(Path(base.path).absolute())
+                config = changed(config, {base.ref.key: model})
+                console.print(f"{base.ref.key}: {model}", markup=False, soft_wrap=True)
+    return config, before
 
 
 def shortened(config: Config, before: Sequence[Stage]) -> Config:

@@ -13,10 +13,10 @@ from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
 from rlhf.memory import environment
 from rlhf.memory.advice import changed, plan, remedy, settled
-from rlhf.memory.models import source
 from rlhf.memory.report import peak, said
 from rlhf.memory.stage import StagePlan
 from rlhf.models.shape import Shape, shape_of
+from rlhf.roles.lineage import ResolvedBaseModel, resolve_base_model
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def stage_plan(
     config: Config,
     stage: Stage,
     accelerator: Accelerator,
-    paths: Mapping[str, str | None],
+    bases: Sequence[ResolvedBaseModel],
     *,
     ranks: int,
     local: int,
@@ -71,14 +71,14 @@ def stage_plan(
     """The plan of a stage that begins, and what to say of it; None where a model's shape is not known.
 
     Args:
-        paths: what each start of the stage (`ppo.actor`) is loaded from now.
+        bases: the models that the stage starts from, with the paths that they are loaded from now.
         local: ranks on this machine.
     """
     around, room = environment.found(accelerator, config, ranks, local=local)
     around = replace(around, fused=fused)
     try:
         shapes: dict[str | None, Shape] = {
-            source(config, key)[0]: shape_of(path) for key, path in paths.items() if path
+            resolve_base_model(config, base.ref).path: shape_of(base.path) for base in bases if base.path
         }
         (found,) = plan(config, [stage], around, room=room, shapes=shapes)
     except ConfigError:  # nothing that would keep the run from working

@@ -8,7 +8,7 @@ from rlhf.config.schema import Config, Stage
 from rlhf.memory.model_state import Model
 from rlhf.models.shape import Shape, shape_from, shape_of
 from rlhf.roles.base_sharing import predict_sharing
-from rlhf.roles.lineage import ALL, starts
+from rlhf.roles.lineage import resolve_base_model
 from rlhf.roles.roles import RoleName, model_placements
 
 EMBEDDED = {
@@ -39,19 +39,9 @@ def models_of(config: Config, stage: Stage, shapes: Shapes | None = None) -> dic
     held = model_placements(config, stage)
     shared = predict_sharing(config, held).donors if stage == "ppo" else ()
     for role in (placement.role for placement in held.values()):
-        path, _ = source(config, role.start)
+        path = resolve_base_model(config, role.base).path
         shape = (shapes or {}).get(path)
         if shape is None:
             shape = shape_of(path) if path else shape_from(EMBEDDED, "the embedded model")
         found[role.name] = Model(role.name, shape, role.scalar_head, shared=role.name in shared)
     return found
-
-
-def source(config: Config, key: str) -> tuple[str | None, tuple[str, ...]]:
-    """The model that the start `key` comes down to, and the stages that train it before; None: the embedded one."""
-    start, values = next(start for start in ALL if start.key == key), config.model_dump()
-    named = start.named(values)
-    if named or start.earlier is None:
-        return named, ()
-    path, through = source(config, starts(values, start.earlier)[0].key)
-    return path, (*through, start.earlier)

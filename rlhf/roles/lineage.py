@@ -1,65 +1,111 @@
-"""The models that each stage starts from, as the settings say: named, or what an earlier stage of the run left.
+"""The model that each stage starts from: one that the settings name, or one that an earlier stage of the run trains.
 
-A dumped configuration flows in, this version's or one that a run recorded; `Start`s flow out. Needs no torch.
+`base_models` lists the references of a stage, and `resolve_base_model` turns a reference into a folder or hub name.
+Every part of rlhf that asks where a model comes from (plan, preflight, loading, sweep, profile) asks here. Needs no
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-from rlhf.config.estimators import ESTIMATORS
-from rlhf.config.schema import Stage
+from rlhf.config.schema import EVERY_STAGE, Config, Stage
 
 
-class Start(NamedTuple):
-    """A model that a stage starts from: the one that `key` names, else what the `earlier` stage of the run left.
+class BaseModelRef(NamedTuple):
+    """A model that a stage starts from: the one that `key` names, else the one that stage `trained_by` trains.
 
-    `otherwise` is the key that names it where `key` is empty. `new_head`: a scalar head is drawn where it has none.
+    Attributes:
+        key: the configuration key that names the model, for example `ppo.actor`.
+        trained_by: the stage of the run that trains the model if no key names one.
+        scalar_head: the model scores texts in place of predicting tokens.
+        new_head: a scalar head is initialized if the model has none.
+        fallback_key: the key that names the model if `key` is empty.
     """
 
     key: str
-    earlier: Stage | None = None
+    trained_by: Stage | None = None
     scalar_head: bool = False
     new_head: bool = False
-    otherwise: str = ""
+    fallback_key: str = ""
 
-    def named(self, config: Mapping[str, Any]) -> str | None:
-        """The folder or hub name in a dumped configuration; None where it names none."""
-        for key in filter(None, (self.key, self.otherwise)):
+    def named_in(self, config: Config) -> str | None:
+        """Return the folder or hub name that the settings give; None if they name no model."""
+        for key in filter(None, (self.key, self.fallback_key)):
             section, name = key.split(".")
-            if named := config.get(section, {}).get(name):
+            if named := getattr(getattr(config, section), name):
                 return str(named)
         return None
 
 
-MODEL = Start("model.path")
-REWARD = Start("reward.model", "sft", scalar_head=True, new_head=True)
-DPO = Start("dpo.model", "sft")
-ACTOR = Start("ppo.actor", "sft")
-REWARD_MODEL = Start("ppo.reward_model", "reward", scalar_head=True)
-CRITIC = Start("ppo.critic", "sft", scalar_head=True, new_head=True, otherwise="ppo.actor")
-"""The critic where it does not begin as the reward model."""
+class ResolvedBaseModel(NamedTuple):
+    """The weights that a reference stands for.
+
+    Attributes:
+        ref: the reference.
+        path: folder or hub name of the weights; None for the embedded model.
+        through: stages of this run that still have to train the weights, the earliest first.
+    """
+
+    ref: BaseModelRef
+    path: str | None
+    through: tuple[Stage, ...] = ()
+
+
+MODEL = BaseModelRef("model.path")
+REWARD = BaseModelRef("reward.model", "sft", scalar_head=True, new_head=True)
+DPO = BaseModelRef("dpo.model", "sft")
+ACTOR = BaseModelRef("ppo.actor", "sft")
+REWARD_MODEL = BaseModelRef("ppo.reward_model", "reward", scalar_head=True)
+CRITIC = BaseModelRef("ppo.critic", "sft", scalar_head=True, new_head=True, fallback_key="ppo.actor")
+"""The critic, if it does not start as the reward model."""
 ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC)
 
 
-def starts(config: Mapping[str, Any], stage: Stage) -> tuple[Start, ...]:
-    """What `stage` starts from by a dumped configuration; the first is the model that it leaves trained."""
-    if stage == "sft":
-        return (MODEL,)
-    if stage == "reward":
-        return (REWARD,)
-    if stage == "dpo":
-        return (DPO,)
-    return _of_ppo(config.get("ppo", {}))
+def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
+    """Return the models that `stage` starts from; the first is the one that it trains and saves.
 
-
-def _of_ppo(values: Mapping[str, Any]) -> tuple[Start, ...]:
-    """The reward model is among them where its score weighs anything.
-
-    The critic is where the estimator has one, and it does not begin as the reward model.
+    PPO has a reward model only if its score has a weight, and a separate critic only if the estimator needs one that
+    does not start as the reward model.
     """
-    scored = values.get("reward_weight", 1.0) != 0
-    estimator = ESTIMATORS[values.get("estimator", "gae")]
-    apart = estimator.critic and (values.get("critic") or not scored)
-    return (ACTOR, *([REWARD_MODEL] if scored else []), *([CRITIC] if apart else []))
+    if stage != "ppo":
+        return ({"sft": MODEL, "reward": REWARD, "dpo": DPO}[stage],)
+    has_reward_model = config.ppo.reward_weight != 0
+    has_own_critic = config.ppo.method.critic and (config.ppo.critic or not has_reward_model)
+    return (ACTOR, *([REWARD_MODEL] if has_reward_model else []), *([CRITIC] if has_own_critic else []))
+
+
+def resolve_base_model(
+    config: Config,
+    ref: BaseModelRef,
+    pending: Collection[Stage] = EVERY_STAGE,
+    finished_model: Callable[[Stage, str], str] | None = None,
+) -> ResolvedBaseModel:
+    """Return the weights that a reference stands for.
+
+    Args:
+        pending: stages of the run that have not trained their model yet.
+        finished_model: returns the model of a finished stage, for the key that could name another; not needed if all
+            stages are pending.
+
+    Raises:
+        RunError: from `finished_model`: a stage that is not pending has left no model.
+    """
+    named = ref.named_in(config)
+    if named or ref.trained_by is None:
+        return ResolvedBaseModel(ref, named)
+    if ref.trained_by not in pending and finished_model:
+        return ResolvedBaseModel(ref, finished_model(ref.trained_by, ref.key))
+    before = resolve_base_model(config, base_models(config, ref.trained_by)[0], pending, finished_model)
+    return ResolvedBaseModel(ref, before.path, (*before.through, ref.trained_by))
+
+
+def resolve_base_models(
+    config: Config,
+    stage: Stage,
+    pending: Collection[Stage] = EVERY_STAGE,
+    finished_model: Callable[[Stage, str], str] | None = None,
+) -> tuple[ResolvedBaseModel, ...]:
+    """Resolve each of the models that `stage` starts from, as `resolve_base_model` does."""
+    return tuple(resolve_base_model(config, ref, pending, finished_model) for ref in base_models(config, stage))

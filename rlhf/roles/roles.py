@@ -12,7 +12,7 @@ from typing import Literal
 
 from rlhf.config.schema import Config, EngineConfig, LoraConfig, RoleConfig, Stage
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import CRITIC, REWARD_MODEL, starts
+from rlhf.roles.lineage import ACTOR, CRITIC, DPO, MODEL, REWARD, REWARD_MODEL, BaseModelRef, base_models
 
 REDUCE_BUCKET_SIZE = 500_000_000  # elements: DeepSpeed 0.19.8's own reduce_bucket_size
 
@@ -21,23 +21,23 @@ RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
 
 @dataclass(frozen=True)
 class Role:
-    """One model of a stage. `start` is the key of the `rlhf.roles.lineage.Start` that names what it is loaded from."""
+    """One model of a stage, loaded from `base`."""
 
     name: RoleName
-    start: str
+    base: BaseModelRef
     trained: bool = True
     scalar_head: bool = False
 
 
 ROLES: Mapping[Stage, tuple[Role, ...]] = {
-    "sft": (Role("sft", "model.path"),),
-    "reward": (Role("reward", "reward.model", scalar_head=True),),
-    "dpo": (Role("dpo", "dpo.model"), Role("reference", "dpo.model", trained=False)),
+    "sft": (Role("sft", MODEL),),
+    "reward": (Role("reward", REWARD, scalar_head=True),),
+    "dpo": (Role("dpo", DPO), Role("reference", DPO, trained=False)),
     "ppo": (
-        Role("actor", "ppo.actor"),
-        Role("critic", "ppo.reward_model", scalar_head=True),
-        Role("reference", "ppo.actor", trained=False),
-        Role("reward", "ppo.reward_model", trained=False, scalar_head=True),
+        Role("actor", ACTOR),
+        Role("critic", REWARD_MODEL, scalar_head=True),
+        Role("reference", ACTOR, trained=False),
+        Role("reward", REWARD_MODEL, trained=False, scalar_head=True),
     ),
 }
 """In the order in which they are loaded."""
@@ -100,12 +100,12 @@ def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacem
         found.pop("reference", None)
     if stage != "ppo":
         return found
-    there = starts({"ppo": dict(config.ppo)}, stage)
+    bases = base_models(config, stage)
     if not config.ppo.method.critic:
         del found["critic"]
-    elif CRITIC in there:
-        found["critic"] = replace(found["critic"], role=replace(found["critic"].role, start=CRITIC.key))
-    if REWARD_MODEL not in there:
+    elif CRITIC in bases:
+        found["critic"] = replace(found["critic"], role=replace(found["critic"].role, base=CRITIC))
+    if REWARD_MODEL not in bases:
         del found["reward"]
     return found
 

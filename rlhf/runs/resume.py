@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rlhf.config.schema import Config, Stage, build_config
+from rlhf.config.schema import EVERY_STAGE, Config, Stage, build_config
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import starts
+from rlhf.roles.lineage import base_models
 from rlhf.roles.roles import ROLES
 
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
@@ -40,9 +40,16 @@ Fingerprints = Mapping[str, Mapping[str, Any]]
 
 
 def find_started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
-    """The stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
-    config = recorded.get("config", {})
-    return [start.earlier for start in starts(config, stage) if start.earlier and not start.named(config)]
+    """Return the stages of the run whose models `stage` started from; `recorded` is the contents of `run.json`."""
+    values, sections = recorded.get("config", {}), Config.model_fields
+    # Not validated: another version may have recorded keys or values that this one does not know.
+    config = Config.model_construct(
+        **{
+            name: type(sections[name].default).model_construct(**values.get(name, {}))
+            for name in (*EVERY_STAGE, "model")
+        }
+    )
+    return [ref.trained_by for ref in base_models(config, stage) if ref.trained_by and not ref.named_in(config)]
 
 
 def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from rlhf.data.preview import example, learned, lengths
 from rlhf.data.report import lines
 from rlhf.data.truncation import longest_completion
 from rlhf.reporting.summary import STAGE_NAMES
-from rlhf.roles.lineage import starts
+from rlhf.roles.lineage import base_models
 
 if TYPE_CHECKING:
-    from rlhf.trainers.base_models import Origin
+    from rlhf.roles.lineage import ResolvedBaseModel
     from rlhf.trainers.preflight import StagePlan
 
 _EMBEDDED = "embedded tiny Llama, from scratch"
@@ -28,15 +28,14 @@ _EMBEDDED = "embedded tiny Llama, from scratch"
 
 def models(config: Config, pending: Sequence[Stage]) -> str:
     """What the `pending` stages of a run start from, in one line; not what they hand on to each other."""
-    values = config.model_dump()
     found = []
-    for start in (start for stage in pending for start in starts(values, stage)):
-        if named := start.named(values):
-            found.append(named if start.key == "model.path" else f"{named} ({start.key})")
-        elif start.earlier is None:
+    for ref in (ref for stage in pending for ref in base_models(config, stage)):
+        if named := ref.named_in(config):
+            found.append(named if ref.key == "model.path" else f"{named} ({ref.key})")
+        elif ref.trained_by is None:
             found.append(_EMBEDDED)
-        elif start.earlier not in pending:
-            found.append(f"this run's {start.earlier} model")
+        elif ref.trained_by not in pending:
+            found.append(f"this run's {ref.trained_by} model")
     return ", ".join(dict.fromkeys(found))
 
 
@@ -45,10 +44,10 @@ def print_plan(plan: StagePlan, config: Config, memory: Sequence[str], console: 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for found in plan.origins:
-        table.add_row(found.start.key, Text(_origin(found)))
+    for base in plan.bases:
+        table.add_row(base.ref.key, Text(_origin(base)))
     if plan.parameters is not None:
-        table.add_row("parameters", f"{plan.parameters:,} in {plan.origins[0].start.key}")
+        table.add_row("parameters", f"{plan.parameters:,} in {plan.bases[0].ref.key}")
     for line in lines(plan.data.reports):
         table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
     table.add_row("steps", _steps(plan, config))
@@ -67,9 +66,9 @@ def print_plan(plan: StagePlan, config: Config, memory: Sequence[str], console: 
     console.print(table)
 
 
-def _origin(found: Origin) -> str:
-    path = found.path or _EMBEDDED
-    return f"{path}, after {' and '.join(found.through)} of this run" if found.through else path
+def _origin(base: ResolvedBaseModel) -> str:
+    path = base.path or _EMBEDDED
+    return f"{path}, after {' and '.join(base.through)} of this run" if base.through else path
 
 
 def _steps(plan: StagePlan, config: Config) -> str:

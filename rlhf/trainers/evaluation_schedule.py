@@ -17,7 +17,7 @@ from rlhf.engine import distributed
 from rlhf.engine.metric_sums import Numbers
 from rlhf.errors import RunError
 from rlhf.reporting.summary import shown_value
-from rlhf.roles.base_sharing import adapter_of
+from rlhf.roles.base_sharing import adapter_folder
 from rlhf.runs.stage_directory import parse_step
 from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
 
@@ -129,7 +129,7 @@ class Evaluations:
         directory = self.context.directory
         for part in parts:
             atomic_rename_dir(part, directory.path / part.name)
-        if not parts and not directory.model.is_dir() and not adapter_of(str(directory.model)).is_dir():
+        if not parts and not directory.model.is_dir() and not adapter_folder(str(directory.model)).is_dir():
             raise RunError(
                 f"{folder}: the model that {directory.name} keeps is not there; bring it back, or train anew with "
                 "--overwrite"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rlhf.checkpoint.adapters import save_adapter
 from rlhf.checkpoint.export import save_model
+from rlhf.config.schema import EVERY_STAGE
 from rlhf.roles.base_sharing import ADAPTER
-from rlhf.roles.lineage import starts
+from rlhf.roles.lineage import base_models, resolve_base_model
 from rlhf.runs.stage_directory import AVERAGE, CRITIC
 
 if TYPE_CHECKING:
@@ -64,10 +65,8 @@ def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
 
 
 def _start(context: StageContext) -> str | None:
-    """The folder or hub name of the model that the stage trained; None: it was made for this run."""
-    values = context.config.model_dump()
-    first = starts(values, context.directory.name)[0]
-    if named := first.named(values):
-        return named
-    earlier = context.run.stage(first.earlier) if first.earlier else None
-    return str(earlier.model) if earlier and earlier.done else None
+    """Return the folder or hub name of the model that the stage started from; None if it was created by this run."""
+    config, run = context.config, context.run
+    pending = [stage for stage in EVERY_STAGE if not run.stage(stage).done]
+    base = resolve_base_model(config, base_models(config, context.directory.name)[0], pending, run.finished_model)
+    return None if base.through else base.path

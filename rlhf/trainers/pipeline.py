@@ -34,7 +34,7 @@ from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.summary import print_summary
 from rlhf.roles.base_sharing import decide_sharing
-from rlhf.roles.lineage import ACTOR, CRITIC, DPO, REWARD, REWARD_MODEL, starts
+from rlhf.roles.lineage import ACTOR, CRITIC, REWARD_MODEL, BaseModelRef, ResolvedBaseModel, resolve_base_models
 from rlhf.roles.roles import ModelPlacement
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import dpo, oom, reward, sft
@@ -132,13 +132,13 @@ def free(accelerator: Accelerator) -> None:
 def _planned(stage: Stage, context: StageContext) -> dict[str, Any]:
     """Say what the stage will take; what is kept of that stands beside what it took."""
     config = context.config
-    paths = _starts(context, stage)
-    attention = {choose_attention(context.accelerator, path, config.model).name for path in paths.values()}
+    bases = _resolve_bases(context)
+    attention = {choose_attention(context.accelerator, base.path, config.model).name for base in bases}
     plan, lines = auto.stage_plan(
         config,
         stage,
         context.accelerator,
-        paths,
+        bases,
         ranks=context.world.size,
         local=current_process().count_local_ranks(context.world.size),
         fused="eager" not in attention,
@@ -165,7 +165,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
 
 def _reward(context: StageContext) -> dict[str, Any]:
     config = context.config
-    path = _starts(context, "reward")[REWARD.key]
+    path: Any = _resolve_bases(context)[0].path
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
 
@@ -187,7 +187,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
 
 def _dpo(context: StageContext) -> dict[str, Any]:
     config = context.config
-    path = _starts(context, "dpo")[DPO.key]
+    path: Any = _resolve_bases(context)[0].path
     tokenizer = _tokenizer(context, path)
     (attention,) = _attention(context, path)
 
@@ -215,20 +215,20 @@ class PolicyNeeds(NamedTuple):
 def policy_needs(context: StageContext) -> PolicyNeeds:
     """How PPO's models are loaded, its prompts, and who judges the embedded world's answers in evaluation."""
     config = context.config
-    paths = _starts(context, "ppo")
-    actor_path = paths[ACTOR.key]
+    paths: dict[BaseModelRef, Any] = {base.ref: base.path for base in _resolve_bases(context)}
+    actor_path = paths[ACTOR]
     tokenizer = _tokenizer(context, actor_path)
     attention = dict(zip(paths, _attention(context, *paths.values())))
 
-    sharing = decide_sharing(config, context.placements, actor_path, paths.get(REWARD_MODEL.key))
-    if line := sharing.line(context.placements):
+    sharing = decide_sharing(config, context.placements, actor_path, paths.get(REWARD_MODEL))
+    if line := sharing.describe(context.placements):
         context.say(f"ppo: {line}")
 
     def policy(placement: ModelPlacement) -> Any:
         if donor := sharing.donors.get(placement.role.name):
-            return on_base(context.bases[donor], config.model, attention=attention[ACTOR.key])
+            return on_base(context.bases[donor], config.model, attention=attention[ACTOR])
         put = _put(context, placement)
-        return load_causal_lm(config.model, tokenizer, attention=attention[ACTOR.key], path=actor_path, put=put)
+        return load_causal_lm(config.model, tokenizer, attention=attention[ACTOR], path=actor_path, put=put)
 
     said: list[str] = []
 
@@ -239,16 +239,16 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
             context.say(line)
 
     def scalar(placement: ModelPlacement) -> Any:
-        start = placement.role.start
+        ref = placement.role.base
         if donor := sharing.donors.get(placement.role.name):
             base = context.bases[donor]
-            return on_base(base, config.model, attention=attention[start], scalar_head=True, adapter=sharing.adapter)
-        may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto"} if start == CRITIC.key else {}
+            return on_base(base, config.model, attention=attention[ref], scalar_head=True, adapter=sharing.adapter)
+        may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto"} if ref == CRITIC else {}
         return load_scalar_head(
             config.model,
             tokenizer,
-            attention=attention[start],
-            path=paths[start],
+            attention=attention[ref],
+            path=paths[ref],
             put=_put(context, placement),
             say=say,
             **may_be_new,
@@ -274,13 +274,9 @@ def _put(context: StageContext, placement: ModelPlacement) -> Put:
     return put
 
 
-def _starts(context: StageContext, stage: Stage) -> dict[str, Any]:
-    """By its key, each model that a stage starts from: named, else what an earlier stage left; None: the embedded."""
-    values = context.config.model_dump()
-    return {
-        start.key: start.named(values) or (start.earlier and context.run.finished_model(start.earlier, start.key))
-        for start in starts(values, stage)
-    }
+def _resolve_bases(context: StageContext) -> tuple[ResolvedBaseModel, ...]:
+    """Return the models that the stage starts from; earlier stages are complete."""
+    return resolve_base_models(context.config, context.directory.name, (), context.run.finished_model)
 
 
 def _attention(context: StageContext, *paths: str | None) -> list[str]:

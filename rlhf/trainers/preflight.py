@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
 from rlhf.engine import zeropp
 from rlhf.errors import ConfigError, RunError
@@ -19,11 +19,11 @@ from rlhf.generation.strategy import check as check_rollouts
 from rlhf.models.folder import check_model_folder
 from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import base_sharing
-from rlhf.roles.lineage import starts
+from rlhf.roles.lineage import ACTOR, ResolvedBaseModel, base_models, resolve_base_model, resolve_base_models
 from rlhf.roles.roles import check_placements, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import Fingerprints
-from rlhf.trainers.base_models import Origin, Tokenizers, origin
+from rlhf.trainers.base_models import Tokenizers
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class StagePlan:
     """
 
     stage: Stage
-    origins: tuple[Origin, ...]
+    bases: tuple[ResolvedBaseModel, ...]
     parameters: int | None
     tokenizer: PreTrainedTokenizerBase
     data: StageData
@@ -96,13 +96,12 @@ def check(
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
     base_sharing.check_sharing(config, pending, directory.finished_model)
-    values = config.model_dump()
     for stage in pending:
-        for start in starts(values, stage):
-            if path := start.named(values):
+        for ref in base_models(config, stage):
+            if path := ref.named_in(config):
                 check_model_folder(path)
-            elif start.earlier and start.earlier not in stages:
-                directory.finished_model(start.earlier, start.key)
+            elif ref.trained_by and ref.trained_by not in stages:
+                directory.finished_model(ref.trained_by, ref.key)
         for source in config.data.datasets:
             if stage in source.stages:
                 readers.check(source.path)
@@ -146,13 +145,10 @@ def examine(
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernel("attention", required=True)
     models = _Models(config, accelerator)
-    values = config.model_dump()
-    origins = {
-        stage: tuple(origin(directory, start, values, pending) for start in starts(values, stage)) for stage in pending
-    }
+    bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
     for stage in pending:
-        models.check(stage, origins[stage])
-    caches = {stage: models.cache(stage, origins[stage][0]) for stage in pending}
+        models.check(stage, bases[stage])
+    caches = {stage: models.cache(stage, bases[stage][0]) for stage in pending}
     kept, read = _kept(caches, config, show=True)
     documents = pretraining.read(config, show=True) if "ppo" in pending else []
     load = load_stage if whole else check_stage
@@ -162,11 +158,11 @@ def examine(
         data = kept.get(stage) or load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
         if stage == "ppo" and documents:
             pretraining.pack(config, documents, tokenizer, most=config.ppo.pretraining_rows)
-        plan = StagePlan(stage, origins[stage], models.parameters(origins[stage][0]), tokenizer, data)
+        plan = StagePlan(stage, bases[stage], models.parameters(bases[stage][0]), tokenizer, data)
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
-    needs = {plan.stage: StorageNeed(models.trained(plan.stage, plan.origins), plan.steps(config)) for plan in plans}
+    needs = {plan.stage: StorageNeed(models.trained(plan.stage, plan.bases), plan.steps(config)) for plan in plans}
     check_disk_space(config, directory.path, needs, precision)
     found = read.fingerprints() | pretraining.fingerprint(documents)
     for data in kept.values():
@@ -185,8 +181,8 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
     """
     from rlhf.data.stage_dataset import load_stage
 
-    tokenizers, values, directory = Tokenizers(config), config.model_dump(), RunDirectory(config.output)
-    firsts = {stage: origin(directory, starts(values, stage)[0], values, EVERY_STAGE) for stage in stages}
+    tokenizers = Tokenizers(config)
+    firsts = {stage: resolve_base_model(config, base_models(config, stage)[0]) for stage in stages}
     caches = {stage: tokenizers.cache(stage, first) for stage, first in firsts.items()}
     kept, read = _kept(caches, config, show=show)
     for stage, cache in caches.items():
@@ -217,7 +213,7 @@ class _Models(Tokenizers):
         self.attention: dict[str, Choice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
 
-    def check(self, stage: Stage, origins: Sequence[Origin]) -> None:
+    def check(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
         from rlhf.generation.strategy import check_model
         from rlhf.models.compatibility import check_positions
@@ -227,64 +223,62 @@ class _Models(Tokenizers):
         from rlhf.models.lora import check_targets
         from rlhf.models.toy_model import build_outline
 
-        for found in origins:
-            outline = self.outline(found)
-            if outline is None or found.path is None:
+        for base in bases:
+            outline = self.outline(base)
+            if outline is None or base.path is None:
                 continue
-            check_positions(found.path, outline.config, self._config.data.max_length)
-            if found.start.key == "ppo.actor" and self._config.ppo.ptx_coef:
-                check_positions(found.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
-            check_fits(self.tokenizer(found), outline, found.path)
-            held = [one for one in model_placements(self._config, stage).values() if one.role.start == found.start.key]
-            for one in held:
-                check_dropout(outline, one.dropout, f"{stage}.{'critic_' * (one.role.name == 'critic')}dropout")
+            check_positions(base.path, outline.config, self._config.data.max_length)
+            if base.ref == ACTOR and self._config.ppo.ptx_coef:
+                check_positions(base.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
+            check_fits(self.tokenizer(base), outline, base.path)
+            placements = [each for each in model_placements(self._config, stage).values() if each.role.base == base.ref]
+            for placement in placements:
+                is_critic = placement.role.name == "critic"
+                check_dropout(outline, placement.dropout, f"{stage}.{'critic_' * is_critic}dropout")
             if stage == "reward":
                 check_final_norm(outline, self._config.reward.reset_final_norm)
-            if any(one.lora.rank for one in held):
+            if any(placement.lora.rank for placement in placements):
                 check_targets(outline, self._config.lora)
         if stage == "ppo":
-            actor, *scorers = origins
+            actor, *scorers = bases
             for scorer in scorers:
                 where = scorer.path or "the embedded model"
                 check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
             outline = self.outline(actor) or build_outline(self.tokenizer(actor))
             check_model(outline, self._config.ppo, current_process().size)
 
-    def outline(self, found: Origin) -> PreTrainedModel | None:
+    def outline(self, base: ResolvedBaseModel) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""
         from rlhf.models.attention import EMBEDDED, choose_attention
         from rlhf.models.loading import outline
 
-        name = found.path or EMBEDDED
+        name = base.path or EMBEDDED
         if name not in self.attention:
-            self.attention[name] = choose_attention(self._accelerator, found.path, self._config.model)
-        if found.path is None:
+            self.attention[name] = choose_attention(self._accelerator, base.path, self._config.model)
+        if base.path is None:
             return None
         # A head may be drawn anew but for PPO's reward model, which some stage has left.
-        trained = not found.start.scalar_head or not (found.start.new_head or found.through)
-        key = found.path, found.start.scalar_head, trained
+        trained = not base.ref.scalar_head or not (base.ref.new_head or base.through)
+        key = base.path, base.ref.scalar_head, trained
         if key not in self._outlines:
             self._outlines[key] = outline(
-                found.path,
+                base.path,
                 self._config.model,
                 attention=self.attention[name].name,
-                scalar_head=found.start.scalar_head,
+                scalar_head=base.ref.scalar_head,
                 trained=trained,
             )
         return self._outlines[key]
 
-    def trained(self, stage: Stage, origins: Sequence[Origin]) -> list[PreTrainedModel]:
+    def trained(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> list[PreTrainedModel]:
         """Of the models that the stage trains, those that are read from somewhere."""
-        keys = {
-            placement.role.start
-            for placement in model_placements(self._config, stage).values()
-            if placement.role.trained
-        }
-        found = (self.outline(origin) for origin in origins if origin.start.key in keys)
-        return [outline for outline in found if outline is not None]
+        placements = model_placements(self._config, stage).values()
+        refs = {placement.role.base for placement in placements if placement.role.trained}
+        outlines = (self.outline(base) for base in bases if base.ref in refs)
+        return [outline for outline in outlines if outline is not None]
 
-    def parameters(self, found: Origin) -> int | None:
-        outline = self.outline(found)
+    def parameters(self, base: ResolvedBaseModel) -> int | None:
+        outline = self.outline(base)
         return None if outline is None else outline.num_parameters()
 
 
@@ -305,9 +299,8 @@ def _check_judge(config: Config, stages: Sequence[Stage]) -> None:
 
 
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:
-    values = config.model_dump()
     named = {"model.tokenizer": config.model.tokenizer}
-    named |= {start.key: start.named(values) for stage in stages for start in starts(values, stage)}
+    named |= {ref.key: ref.named_in(config) for stage in stages for ref in base_models(config, stage)}
     for key, path in named.items():
         for stage in stages:
             if path and Path(path).resolve().is_relative_to(directory.stage(stage).path.resolve()):

@@ -195,7 +195,7 @@ def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator
             config,
             stage.stage,
             accelerator,
-            {found.start.key: found.path for found in stage.origins},
+            stage.bases,
             ranks=ranks,
             local=current_process().count_local_ranks(ranks),
             fused=all(choice.name != "eager" for choice in attention),

@@ -14,6 +14,7 @@ from accelerators import Accelerator, Memory
 from rlhf.config.schema import build_config
 from rlhf.memory import auto as announced
 from rlhf.memory.advice import changed
+from rlhf.roles.lineage import MODEL, ResolvedBaseModel
 
 MIB = 2**20
 
@@ -86,24 +87,25 @@ def test_what_is_asked_for_is_left_as_it_is(accelerator: Accelerator) -> None:
     assert announced.decided(config, ["sft"], accelerator, 8, 8, {}) == (config, None)
 
 
+def resolved(path: str) -> tuple[ResolvedBaseModel, ...]:
+    return (ResolvedBaseModel(MODEL, path),)
+
+
 def test_what_will_not_fit_is_said_with_the_cheapest_change(accelerator: Accelerator, tmp_path: Path) -> None:
     small: Any = Small(accelerator, 16 * 1024 * MIB)
-    found, (line,) = announced.stage_plan(opt(), "sft", small, {"model.path": "opt-1.3b"}, ranks=2, local=2)
+    found, (line,) = announced.stage_plan(opt(), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
     assert found and found.fullest.device > 16 * 1024 * MIB
     assert re.fullmatch(
         r"sft: plan: it will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
     )
     settings = {key: yaml.safe_load(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
-    _, (again,) = announced.stage_plan(
-        changed(opt(), settings), "sft", small, {"model.path": "opt-1.3b"}, ranks=2, local=2
-    )
+    _, (again,) = announced.stage_plan(changed(opt(), settings), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
     assert again.startswith("sft: plan: peak about "), (line, again)
 
 
 def test_a_model_whose_shape_is_not_known_runs_without_a_plan(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    paths = {"model.path": str(tmp_path)}
-    assert announced.stage_plan(opt(), "sft", accelerator, paths, ranks=1, local=1) == (None, [])
+    assert announced.stage_plan(opt(), "sft", accelerator, resolved(str(tmp_path)), ranks=1, local=1) == (None, [])
 
 
 def test_settings_left_to_the_plan_are_those_that_it_decided_then() -> None:

@@ -258,4 +258,6 @@ def a_base_that_cannot_be_shared(bench: Bench) -> tuple[list[str], list[str]]:
 
 @mistake
 def adapters_merged_into_quantized_weights(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(lora__rank=2, lora__merge="true", engine__frozen="int8"), ["the actor's frozen weights are int8"]
+    return settings(lora__rank=2, lora__merge="true", engine__frozen="int8"), [
+        "lora.merge: adapters cannot be merged into int8 weights"
+    ]

@@ -156,7 +156,7 @@ def test_without_a_reward_model_under_lora_and_when_weights_are_sharded(
     """The critic has a base of its own, and a head that is trained and kept."""
     lora = ["--set", "lora.rank=2"] if engine.endswith("0") else []
     found = rlhf(*alone("words"), "--set", engine, *lora)
-    assert ("actor and reference share one frozen base; not more: the critic" in found.stdout) == bool(lora)
+    assert ("actor and reference share one frozen base; the others do not: the critic" in found.stdout) == bool(lora)
     assert len(records(rewards.parent / "run", "critic_grad_norm")) == 3
 
 

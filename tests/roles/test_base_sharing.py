@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
-from rlhf.roles.base_sharing import adapter_of, check_sharing, decide_sharing, fingerprint, record_base
+from rlhf.roles.base_sharing import adapter_folder, check_sharing, decide_sharing, fingerprint_weights, record_base
 from rlhf.roles.roles import model_placements
 from rlhf.runs.directory import RunDirectory
 
@@ -30,7 +30,7 @@ def found(folders, *, roles=None, engine=None, **lora):
     config = build_config({"lora": {"rank": 4, **lora}, "roles": roles or {}, "engine": engine or {}})
     held = model_placements(config, "ppo")
     sharing = decide_sharing(config, held, *folders)
-    return dict(sharing.donors), sharing.line(held)
+    return dict(sharing.donors), sharing.describe(held)
 
 
 def test_all_four_where_the_reward_model_was_trained_on_the_actor_s_base(folders):
@@ -43,21 +43,21 @@ def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folder
     def decided(folders):
         config = build_config({"lora": {"rank": 4}, "ppo": {"estimator": "rloo"}})
         sharing = decide_sharing(config, model_placements(config, "ppo"), *folders)
-        return dict(sharing.donors), sharing.adapter, sharing.line(model_placements(config, "ppo"))
+        return dict(sharing.donors), sharing.adapter, sharing.describe(model_placements(config, "ppo"))
 
     line = "actor, reference and reward share one frozen base"
-    assert decided(folders) == ({"reward": "actor"}, adapter_of(folders[1]), line)
-    shutil.rmtree(adapter_of(folders[1]))
+    assert decided(folders) == ({"reward": "actor"}, adapter_folder(folders[1]), line)
+    shutil.rmtree(adapter_folder(folders[1]))
     donors, adapter, line = decided(folders)
     assert (donors, adapter) == ({}, None)
-    assert line.startswith("actor and reference share one frozen base; not more: ")
+    assert line.startswith("actor and reference share one frozen base; the others do not: ")
 
 
 def test_a_run_that_was_moved_is_known_by_its_weights(folders, tmp_path):
     actor, reward = (shutil.move(folder, tmp_path / f"moved-{index}") for index, folder in enumerate(folders))
     (tmp_path / "there").mkdir()
     reward = shutil.move(reward, tmp_path / "there" / "model")
-    shutil.move(adapter_of(folders[1]), tmp_path / "there" / "adapter")
+    shutil.move(adapter_folder(folders[1]), tmp_path / "there" / "adapter")
     assert found((actor, reward))[0] == {"critic": "actor", "reward": "critic"}
 
 
@@ -67,7 +67,7 @@ def test_a_base_that_was_trained_on_is_another(folders, tmp_path):
     save_file({**weights, "a": weights["a"] * 1.001}, file)
     donors, line = found(folders)
     assert donors == {"reward": "critic"}
-    assert line.endswith(f"not more: {folders[0]} has other weights now than when {folders[1]} was trained on it")
+    assert line.endswith(f"the others do not: the weights of {folders[0]} changed after {folders[1]} was trained")
 
 
 def test_an_adapter_beside_another_model_than_its_own_is_not_taken(folders):
@@ -76,41 +76,51 @@ def test_an_adapter_beside_another_model_than_its_own_is_not_taken(folders):
     save_file({**weights, "a": weights["a"] * 1.001}, file)
     donors, line = found(folders)
     assert donors == {"reward": "critic"}
-    assert line.endswith(f"not more: the adapter beside {folders[1]} is another model's")
+    assert line.endswith(f"the others do not: the adapter next to {folders[1]} belongs to another model")
 
 
 def test_a_fingerprint_is_of_the_weights_alone(tmp_path, folders):
-    assert fingerprint(folders[0]) == fingerprint(folders[1]) is not None
+    assert fingerprint_weights(folders[0]) == fingerprint_weights(folders[1]) is not None
     (tmp_path / "actor" / "config.json").write_text("{}")
-    assert fingerprint(folders[0]) == fingerprint(folders[1])
-    assert fingerprint(str(tmp_path)) is None and fingerprint("nobody/nothing") is None
+    assert fingerprint_weights(folders[0]) == fingerprint_weights(folders[1])
+    assert fingerprint_weights(str(tmp_path)) is None and fingerprint_weights("nobody/nothing") is None
 
 
 def test_a_reward_model_without_an_adapter_is_a_base_of_its_own(folders):
-    shutil.rmtree(adapter_of(folders[1]))
+    shutil.rmtree(adapter_folder(folders[1]))
     donors, line = found(folders)
     assert donors == {"reward": "critic"}
     assert line == (
         "actor and reference share one frozen base; critic and reward share one frozen base; "
-        f"not more: {folders[1]} has no adapter beside it, so it is a base of its own"
+        f"the others do not: {folders[1]} has no adapter next to it"
     )
 
 
 @pytest.mark.parametrize(
     ("settings", "donors", "words"),
     [
-        ({"roles": {"critic": {"lora_rank": 0}}}, {"reward": "actor"}, "not more: the critic is trained whole"),
-        ({"roles": {"actor": {"lora_rank": 0}}}, {"reward": "critic"}, "not more: the actor is trained whole"),
+        (
+            {"roles": {"critic": {"lora_rank": 0}}},
+            {"reward": "actor"},
+            "the others do not: the critic is trained in full",
+        ),
+        (
+            {"roles": {"actor": {"lora_rank": 0}}},
+            {"reward": "critic"},
+            "the others do not: the actor is trained in full",
+        ),
         ({"engine": {"zero_stage": 3}}, {}, "(actor, critic and reward)"),
-        ({"roles": {"reward": {"frozen": "int8"}}}, {}, "in different numbers (roles.*.frozen)"),
+        ({"roles": {"reward": {"frozen": "int8"}}}, {}, "have different precisions (roles.*.frozen)"),
     ],
 )
 def test_what_keeps_models_apart_is_said_and_refused_where_one_base_is_a_must(folders, settings, donors, words):
     found_donors, line = found(folders, **settings)
     assert found_donors == donors and words in line
-    with pytest.raises(ConfigError, match=r"^lora.share_base: true, but .*; .*, or leave it at auto$") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^lora.share_base: true, but .*; .*, or leave lora.share_base at auto$"
+    ) as caught:
         found(folders, share_base=True, **settings)
-    assert words.removeprefix("not more: ") in str(caught.value)
+    assert words.removeprefix("the others do not: ") in str(caught.value)
 
 
 def test_with_more_than_adapters_trained_the_reference_stands_on_the_actor_s_base(folders):
@@ -129,9 +139,9 @@ def test_nothing_is_shared_and_nothing_said_without_lora_or_by_request(folders, 
         ({"ppo": {"actor": "./a"}, "reward": {"model": "./a"}}, None),
         ({"ppo": {"actor": "./a"}}, "the reward model is trained on the model of the sft stage, and the actor starts"),
         ({"reward": {"model": "./a"}}, "and the actor starts from the model of the sft stage; start both from the"),
-        ({"roles": {"reward": {"lora_rank": 0}}}, "the reward model is trained whole; leave roles.reward.lora_rank"),
-        ({"lora": {"rank": 0}}, "nothing is trained with LoRA; set lora.rank"),
-        ({"engine": {"zero_stage": 3}}, "at ZeRO-3 DeepSpeed shards and gathers"),
+        ({"roles": {"reward": {"lora_rank": 0}}}, "the reward model is trained in full; remove roles.reward.lora_rank"),
+        ({"lora": {"rank": 0}}, "no model is trained with LoRA; set lora.rank"),
+        ({"engine": {"zero_stage": 3}}, "at ZeRO-3 DeepSpeed shards each model's weights"),
     ],
 )
 def test_one_base_that_is_a_must_is_refused_before_anything_is_loaded(tmp_path, values, words):

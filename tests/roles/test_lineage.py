@@ -13,11 +13,10 @@ from rlhf.memory.model_state import Surroundings
 from rlhf.memory.models import models_of
 from rlhf.memory.stage import plan_stage
 from rlhf.roles.base_sharing import Sharing, predict_sharing
-from rlhf.roles.lineage import ALL, starts
+from rlhf.roles.lineage import ALL, CRITIC, base_models, resolve_base_model
 from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import find_differences, find_started_from
-from rlhf.trainers.base_models import origin
 
 FUNCTION = {"reward_weight": 0, "reward_functions": ["rewards:f"]}
 
@@ -27,7 +26,7 @@ def configured(**ppo: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("ppo", "models", "held"),
+    ("ppo", "models", "bases"),
     [
         ({}, ["ppo.actor", "ppo.reward_model"], {"critic": "ppo.reward_model", "reward": "ppo.reward_model"}),
         ({"critic": "c"}, ["ppo.actor", "ppo.reward_model", "ppo.critic"], {"critic": "ppo.critic"}),
@@ -36,23 +35,38 @@ def configured(**ppo: Any) -> Config:
         (FUNCTION | {"estimator": "rloo"}, ["ppo.actor"], {"critic": None, "reward": None}),
     ],
 )
-def test_a_model_is_needed_where_something_reads_it(
-    ppo: dict[str, Any], models: list[str], held: dict[str, str | None]
+def test_base_models_ppo_settings_only_those_that_are_read(
+    ppo: dict[str, Any], models: list[str], bases: dict[str, str | None]
 ) -> None:
     config = configured(**ppo)
-    assert [start.key for start in starts(config.model_dump(), "ppo")] == models
-    found = model_placements(config, "ppo")
-    assert found["actor"].role.start == found["reference"].role.start == "ppo.actor"
-    for name, start in held.items():
-        assert (found[name].role.start if name in found else None) == start  # type: ignore[index]
+    assert [ref.key for ref in base_models(config, "ppo")] == models
+    placements = {str(name): placement.role.base.key for name, placement in model_placements(config, "ppo").items()}
+    assert placements["actor"] == placements["reference"] == "ppo.actor"
+    assert {name: placements.get(name) for name in bases} == bases
 
 
-def test_a_critic_without_a_reward_model_begins_as_the_policy() -> None:
-    _, critic = starts(configured(**FUNCTION).model_dump(), "ppo")
-    assert critic.named(configured(**FUNCTION, actor="a").model_dump()) == "a"
-    assert critic.named(configured(**FUNCTION, actor="a", critic="c").model_dump()) == "c"
-    directory, values = RunDirectory(configured().output), configured(**FUNCTION).model_dump()
-    assert origin(directory, critic, values, ("sft", "ppo")).through == ("sft",)
+def test_critic_without_reward_model_starts_as_the_policy() -> None:
+    assert CRITIC in base_models(configured(**FUNCTION), "ppo")
+    assert CRITIC.named_in(configured(**FUNCTION, actor="a")) == "a"
+    assert CRITIC.named_in(configured(**FUNCTION, actor="a", critic="c")) == "c"
+    assert resolve_base_model(configured(**FUNCTION), CRITIC, ("sft", "ppo")).through == ("sft",)
+
+
+@pytest.mark.parametrize(
+    ("pending", "path", "through"),
+    [
+        (("sft", "reward", "ppo"), "m", ("sft", "reward")),
+        (("reward", "ppo"), "sft/model", ("reward",)),
+        (("ppo",), "reward/model", ()),
+    ],
+)
+def test_resolve_base_model_follows_pending_stages(
+    pending: tuple[Any, ...], path: str, through: tuple[str, ...]
+) -> None:
+    config = build_config({"model": {"path": "m"}})
+    ref = base_models(config, "ppo")[1]
+    base = resolve_base_model(config, ref, pending, lambda stage, key: f"{stage}/model")
+    assert (base.ref.key, base.path, base.through) == ("ppo.reward_model", path, through)
 
 
 def test_a_record_of_a_run_knows_what_its_stages_started_from() -> None:
@@ -104,12 +118,16 @@ def shared(**sections: Any) -> Sharing:
 def test_what_shares_a_base_beside_a_critic_of_another_start() -> None:
     """The reward model may stand on the actor's base; a critic with weights of its own stands on none."""
     other = shared(ppo={"critic": "opt-350m"})
-    assert dict(other.donors) == {"reward": "actor"} and "does not begin as the reward model" in other.why_not
+    assert (
+        dict(other.donors) == {"reward": "actor"}
+        and other.obstacle
+        and "does not start from the" in other.obstacle.reason
+    )
     alone = shared(ppo=FUNCTION)
-    assert dict(alone.donors) == {} and alone.remedy == "set ppo.reward_weight"
+    assert dict(alone.donors) == {} and alone.obstacle and alone.obstacle.remedy == "set ppo.reward_weight"
     assert dict(shared(ppo={"estimator": "rloo"}).donors) == {"reward": "actor"}
     nothing = shared(ppo=FUNCTION | {"estimator": "rloo"})
-    assert dict(nothing.donors) == {} and nothing.why_not == ""
+    assert dict(nothing.donors) == {} and nothing.obstacle is None
     assert dict(shared().donors) == {"critic": "actor", "reward": "critic"}
 
 
@@ -120,8 +138,8 @@ def test_one_base_for_all_is_refused_where_the_critic_has_its_own() -> None:
     with pytest.raises(ConfigError) as found:
         check_sharing(config, ("sft", "reward", "ppo"), RunDirectory(config.output).finished_model)
     assert str(found.value) == (
-        "lora.share_base: true, but the critic does not begin as the reward model; leave ppo.critic out, or leave it "
-        "at auto"
+        "lora.share_base: true, but the critic does not start from the reward model; remove ppo.critic, or leave "
+        "lora.share_base at auto"
     )
 
 
@@ -138,10 +156,9 @@ def test_a_plan_counts_the_models_that_are_there() -> None:
     assert sizes["all"][1] > sizes["no model"][1] > sizes["rloo"][1]
 
 
-def test_every_role_starts_from_what_is_listed() -> None:
-    keys = {start.key for start in ALL}
-    held: list[ModelPlacement] = [
+def test_every_role_starts_from_a_listed_base_model() -> None:
+    placements: list[ModelPlacement] = [
         *model_placements(configured(critic="c"), "ppo").values(),
         *model_placements(configured(), "reward").values(),
     ]
-    assert {placement.role.start for placement in held} <= keys
+    assert {placement.role.base for placement in placements} <= set(ALL)

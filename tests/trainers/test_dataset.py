@@ -118,7 +118,7 @@ def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_r
     before = said(), found(whole=True)
     assert not (tmp_path / "kept").exists(), "a look keeps nothing"
     for plan in look_at_data(config, EVERY_STAGE):
-        assert Tokenizers(config).cache(plan.stage, plan.origins[0]).build() is None
+        assert Tokenizers(config).cache(plan.stage, plan.bases[0]).build() is None
     for module, name in ((tokenize_rows, "encode_prompts"), (load_sources, "read")):
         monkeypatch.setattr(module, name, lambda *words, **options: pytest.fail("read or tokenized again"))
     assert (said(), found(whole=True)) == before

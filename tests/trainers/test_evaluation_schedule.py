@@ -294,7 +294,7 @@ def test_what_was_begun_without_evaluations_goes_on_with_them(accelerator, tmp_p
 
 @pytest.mark.parametrize("save", ["merged", "both"])
 def test_adapters_are_kept_with_the_model_that_has_them_merged(accelerator, tmp_path, save):
-    from rlhf.roles.base_sharing import fingerprint
+    from rlhf.roles.base_sharing import fingerprint_weights
 
     lora = {"rank": 4, "save": save}
     optimizer = {"learning_rate": 0.01, "warmup": 0, "schedule": "constant"}
@@ -307,7 +307,7 @@ def test_adapters_are_kept_with_the_model_that_has_them_merged(accelerator, tmp_
     assert adapter.is_dir() == (save == "both")
     if save == "both":
         base = json.loads((adapter / "base.json").read_text())
-        assert base["merged"] == fingerprint(str(tmp_path / "sft" / "model"))
+        assert base["merged"] == fingerprint_weights(str(tmp_path / "sft" / "model"))
 
 
 @pytest.mark.slow

@@ -142,7 +142,10 @@ def test_numbers_are_those_of_four_separate_models(build, precision):
 
 def test_a_critic_that_is_trained_whole_shares_nothing_and_the_reward_model_the_actor_s_base(build):
     ppo, said = build(roles={"actor": {"lora_rank": 8}, "critic": {"lora_rank": 0}})
-    assert "ppo: actor, reference and reward share one frozen base; not more: the critic is trained whole\n" in said
+    assert (
+        "ppo: actor, reference and reward share one frozen base; the others do not: the critic is trained in full\n"
+        in said
+    )
     bases = frozen_base(ppo)
     assert bases["critic"] == set() and bases["actor"] == bases["reward"] and len(bases["actor"]) == 20
     counts = ppo.critic.parameter_counts
@@ -157,7 +160,7 @@ def test_a_critic_that_is_trained_whole_shares_nothing_and_the_reward_model_the_
 
 def test_an_actor_that_is_trained_whole_leaves_the_critic_and_the_reward_model_one_base(build):
     ppo, said = build(roles={"actor": {"lora_rank": 0}})
-    assert "ppo: critic and reward share one frozen base; not more: the actor is trained whole\n" in said
+    assert "ppo: critic and reward share one frozen base; the others do not: the actor is trained in full\n" in said
     bases = frozen_base(ppo)
     assert bases["critic"] == bases["reward"] and bases["reference"].isdisjoint(bases["critic"]) and not bases["actor"]
 
@@ -184,7 +187,10 @@ def test_with_norms_trained_too_the_reference_is_a_model_on_the_actor_s_base(bui
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"zero_stage": 3}, "actor and reference share one frozen base; not more: at ZeRO-3 DeepSpeed shards and "),
+        (
+            {"zero_stage": 3},
+            "actor and reference share one frozen base; the others do not: at ZeRO-3 DeepSpeed shards each ",
+        ),
         ({"engine": {"frozen": "auto"}, "share_base": False}, None),
         ({"rank": 0}, None),
     ],
@@ -204,7 +210,7 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
         record.write_text(before)
     there = lora_run.with_name("run") / "sft" / "model"
     line = f"{lora_run}/reward/model was trained on {there}, and the actor starts from {lora_run}/sft/model"
-    assert f"share one frozen base; not more: {line}\n" in said.replace("ppo: ", "")
+    assert f"share one frozen base; the others do not: {line}\n" in said.replace("ppo: ", "")
 
 
 @pytest.mark.slow

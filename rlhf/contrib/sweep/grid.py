@@ -25,7 +25,8 @@ from rlhf.config.loader import (
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, Config, Stage, build_config
 from rlhf.contrib.sweep.schema import Exclusion, GridFile, parsed
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import starts
+from rlhf.memory.advice import changed
+from rlhf.roles.lineage import base_models
 from rlhf.utils.units import parse_bytes
 
 SHARED = "shared"
@@ -269,21 +270,18 @@ def _on_shared(point: Point, file: GridFile, path: Path, output: Path) -> Point:
     Raises:
         ConfigError: a stage starts from one that no part of the sweep trains.
     """
-    values, named = point.config.model_dump(), {}
+    config = point.config
     for stage in point.stages:
-        for start in starts(values, stage):
-            if start.named(values) or start.earlier is None or start.earlier in point.stages:
+        for ref in base_models(config, stage):
+            if ref.named_in(config) or ref.trained_by is None or ref.trained_by in point.stages:
                 continue
-            if start.earlier not in file.share:
+            if ref.trained_by not in file.share:
                 raise ConfigError(
-                    f"{path}: stages: {stage} starts from what {start.earlier} leaves, which no point trains; add it "
-                    f"to `stages` or to `share`, or set {start.key} (point {point.name})"
+                    f"{path}: stages: {stage} starts from the model of {ref.trained_by}, which no point trains; add "
+                    f"it to `stages` or to `share`, or set {ref.key} (point {point.name})"
                 )
-            section, name = start.key.split(".")
-            named[start.key] = values[section][name] = str(Path(output) / SHARED / start.earlier / "model")
-    if not named:
-        return point
-    return replace(point, config=build_config(values))
+            config = changed(config, {ref.key: str(Path(output) / SHARED / ref.trained_by / "model")})
+    return replace(point, config=config)
 
 
 def _label(axis: str, value: Any, named: Any) -> str:

@@ -14,8 +14,8 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import ConfigError
 from rlhf.memory import environment
 from rlhf.memory.advice import settled
-from rlhf.memory.models import source
 from rlhf.models.dropout import drops
+from rlhf.roles.lineage import resolve_base_model
 from rlhf.trainers.context import StageContext
 from rlhf.utils.process_info import current_process
 
@@ -54,5 +54,7 @@ def _fits(context: StageContext) -> bool:
     around, room = environment.found(context.accelerator, config, context.world.size, local=local)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in held)
     around = replace(around, base=min(around.base, environment.PROCESS), fused=fused)
-    shapes = {source(config, placement.role.start)[0]: context.shape(name) for name, placement in held.items()}
+    shapes = {
+        resolve_base_model(config, placement.role.base).path: context.shape(name) for name, placement in held.items()
+    }
     return settled(config, ["ppo"], around, room=room, shapes=shapes).ppo.reuse_forward

@@ -210,7 +210,7 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         ),
         (
             "stages: [ppo]\ngrid: {seed: [1]}",
-            "stages: ppo starts from what sft leaves, which no point trains; add it to `stages` or to `share`, or set "
+            "stages: ppo starts from the model of sft, which no point trains; add it to `stages` or to `share`, or set "
             "ppo.actor (point seed1)",
         ),
         ("grid: {output: [a, b]}", "grid.yaml: output: each point has a folder of its own; leave this key out"),
