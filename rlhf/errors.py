@@ -33,6 +33,10 @@ class RunError(RLHFError):
     """A run directory or a checkpoint is not what the command needs."""
 
 
+class DependencyError(RLHFError):
+    """An installed library has a version that rlhf does not work with."""
+
+
 class OutOfMemory(RLHFError):
     """The accelerator or the machine has too little memory for these settings."""
 

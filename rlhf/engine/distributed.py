@@ -6,7 +6,6 @@ launcher. The helpers work alike with one rank and with many.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -69,6 +68,10 @@ def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accele
             accelerator.prepare_deepspeed()
             import deepspeed
 
+            from rlhf.engine.deepspeed_patches import check_version
+
+            check_version(deepspeed.__version__)
+
         # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
         with monitor_ranks(place, timeout) as member:
             if place.size == 1:  # no launcher, so no address to meet at
@@ -109,18 +112,11 @@ def _process_group_of(place: ProcessInfo) -> Iterator[None]:
         _members.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
-            _forget_groups()
+            from rlhf.engine.deepspeed_patches import clear_process_groups
+
+            clear_process_groups()
         for name in variables.keys() - before.keys():  # a process that this one starts is not one of its ranks
             os.environ.pop(name, None)
-
-
-def _forget_groups() -> None:
-    """Clear the variables in which DeepSpeed 0.19 keeps process groups: a later session has groups of its own."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    comm.cdb = None
-    importlib.reload(groups)
 
 
 def world() -> World:

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from rlhf.config.schema import OptimizerConfig
+from rlhf.engine import deepspeed_patches as patches
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import park
 from rlhf.engine.deepspeed_config import deepspeed_config
-from rlhf.engine.deepspeed_patches import spare
 from rlhf.engine.fp32_weights import keep_precision, restore_precision
 from rlhf.engine.metric_sums import Sums
 from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
@@ -90,7 +89,7 @@ class TrainingEngine:
                 model=model,
                 optimizer=adamw(
                     parameter_groups(model, optimizer.weight_decay, self._adapter_factor),
-                    # 0 while DeepSpeed sets up: see _forget_setup_step. Each step sets its own.
+                    # 0 while DeepSpeed sets up: see patches.undo_setup_step. Each step sets its own.
                     lr=0.0,
                     betas=optimizer.betas,
                     eps=optimizer.eps,
@@ -105,9 +104,9 @@ class TrainingEngine:
                     trained=self.parameter_counts["trainable"],
                 ),
             )
-        _forget_setup_step(self.engine)
+        patches.undo_setup_step(self.engine)
         if self.zero_stage == 0:
-            spare(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
+            patches.replace_step(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)
         accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
 
@@ -147,7 +146,9 @@ class TrainingEngine:
     def train(self) -> None:
         """Have the forward passes from here on be training passes; `backward` sees to that itself."""
         self.engine.train()
-        self._record_order()
+        if self.zero_stage == 3 and not self._trained:
+            patches.restart_trace(self.engine)
+        self._trained = True
 
     def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
         """One optimizer step over this rank's micro-batches of one global batch.
@@ -176,12 +177,11 @@ class TrainingEngine:
             with self.precision.autocast():
                 value, statistics = loss(self.engine, batch)
             boundary(f"{self.name}/loss")
-            # deepspeed 0.19.8 ends a micro-batch, and what it counts of one, where the next forward pass begins
-            # (DeepSpeedEngine.forward); that of this one may have been made before.
-            if isinstance(self.optimizer, ZeROOptimizer):
-                self.optimizer.clear_backward_seen_flag()
+            patches.begin_micro_batch(self.engine)
             # DeepSpeed averages over ranks; the loss is a part of a sum.
-            self._scale = self._missing_scale()
+            self._scale = patches.missing_loss_scale(
+                self.engine, loss_scaling=self.precision.loss_scaling, zero_stage=self.zero_stage
+            )
             self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)
             boundary(f"{self.name}/backward")
             if left:
@@ -198,7 +198,7 @@ class TrainingEngine:
             self._norm = clip(trained, self._max_grad_norm)
         skipped = self.skipped
         if self.precision.loss_scaling:
-            self._step_in_fp16()
+            self.overflows_always |= patches.step_at_lowest_scale(self.engine)
         else:
             self.engine.step()
         self.accelerator.step_boundary(f"{self.name}/step")
@@ -215,27 +215,6 @@ class TrainingEngine:
         """What the loss of the next step is multiplied by, so that fp16 can hold its gradients."""
         return float(self.engine.optimizer.loss_scale)
 
-    def _step_in_fp16(self) -> None:
-        """DeepSpeed's step; it sees where the loss scale cannot fall any further.
-
-        There deepspeed 0.19.8 raises a bare `Exception` at ZeRO 1-3 (`DynamicLossScaler`), and at ZeRO 0 skips each
-        step from then on (`FP16_UnfusedOptimizer`, whose own `loss_scale_config` is its scaler).
-        """
-        optimizer, before = self.engine.optimizer, self.loss_scale()
-        scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
-        lowest = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None)
-        if lowest is None:  # a scale that stays as it is
-            self.engine.step()
-            return
-        scaler.raise_error_at_min_scale = False
-        self.engine.step()
-        if before <= lowest and scaler.last_overflow_iter == scaler.cur_iter - 1:
-            self.overflows_always = True
-
-    def _missing_scale(self) -> float:
-        """At ZeRO 0, DeepSpeed 0.19 divides fp16 gradients by the loss scale without having multiplied the loss."""
-        return self.loss_scale() if self.precision.loss_scaling and self.zero_stage == 0 else 1.0
-
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[nn.Module]:
         """The bare model with whole weights on every rank, for reading and for generation.
@@ -246,36 +225,8 @@ class TrainingEngine:
         if self.zero_stage < 3:
             yield self.module
             return
-        with GatheredParameters(list(self.module.parameters())), _hooks_off(self.engine.optimizer.parameter_offload):
+        with GatheredParameters(list(self.module.parameters())), patches.without_hooks(self.engine):
             yield self.module
-
-    def _record_order(self) -> None:
-        """Have DeepSpeed record the order in which layers need their weights from the first training pass on.
-
-        At ZeRO-3 it records whatever pass comes first and gathers weights ahead in that order. Of a scoring pass it
-        would learn nothing about backward: every training pass would end the recording, and every next one make the
-        ranks compare their orders anew, with values read on the host.
-        """
-        if self.zero_stage == 3 and not self._trained:
-            coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
-            if not coordinator.is_invalid_trace():
-                coordinator._invalidate_trace()
-        self._trained = True
-
-
-@contextlib.contextmanager
-def _hooks_off(offload: Any) -> Iterator[None]:
-    """The model without ZeRO-3's hooks. They come back as they were: new ones would make DeepSpeed record anew."""
-    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
-    taken = []
-    for handle in sorted(handles, key=lambda handle: handle.id):  # the order in which they were registered and run
-        hooks = handle.hooks_dict_ref()
-        taken.append((hooks, handle.id, hooks.pop(handle.id)))
-    try:
-        yield
-    finally:
-        for hooks, key, hook in taken:
-            hooks[key] = hook
 
 
 def freeze(
@@ -323,15 +274,3 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
         "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
         "all": sum(sizes) + quantized.count(model),
     }
-
-
-def _forget_setup_step(engine: Any) -> None:
-    """Undo the step with zero gradients that DeepSpeed's 16-bit wrapper takes at ZeRO 0 to allocate states.
-
-    It would shift Adam's bias correction by one (deepspeed 0.19: FP16_UnfusedOptimizer); with a learning
-    rate of 0 it changes no weight.
-    """
-    optimizer = getattr(engine.optimizer, "optimizer", None)
-    for state in getattr(optimizer, "state", {}).values():
-        if torch.is_tensor(state.get("step")):
-            state["step"].zero_()

@@ -8,10 +8,10 @@ round away gradients for the thousand steps until it rises again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
+from rlhf.engine.deepspeed_patches import gradients_overflow, override_overflow
 from rlhf.engine.engine import Loss, TrainingEngine
 from rlhf.engine.metric_sums import Sums
 
@@ -30,32 +30,8 @@ def step_together(work: Sequence[Work]) -> list[Sums]:
     if len(work) == 1 or not any(engine.precision.loss_scaling for engine, *_ in work):
         return [engine.step(parts, loss) for engine, loss, parts in work]
     sums = [engine.backward(parts, loss) for engine, loss, parts in work]
-    overflowed = [_overflows(engine.optimizer) for engine, *_ in work]
+    overflowed = [gradients_overflow(engine.optimizer) for engine, *_ in work]
     for (engine, *_), own in zip(work, overflowed):
-        with _decided(engine.optimizer, skip=any(overflowed), lower=own):
+        with override_overflow(engine.optimizer, skip=any(overflowed), lower=own):
             engine.apply()
     return sums
-
-
-# In deepspeed 0.19.8 an optimizer decides in `has_overflow`, for all ranks (DeepSpeedZeroOptimizer, its Stage3) or of
-# gradients that all ranks have (`overflow_checker`: FP16_UnfusedOptimizer, FP16_Optimizer), and learns from it in
-# `_update_scale`. The norm, which it looks at too, is a number wherever all fp16 gradients are.
-
-
-def _overflows(optimizer: Any) -> bool:
-    """Whether the gradients that wait for a step have numbers that are not finite; every rank asks."""
-    checker = getattr(optimizer, "overflow_checker", None)
-    return bool(optimizer.has_overflow() if checker is None else checker.check())
-
-
-@contextmanager
-def _decided(optimizer: Any, *, skip: bool, lower: bool) -> Iterator[None]:
-    """In this block the optimizer skips its step, or does not, as it is told; its loss scale sees what `lower` says."""
-    checker = getattr(optimizer, "overflow_checker", optimizer)
-    update = optimizer._update_scale
-    checker.has_overflow = lambda *arguments, **options: skip
-    optimizer._update_scale = lambda *arguments: update(lower)
-    try:
-        yield
-    finally:
-        del checker.has_overflow, optimizer._update_scale

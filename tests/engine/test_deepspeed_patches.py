@@ -1,7 +1,12 @@
-"""The step at ZeRO 0 with masters in float32: that of AdamW's paper, of clipped gradients, with what implements it."""
+"""Patches of DeepSpeed: the patched step is AdamW's, and DeepSpeed without each patch still has the fault.
+
+A test named `test_upstream_...` fails once DeepSpeed has mended the fault; then the patch goes.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +14,12 @@ import pytest
 import torch
 
 from rlhf.config.schema import OptimizerConfig
-from rlhf.engine.deepspeed_patches import spare
+from rlhf.engine import deepspeed_patches as patches
+from rlhf.engine.deepspeed_patches import replace_step
 from rlhf.engine.engine import TrainingEngine
-from tests.helpers import llama
+from rlhf.errors import DependencyError
+from tests.engine import averages, halves
+from tests.helpers import llama, user_environment
 from tests.in_process import make_placement
 
 RATE, BETAS, EPSILON, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
@@ -101,5 +109,116 @@ def test_one_number_is_read_on_the_host(engine_of, monkeypatch):
 def test_an_optimizer_without_masters_and_one_that_scales_losses_keep_their_step():
     for scaling, names in ((True, {"fp16_groups": []}), (False, {})):
         engine = SimpleNamespace(optimizer=SimpleNamespace(step="theirs", **names))
-        spare(engine, ranks=2, loss_scaling=scaling)
+        replace_step(engine, ranks=2, loss_scaling=scaling)
         assert engine.optimizer.step == "theirs"
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.12+hpu.synapse.1", "0.19.9a0"])
+def test_check_version_of_the_known_series_passes(version):
+    patches.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "0.190.0", "1.19.0", "unknown"])
+def test_check_version_of_another_series_names_it(version):
+    with pytest.raises(DependencyError, match=f"deepspeed: .*0.19, got {version}; install"):
+        patches.check_version(version)
+
+
+def test_upstream_takes_a_step_while_it_sets_up(accelerator, monkeypatch):
+    monkeypatch.setattr(patches, "undo_setup_step", lambda engine: None)
+    engine = averages.build(accelerator, 0, "bf16")
+    steps = [state["step"].item() for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    assert steps and set(steps) == {1.0}
+
+
+def test_upstream_reads_a_number_for_every_gradient(accelerator, monkeypatch):
+    monkeypatch.setattr(patches, "replace_step", lambda engine, **options: None)
+    engine = averages.build(accelerator, 0, "bf16")
+    engine.backward([averages.IDS], averages.loss)
+    engine.optimizer.optimizer.step = lambda: None
+    reads: list[torch.Tensor] = []
+    for name in ("item", "__float__", "__bool__", "tolist"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, read=read: reads.append(self) or read(self))
+    engine.optimizer.step()
+    assert len(reads) > len(list(engine.module.parameters()))
+
+
+def test_upstream_divides_fp16_gradients_by_a_scale_that_the_loss_never_had(accelerator, monkeypatch):
+    monkeypatch.setattr(patches, "missing_loss_scale", lambda engine, **options: 1.0)
+    with halves.accepted() as precision:
+        engine = averages.build(accelerator, 0, precision)
+        scale = engine.loss_scale()
+        engine.backward([averages.IDS], averages.loss)
+        largest = max(parameter.grad.abs().max().item() for parameter in engine.module.parameters())
+        applied: list[float] = []
+        weights = [weight for group in engine.optimizer.fp32_groups for weight in group]
+        engine.optimizer.clip_grad = 0.0
+        engine.optimizer.optimizer.step = lambda: applied.append(max(w.grad.abs().max().item() for w in weights))
+        engine.apply()
+    assert scale > 1
+    assert applied == [pytest.approx(largest / scale, rel=1e-3)]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_upstream_raises_a_bare_exception_at_the_lowest_loss_scale(accelerator, zero_stage):
+    def infinite(model, ids):
+        value, statistics = averages.loss(model, ids)
+        return value * float("inf"), statistics
+
+    with halves.accepted() as precision:
+        engine = averages.build(accelerator, zero_stage, precision)
+        engine.backward([averages.IDS], infinite)
+        scaler = engine.optimizer.loss_scaler
+        scaler.cur_scale = scaler.min_scale
+        with pytest.raises(Exception, match="already at minimum") as raised:
+            engine.engine.step()
+    assert raised.type is Exception
+
+
+def score(engine):
+    with torch.no_grad():
+        engine.engine(input_ids=averages.IDS)
+
+
+def test_upstream_records_a_scoring_pass_as_the_order_of_training(accelerator, monkeypatch):
+    def trace_is_complete():
+        engine = averages.build(accelerator, 3)
+        score(engine)
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        for _ in range(2):
+            averages.step(engine)
+        return coordinator.is_complete_trace()
+
+    assert trace_is_complete()
+    monkeypatch.setattr(patches, "restart_trace", lambda engine: None)
+    assert not trace_is_complete()
+
+
+def test_upstream_releases_gathered_weights_after_each_layer(accelerator):
+    from deepspeed.runtime.zero import GatheredParameters
+
+    engine = averages.build(accelerator, 3)
+    parameters = list(engine.module.parameters())
+    with GatheredParameters(parameters), patches.without_hooks(engine):
+        engine.module(input_ids=averages.IDS)
+        assert all(parameter.numel() for parameter in parameters)
+    with GatheredParameters(parameters):
+        engine.module(input_ids=averages.IDS)
+        assert not all(parameter.numel() for parameter in parameters)
+
+
+def test_upstream_keeps_its_process_group_after_torchs_is_gone():
+    code = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import deepspeed
+from deepspeed.comm import comm
+deepspeed.init_distributed("gloo", verbose=False)
+dist.destroy_process_group()
+assert comm.cdb is not None
+from rlhf.engine.deepspeed_patches import clear_process_groups
+clear_process_groups()
+assert comm.cdb is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=user_environment())
