@@ -1,28 +1,24 @@
 """Accelerators as plugins: the interface, the built-in backends, and the choice among those that are installed.
 
 Trainers call `select()` and get a backend; plugins use the types and `hookimpl`. Importing this package does not
-import torch: some runtimes read their environment at that moment, and the chosen backend sets it first.
+import torch, because some runtimes read their environment at that moment, and the chosen backend sets it first.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from accelerators.discovery import Report, available
-from accelerators.guard import lack_of_memory, stdout_to_stderr
+from accelerators.discovery import Report, available, stdout_to_stderr
+from accelerators.errors import AcceleratorError, CaptureError, PluginError, find_out_of_memory
 from accelerators.hookspecs import hookimpl, hookspec
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     API_VERSION,
     OPERATIONS,
-    RESERVED,
-    AcceleratorError,
     AcceleratorSpec,
-    CaptureError,
     DeepSpeedView,
     DeviceInfo,
     KernelImpl,
     Memory,
-    PluginDefect,
     Precision,
     Probe,
     Problem,
@@ -31,12 +27,12 @@ from accelerators.types import (
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
+    from accelerators.kernels import KernelSet
     from accelerators.quantized import QuantizedWeights
 
 __all__ = [
     "API_VERSION",
     "OPERATIONS",
-    "RESERVED",
     "Accelerator",
     "AcceleratorError",
     "AcceleratorSpec",
@@ -44,8 +40,9 @@ __all__ = [
     "DeepSpeedView",
     "DeviceInfo",
     "KernelImpl",
+    "KernelSet",
     "Memory",
-    "PluginDefect",
+    "PluginError",
     "Precision",
     "Probe",
     "Problem",
@@ -55,9 +52,9 @@ __all__ = [
     "ShapePolicy",
     "Support",
     "available",
+    "find_out_of_memory",
     "hookimpl",
     "hookspec",
-    "lack_of_memory",
     "select",
     "stdout_to_stderr",
     "verify_agreement",
@@ -69,6 +66,10 @@ def __getattr__(name: str) -> Any:
         from accelerators.accelerator import Accelerator
 
         return Accelerator
+    if name == "KernelSet":
+        from accelerators.kernels import KernelSet
+
+        return KernelSet
     if name == "QuantizedWeights":
         from accelerators.quantized import QuantizedWeights
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelerators.types import CaptureError
+from accelerators.errors import CaptureError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

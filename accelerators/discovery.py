@@ -1,32 +1,49 @@
 """Loads the installed plugins one by one and probes the backends that they offer.
 
-In: the entry points of the environment. Out: pluggy's manager with the plugins that work, and a `Report` on every
-backend and on every plugin that does not work; one broken plugin stops none of the others. Imports no torch.
+Input: the entry points of the environment. Output: pluggy's manager with the plugins that work, and a `Report` on every
+backend and on every plugin that does not work. A plugin can neither stop the others nor print to standard output.
+This module does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
 from accelerators import hookspecs
-from accelerators.guard import TIME_LIMIT_ENV, PluginError, stdout_to_stderr, text, within
-from accelerators.types import ALLOWLIST_ENV, API_VERSION, AcceleratorError, AcceleratorSpec, Probe, received
+from accelerators.errors import AcceleratorError, PluginError, describe
+from accelerators.types import (
+    ALLOWLIST_ENV,
+    API_VERSION,
+    OLDEST_API_VERSION,
+    AcceleratorSpec,
+    Probe,
+    expect,
+)
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_ENV = "RLHF_PROBE_TIMEOUT"
+"""The environment variable with the seconds that a plugin may take to answer."""
 
 BUILTIN = "accelerators.backends.plugin"
 MOST_ANSWERS = 100
-"""What a plugin may answer to one hook: more would be a generator without an end."""
+"""Limit of a plugin's answers to one hook: more would be an endless generator."""
 
 _IMPORTS_TORCH = (
     "imports torch {when}, which must come after the choice of a backend: some runtimes read their environment then"
@@ -35,10 +52,10 @@ _IMPORTS_TORCH = (
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of one backend, or of a plugin that could not be loaded.
+    """The state of one backend, or of a plugin that could not be loaded.
 
-    Exactly one of `probe` and `error` is set. A plugin that failed before it offered a backend goes by its entry
-    point's name and has no `spec`. `warning` says what the plugin should not do although it works.
+    Exactly one of `probe` and `error` is set. A plugin that failed before it offered a backend has the name of its
+    entry point and no `spec`. `warning` is something that the plugin should not do although it works.
     """
 
     name: str
@@ -51,10 +68,12 @@ class Report:
 
     @property
     def priority(self) -> int | None:
+        """The backend's priority; None if it has no spec."""
         return self.spec.priority if self.spec else None
 
     @property
     def available(self) -> bool:
+        """Whether the backend can run here."""
         return self.probe is not None and self.probe.ok
 
     @property
@@ -63,8 +82,8 @@ class Report:
         return f"{self.distribution} {self.version}".strip()
 
     @property
-    def found(self) -> str:
-        """The devices that were found, usable or not, as "2 x Model"; empty where there is none."""
+    def devices(self) -> str:
+        """The devices, usable or not, as "2 x Model"; empty if there is none."""
         return f"{self.probe.count} x {self.probe.model or 'device'}" if self.probe and self.probe.count else ""
 
     @property
@@ -74,7 +93,7 @@ class Report:
 
 
 def available(environ: Mapping[str, str] = os.environ) -> list[Report]:
-    """Every backend that a plugin offers and every plugin that is broken, best first."""
+    """Return a report on every backend that a plugin offers and on every broken plugin, best first."""
     return discover(environ)[1]
 
 
@@ -111,12 +130,12 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
 
 
 def plugin_name(point: str, distribution: str, version: str) -> str:
-    """What a plugin is called in the manager and in messages: as its reports' `provider`, and its entry point."""
+    """Return a plugin's name in the manager and in messages: the reports' `provider`, and the entry point."""
     return f"{f'{distribution} {version}'.strip()} ({point})"
 
 
 def _installed() -> tuple[list[EntryPoint], list[Report]]:
-    """The entry points of all plugins, and a report for each distribution whose entry points cannot be read."""
+    """Return the entry points of all plugins, and a report for each distribution whose entry points are unreadable."""
     group = hookspecs.ENTRY_POINT_GROUP
     with contextlib.suppress(Exception):
         return list(entry_points(group=group)), []
@@ -132,12 +151,14 @@ def _installed() -> tuple[list[EntryPoint], list[Report]]:
             points += distribution.entry_points.select(group=group)
         except Exception as error:
             if group in (distribution.read_text("entry_points.txt") or ""):
-                reports.append(Report(name, name, version, error=f"its entry points cannot be read ({text(error)})"))
+                reports.append(
+                    Report(name, name, version, error=f"its entry points cannot be read ({describe(error)})")
+                )
     return points, reports
 
 
 def _named(distribution: Distribution | None) -> tuple[str, str]:
-    """Name and version of a distribution, whose metadata may be gone or damaged."""
+    """Return name and version of a distribution, whose metadata may be missing or damaged."""
     try:
         assert distribution is not None
         return distribution.name or "unknown", distribution.version or ""
@@ -146,8 +167,8 @@ def _named(distribution: Distribution | None) -> tuple[str, str]:
 
 
 def _loaded(point: EntryPoint, limit: float) -> ModuleType:
-    """A plugin's module; what is built in needs no limit, it waits for nobody."""
-    plugin = within(None if point.value == BUILTIN else limit, "its import", point.load)
+    """Return a plugin's module; the built-in plugin needs no time limit."""
+    plugin = run_within(None if point.value == BUILTIN else limit, "its import", point.load)
     if not isinstance(plugin, ModuleType):
         raise PluginError(f"its entry point names a {type(plugin).__name__} instead of a module")
     return plugin
@@ -159,15 +180,15 @@ def _register(plugins: pluggy.PluginManager, plugin: ModuleType, name: str) -> N
     except (Exception, SystemExit) as error:
         if plugins.get_plugin(name) is plugin:
             plugins.unregister(plugin)
-        raise PluginError(text(error)) from error
+        raise PluginError(describe(error)) from error
 
 
 def _allowed(
     points: list[EntryPoint], unreadable: list[Report], allowlist: str | None
 ) -> tuple[list[EntryPoint], list[Report]]:
-    """The entry points to load, in order of name, and a report for each plugin that the allowlist names in vain.
+    """Return the entry points to load, by name, and a report for each plugin of the allowlist that is not installed.
 
-    The list names entry points or distributions; the built-in backends are always there, so `none` leaves only them.
+    The list names entry points or distributions. The built-in backends are always included: `none` means only them.
     """
     points = sorted(points, key=lambda point: (point.name, point.value))
     if not allowlist:
@@ -177,26 +198,26 @@ def _allowed(
     missing = sorted(wanted.difference(*names))
     error = f"named in {ALLOWLIST_ENV}, but no such plugin is installed"
     return (
-        [point for point, own in zip(points, names, strict=True) if point.value == BUILTIN or own & wanted],
+        [point for point, aliases in zip(points, names, strict=True) if point.value == BUILTIN or aliases & wanted],
         [Report(name, name, "", error=error) for name in missing],
     )
 
 
 def _with_unknown_hooks(plugins: pluggy.PluginManager) -> Iterator[tuple[Any, str]]:
-    """Take out the plugins that mark a function as a hook which does not exist: a misspelt one would do nothing."""
+    """Unregister the plugins that mark a function as an unknown hook, and yield them: a misspelt hook does nothing."""
     while True:
         try:
             return plugins.check_pending()
         except pluggy.PluginValidationError as error:
             plugins.unregister(error.plugin)
-            yield error.plugin, text(error)
+            yield error.plugin, describe(error)
 
 
 def _offers(
     plugins: pluggy.PluginManager, plugin: ModuleType, origin: tuple[str, str, str], limit: float
 ) -> list[Report]:
     try:
-        offered = within(limit, "rlhf_accelerators", lambda: list(answers(plugins, plugin, "rlhf_accelerators")))
+        offered = run_within(limit, "rlhf_accelerators", lambda: list(answers(plugins, plugin, "rlhf_accelerators")))
     except PluginError as error:
         return [Report(*origin, error=str(error))]
     reports: list[Report] = []
@@ -210,16 +231,19 @@ def _offers(
 def _probed(offer: Any, origin: tuple[str, str, str], limit: float) -> Report:
     provider = origin[1:]
     try:
-        spec = received(offer, AcceleratorSpec)
+        spec = expect(offer, AcceleratorSpec)
     except TypeError as error:
         return Report(*origin, error=f"rlhf_accelerators returned {error}")
-    if spec.api_version != API_VERSION:
-        versions = f"it is written for version {spec.api_version} of the accelerator interface, this is {API_VERSION}"
+    if not OLDEST_API_VERSION <= spec.api_version <= API_VERSION:
+        supported = " to ".join(dict.fromkeys(map(str, (OLDEST_API_VERSION, API_VERSION))))
+        versions = (
+            f"it is written for version {spec.api_version} of the accelerator interface; rlhf supports {supported}"
+        )
         return Report(spec.name, *provider, spec=spec, error=versions)
     clean = "torch" not in sys.modules
     probe, failure = None, None
     try:
-        probe = within(limit, "its probe", lambda: received(spec.probe(), Probe))
+        probe = run_within(limit, "its probe", lambda: expect(spec.probe(), Probe))
     except PluginError as error:
         failure = str(error)
     warning = _IMPORTS_TORCH.format(when="in its probe") if clean and "torch" in sys.modules else None
@@ -227,7 +251,7 @@ def _probed(offer: Any, origin: tuple[str, str, str], limit: float) -> Report:
 
 
 def time_limit(environ: Mapping[str, str]) -> float:
-    """Seconds that a plugin may take to answer."""
+    """Return the seconds that a plugin may take to answer."""
     wish = environ.get(TIME_LIMIT_ENV) or "10"
     try:
         limit = float(wish)
@@ -239,15 +263,15 @@ def time_limit(environ: Mapping[str, str]) -> float:
 
 
 def answers(plugins: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Iterator[Any]:
-    """What one plugin answers to a hook, as it comes; pluggy itself would stop all at the first that raises."""
+    """Yield one plugin's answers to a hook; pluggy itself would stop at the first plugin that raises."""
     for implementation in getattr(plugins.hook, hook).get_hookimpls():
         if implementation.plugin is plugin:
             answer = implementation.function(*(arguments[name] for name in implementation.argnames))
             if isinstance(answer, str):
                 raise TypeError(f"{hook} returned a str instead of a list")
-            given = iter(() if answer is None else answer)
-            yield from islice(given, MOST_ANSWERS)
-            if next(given, given) is not given:
+            items = iter(() if answer is None else answer)
+            yield from islice(items, MOST_ANSWERS)
+            if next(items, items) is not items:
                 raise ValueError(f"{hook} gave more than {MOST_ANSWERS} answers")
 
 
@@ -258,3 +282,74 @@ def _rank(report: Report) -> tuple[int, int, str]:
 
 def _normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+def run_within(limit: float | None, what: str, task: Callable[[], Result]) -> Result:
+    """Return the result of `task`, which runs in a thread for at most `limit` seconds.
+
+    A task that hangs (a driver that does not answer) stays behind and does not keep the process from ending. One that
+    hangs while it keeps Python's global lock cannot be left behind.
+
+    Args:
+        what: name of the task in messages.
+
+    Raises:
+        PluginError: it failed in any way, also by exiting, or took longer.
+    """
+    results: list[Result] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(task())
+        except BaseException as error:  # Ctrl-C does not reach this thread: the plugin itself raised it
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(limit)
+    if results:
+        return results[0]
+    if failures:
+        raise PluginError(f"{what} failed ({describe(failures[0])})") from failures[0]
+    raise PluginError(
+        f"{what} did not answer within {limit:g} s; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
+    )
+
+
+@contextlib.contextmanager
+def warn_after(limit: float, what: str) -> Iterator[None]:
+    """Warn if this block has not ended after `limit` seconds; for code that must run in the thread of the run."""
+    timer = threading.Timer(limit, logger.warning, ["%s (for %g s now)", what, limit])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to standard error what Python, libraries and child processes print in this block.
+
+    Standard output is for a command's result, which other programs may read.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a process without standard output or standard error
+            saved = os.dup(1)
+            stack.callback(os.close, saved)
+            _flush()
+            os.dup2(2, 1)
+            stack.callback(os.dup2, saved, 1)
+            stack.callback(_flush)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _flush() -> None:
+    """Flush the buffers of Python and of the C library."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            stream.flush()  # type: ignore[union-attr]
+    ctypes.CDLL(None).fflush(None)

@@ -1,115 +1,174 @@
-"""Implementations that run on any device with plain PyTorch.
-
-They are every backend's defaults: a backend or a plugin that has something faster offers it with a higher priority.
-At the bottom for attention is `eager`, which every architecture has and some have alone.
-"""
+"""The implementations of one backend's operations, and the choice among them."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol
 
-from accelerators.types import KernelImpl, Support
+from accelerators.errors import AcceleratorError, describe, is_built_in, name_kernel, naming_method
+from accelerators.types import AUTO, NONE, OPERATIONS, KernelImpl, Support, expect, one_line
 
+CHECK_OF_A_MODEL = "its check of the model"
+"""Beginning of a refusal that is an error in the plugin."""
 
-def adamw(accelerator: object) -> Any:
-    """torch's AdamW over lists of tensors."""
-    import torch
-
-    return torch.optim.AdamW
+logger = logging.getLogger(__name__)
 
 
-def fused_adamw(accelerator: object) -> Any:
-    """torch's AdamW in one pass over memory; a constructor like `torch.optim.AdamW`."""
-    from functools import partial
+class Backend(Protocol):
+    """The part of an `Accelerator` that `KernelSet` uses."""
 
-    import torch
+    name: ClassVar[str]
+    absent: ClassVar[Mapping[str, str]]
+    provider: str
 
-    return partial(torch.optim.AdamW, fused=True)
-
-
-def clip_grad_norm(accelerator: object) -> Any:
-    """torch's clipping by the global norm."""
-    import torch
-
-    return torch.nn.utils.clip_grad_norm_
+    def kernel_implementations(self) -> Iterable[KernelImpl]:
+        """Return the implementations that the backend brings."""
 
 
-def quantized_weights(accelerator: object) -> Any:
-    """Weights of 8 or 4 bits; see `accelerators.quantized`."""
-    from accelerators.quantized import QuantizedWeights
+class KernelSet:
+    """The kernels of a backend (`Accelerator.kernels`): those it brings, and those that plugins add.
 
-    return QuantizedWeights()
-
-
-def softcap(model: Any) -> float | None:
-    """What a model's configuration bounds its attention's scores by; None: nothing."""
-    return getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
-
-
-def beyond_sdpa(model: Any) -> str:
-    """What the model of a configuration hands to its attention that torch's has not: transformers would drop it."""
-    return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
-
-
-def register_attention(name: str, attend: Callable[..., Any]) -> str:
-    """Make an implementation known to transformers by its name, with masks to add.
-
-    They are made once a forward pass: no value is read to see whether one is needed, and a row without a single real
-    token gets a finite mean instead of NaN.
+    The supported implementation with the highest priority does an operation, unless another was chosen. One whose
+    check, factory or result fails gives way to the next, with a warning that names its plugin.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, eager_mask)
-    return name
+    def __init__(self, accelerator: Backend) -> None:
+        self._accelerator = accelerator
+        self._added: list[KernelImpl] = []
+        self._choices: dict[str, str] = {}
+        self._failures: dict[tuple[str, str, str], str] = {}
+
+    def add(self, implementations: Iterable[KernelImpl]) -> None:
+        """Add implementations that plugins offer for this backend."""
+        self._added += implementations
+
+    def choose(self, operation: str, name: str) -> None:
+        """Let only the named implementation do an operation, whatever the priorities.
+
+        Args:
+            operation: a name in OPERATIONS.
+            name: name of an implementation; `auto`, the best; or `none` for an optional operation.
+
+        Raises:
+            AcceleratorError: no implementation has this name, or it cannot be used here.
+        """
+        self._choices.pop(operation, None)
+        if name == AUTO:
+            return
+        supports = {implementation.name: support for implementation, support in self.candidates(operation)}
+        if OPERATIONS[operation].optional:
+            supports[NONE] = Support(True, "the operation is left out")
+        backend = self._accelerator.name
+        if name not in supports:
+            known = ", ".join(supports) or "nothing"
+            raise AcceleratorError(f"{operation}: {backend} has no implementation {name}; there is: {known}")
+        if not supports[name].ok:
+            raise AcceleratorError(f"{operation}: {name} cannot be used on {backend}: {supports[name].reason}")
+        self._choices[operation] = name
+
+    def is_left_out(self, operation: str) -> bool:
+        """Return whether `none` was chosen for an operation."""
+        return self._choices.get(operation) == NONE
+
+    def candidates(self, operation: str) -> list[tuple[KernelImpl, Support]]:
+        """Return the implementations of an operation, best first: the supported ones by priority, then the others."""
+        choice = self._choices.get(operation)
+        pairs = [
+            (implementation, self._support(implementation))
+            for implementation in (*self._brought(), *self._added)
+            if implementation.operation == operation and choice in (None, implementation.name)
+        ]
+        return sorted(pairs, key=lambda pair: (pair[1].ok, pair[0].priority), reverse=True)
+
+    def capabilities(self) -> dict[str, Support]:
+        """Return for every operation whether it is available, by which implementation, and why or why not."""
+        return {operation: self._capability(operation) for operation in OPERATIONS}
+
+    def get(self, operation: str, required: bool = False) -> Any:
+        """Return what the best implementation of an operation makes (see OPERATIONS); None if there is none.
+
+        Raises:
+            AcceleratorError: `required`, and there is none; the message contains the reason.
+        """
+        for _, kernel in self.usable(operation):
+            return kernel
+        if required:
+            reason = self._capability(operation).reason
+            raise AcceleratorError(f"{self._accelerator.name}: no {operation} here: {reason}")
+        return None
+
+    def usable(self, operation: str) -> Iterator[tuple[KernelImpl, Any]]:
+        """Yield the supported implementations that can be made, best first, each with what `get` would return."""
+        for implementation, support in self.candidates(operation):
+            if support.ok and (kernel := self._make(implementation)) is not None:
+                yield implementation, kernel
+
+    def refusal(self, implementation: KernelImpl, model: Any) -> str:
+        """Return why an implementation cannot serve a model, given transformers' configuration of it; "" if it can."""
+        try:
+            return one_line(expect(implementation.refuses(model), str))
+        except (Exception, SystemExit) as error:
+            plugin = self._plugin(implementation)
+            return f"{CHECK_OF_A_MODEL} failed ({describe(error)}), which is for the authors of {plugin}"
+
+    def _brought(self) -> list[KernelImpl]:
+        """Return the implementations that the backend itself brings."""
+        with naming_method(self._accelerator, "kernel_implementations"):
+            return [expect(item, KernelImpl) for item in self._accelerator.kernel_implementations()]
+
+    def _plugin(self, implementation: KernelImpl) -> str:
+        return implementation.plugin or self._accelerator.provider or self._accelerator.name
+
+    def _support(self, implementation: KernelImpl) -> Support:
+        """Return an implementation's own check; one that fails is a refusal, not the end of the run."""
+        if failure := self._failures.get(_key(implementation)):
+            return Support(False, failure)
+        try:
+            return expect(implementation.supported(self._accelerator), Support)
+        except (Exception, SystemExit) as error:
+            return Support(False, f"its check failed ({describe(error)})")
+
+    def _make(self, implementation: KernelImpl) -> Any:
+        """Return what the factory makes; None, and a refusal from now on, if that cannot be used."""
+        plugin = self._plugin(implementation)
+        try:
+            made = implementation.factory(self._accelerator)
+            if not is_built_in(implementation.factory):
+                _check_made(implementation, made)
+        except (Exception, SystemExit) as error:
+            failure = f"its factory failed ({describe(error)}), which is for the authors of {plugin}"
+            self._failures[_key(implementation)] = failure
+            logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
+            return None
+        return name_kernel(implementation, made, plugin)
+
+    def _capability(self, operation: str) -> Support:
+        if self.is_left_out(operation):
+            return Support(False, "none was chosen")
+        ranked = self.candidates(operation)
+        if not ranked:
+            backend = self._accelerator
+            return Support(False, backend.absent.get(operation, f"the {backend.name} backend has no {operation}"))
+        implementation, support = ranked[0]
+        if support.ok:
+            return Support(True, support.reason, implementation.name)
+        return Support(False, "; ".join(f"{impl.name}: {refusal.reason}" for impl, refusal in ranked))
 
 
-def handed_over(model: Any, features: Iterable[str]) -> list[str]:
-    """Those of `features` that the model of a configuration hands to its attention, told by its code and values."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
-    code = inspect.getsource(sys.modules[architecture.__module__]) if architecture else ""
-    return [name for name in features if (softcap(model) if name == "softcap" else f" {name}=" in code)]
+def _key(implementation: KernelImpl) -> tuple[str, str, str]:
+    """Return what identifies an implementation; backends may make the `KernelImpl` itself at each call."""
+    return implementation.operation, implementation.name, implementation.plugin
 
 
-def _always(reason: str) -> Any:
-    return lambda accelerator: Support(True, reason)
+def _check_made(implementation: KernelImpl, made: Any) -> None:
+    """Check what a plugin's factory made, so that the next implementation can take its place before it is used."""
+    operation = OPERATIONS[implementation.operation]
+    if not operation.accepts(made):
+        raise TypeError(f"it made {one_line(repr(made))}, expected {operation.makes}")
+    if operation.name == "attention":
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-
-PORTABLE = (
-    KernelImpl(operation="adamw", name="torch-foreach", factory=adamw, supported=_always("plain torch operators")),
-    KernelImpl(
-        operation="adamw_cpu_offload",
-        name="torch-fused",
-        factory=fused_adamw,
-        supported=_always("torch's fused AdamW also runs on the host, with nothing to compile"),
-    ),
-    KernelImpl(
-        operation="clip_grad_norm", name="torch", factory=clip_grad_norm, supported=_always("plain torch operators")
-    ),
-    KernelImpl(
-        operation="attention",
-        name="sdpa",
-        factory=lambda accelerator: "sdpa",
-        supported=_always("torch's scaled_dot_product_attention picks its own kernel"),
-        refuses=beyond_sdpa,
-    ),
-    KernelImpl(
-        operation="attention",
-        name="eager",
-        factory=lambda accelerator: "eager",
-        supported=_always("every architecture's own operators"),
-        priority=-1000,
-    ),
-    KernelImpl(
-        operation="quantized_weights",
-        name="torch",
-        factory=quantized_weights,
-        supported=_always("plain torch operators: the weight of one layer at a time is unpacked, then multiplied"),
-    ),
-)
+        known = ("eager", *ALL_ATTENTION_FUNCTIONS.keys())
+        if made not in known and "/" not in made:  # a name with a slash is that of a kernel on the hub
+            raise ValueError(f"it made {made!r}, which transformers does not know; known: {', '.join(known)}")

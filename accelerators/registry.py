@@ -1,7 +1,7 @@
-"""Chooses one of the backends that are installed.
+"""Chooses one of the installed backends.
 
-In: the reports of `discovery`, and what the user asked for. Out: a `Selection` that can create the backend, or one
-`AcceleratorError` that says why there is none. Imports no torch: the choice comes first.
+Input: the reports of `discovery`, and the user's wish. Output: a `Selection` that can create the backend, or an
+`AcceleratorError` with the reason. This module does not import torch: the choice comes first.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ import importlib
 import inspect
 import logging
 import os
+import reprlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from accelerators.discovery import Report, answers, discover, time_limit
-from accelerators.guard import lack_of_memory, let_judge, noticed, text
-from accelerators.types import (
-    ALLOWLIST_ENV,
+from accelerators.discovery import Report, answers, discover, time_limit, warn_after
+from accelerators.errors import (
     AUTHORS,
     AcceleratorError,
-    AcceleratorSpec,
-    KernelImpl,
-    PluginDefect,
-    Problem,
-    nearest,
-    received,
+    PluginError,
+    describe,
+    is_built_in,
+    name_backend,
+    naming,
+    set_out_of_memory_judge,
 )
-from accelerators.watched import running
+from accelerators.types import ALLOWLIST_ENV, AcceleratorSpec, KernelImpl, Problem, expect, nearest
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -56,124 +55,114 @@ class Selection:
 
     @property
     def name(self) -> str:
+        """The backend's name."""
         return self.spec.name
 
     def export(self, environ: MutableMapping[str, str], run: Mapping[str, Any] | None = None) -> None:
-        """Write the choice, and what the backend wants set for `run`, where other processes will read them.
+        """Write the choice and the backend's environment variables to where other processes will read them.
 
-        Call it before torch is imported. Variables of the backend that the user has set keep their values.
+        Call it before torch is imported. Variables that the user has set keep their values.
+
+        Args:
+            environ: the environment.
+            run: the run's configuration as nested plain values.
 
         Raises:
-            AcceleratorError: the backend does not say what it wants set, or it is no text.
+            AcceleratorError: the backend's `env` failed or returned something else than strings.
         """
-        try:
-            wanted = dict(self.spec.env(run or {}))
-            wrong = [key for key, value in wanted.items() if not (isinstance(key, str) and isinstance(value, str))]
-            if wrong:
-                raise TypeError(f"{wrong[0]!r} or its value is no str")
-        except (Exception, SystemExit) as error:
-            raise PluginDefect(
-                f"accelerator {self.name} of {self.provider}: its env failed ({text(error)}); {AUTHORS}"
-            ) from error
+        with naming(f"{self._where}: its env"):
+            variables = dict(self.spec.env(run or {}))
+            for key, value in variables.items():
+                if not (isinstance(key, str) and isinstance(value, str)):
+                    raise TypeError(f"{key!r} or its value is no str")
         environ[ENV] = self.name
-        for key, value in wanted.items():
+        for key, value in variables.items():
             environ.setdefault(key, value)
 
     def create(self) -> Accelerator:
-        """Import the backend and make it; torch is imported here.
+        """Import the backend and create it; torch is imported here.
 
         Raises:
-            AcceleratorError: the factory cannot be imported, or does not make a complete `Accelerator`.
+            AcceleratorError: the factory cannot be imported, or creates no complete `Accelerator`.
         """
-        from accelerators import blame
         from accelerators.accelerator import Accelerator
 
-        who = f"accelerator {self.name} of {self.provider}"
-        where = f"{who}: factory {self.spec.factory!r}"
+        where = f"{self._where}: factory {self.spec.factory!r}"
         module, _, attribute = self.spec.factory.partition(":")
-        try:
-            cls = getattr(importlib.import_module(module), attribute)
-        except ImportError as error:
-            raise AcceleratorError(f"{where} cannot be imported ({text(error)}); reinstall {self.provider}") from error
-        except (Exception, SystemExit) as error:
-            raise PluginDefect(f"{where} cannot be imported ({text(error)}); {AUTHORS}") from error
-        if not (inspect.isclass(cls) and issubclass(cls, Accelerator)):
-            raise PluginDefect(f"{where} is not an Accelerator subclass; {AUTHORS}")
-        if (found := getattr(cls, "name", None)) != self.name:
-            raise PluginDefect(f"{where} is named {found!r} instead; {AUTHORS}")
-        if wrong := blame.mistake(cls, Accelerator):
-            raise PluginDefect(f"{where} {wrong}; {AUTHORS}")
-        try:
-            accelerator = cls()
-            accelerator.provider = self.provider
-        except AcceleratorError:
-            raise
-        except (Exception, SystemExit) as error:
-            if lack_of_memory(error):
-                raise
-            raise PluginDefect(f"{where} failed ({text(error)}); {AUTHORS}") from error
-        if not blame.ours(cls):
-            blame.watch(accelerator, Accelerator, who)
-        let_judge(accelerator)
-        accelerator.contribute(self._contributed_kernels(accelerator))
-        return accelerator
+        with naming(where):
+            try:
+                cls = getattr(importlib.import_module(module), attribute)
+            except ImportError as error:
+                reason = f"{where} cannot be imported ({describe(error)})"
+                raise AcceleratorError(f"{reason}; reinstall {self.provider}") from error
+            if not (inspect.isclass(cls) and issubclass(cls, Accelerator)):
+                raise TypeError(f"it is {reprlib.repr(cls)}, expected a subclass of Accelerator")
+            if (name := getattr(cls, "name", None)) != self.name:
+                raise ValueError(f"its name is {name!r}, expected {self.name!r}")
+            accelerator: Accelerator = cls()
+        accelerator.provider = self.provider
+        set_out_of_memory_judge(accelerator)
+        accelerator.kernels.add(self._contributed_kernels(accelerator))
+        return accelerator if is_built_in(cls) else name_backend(accelerator, self._where)
 
     def check_run(self, accelerator: Accelerator, run: Mapping[str, Any]) -> None:
         """Let every plugin object to a run, given as its configuration's nested plain values.
 
-        A check that fails is an objection of the plugin that offers this backend, else a warning.
+        A check that fails is an objection of the plugin that offers this backend; of other plugins, a warning.
 
         Raises:
-            AcceleratorError: at least one plugin objects; the message holds every reason with its remedy.
+            AcceleratorError: at least one plugin objects; the message contains every reason with its remedy.
         """
         problems: list[Problem] = []
         failures: list[Problem] = []
-        own = False
+        own_failed = False
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                with (
-                    noticed(f"plugin {plugin} does not answer rlhf_check_run", time_limit(os.environ)),
-                    running(plugin),
-                ):
+                with warn_after(time_limit(os.environ), f"plugin {plugin} does not answer rlhf_check_run"):
                     for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
-                        problems.append(received(answer, Problem))
+                        problems.append(expect(answer, Problem))
             except (Exception, SystemExit) as error:
-                reason = f"the check of plugin {plugin} failed ({text(error)})"
+                reason = f"the check of plugin {plugin} failed ({describe(error)})"
                 failures.append(Problem(reason, f"update it, or leave it out with {ALLOWLIST_ENV}"))
-                own = own or self._is_own(plugin)
+                own_failed = own_failed or self._offers_backend(plugin)
         objections = [f"{problem.reason}: {problem.remedy}" for problem in (*problems, *failures)]
-        if problems or own:
+        if problems or own_failed:
             raise AcceleratorError(f"this run cannot start on {self.name}: {'; '.join(objections)}")
         for objection in objections:
             logger.warning("%s", objection)
 
+    @property
+    def _where(self) -> str:
+        """The backend and its plugin in messages."""
+        return f"accelerator {self.name} of {self.provider}"
+
     def _contributed_kernels(self, accelerator: Accelerator) -> list[KernelImpl]:
-        """The kernels of all plugins that answer as they should; the one that offers this backend has to."""
-        found: list[KernelImpl] = []
+        """Return the kernels of all plugins; the plugin that offers this backend must not fail."""
+        kernels: list[KernelImpl] = []
         for plugin, module in self.plugins.list_name_plugin():
             try:
-                with noticed(f"plugin {plugin} does not answer rlhf_kernels", time_limit(os.environ)), running(plugin):
-                    offered = list(answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator))
-                found += [replace(received(kernel, KernelImpl), plugin=plugin) for kernel in offered]
+                with warn_after(time_limit(os.environ), f"plugin {plugin} does not answer rlhf_kernels"):
+                    offers = list(answers(self.plugins, module, "rlhf_kernels", accelerator=accelerator))
+                kernels += [replace(expect(kernel, KernelImpl), plugin=plugin) for kernel in offers]
             except (Exception, SystemExit) as error:
-                if self._is_own(plugin):
-                    who = f"accelerator {self.name} of {self.provider}"
-                    raise PluginDefect(f"{who}: its hook rlhf_kernels failed ({text(error)}); {AUTHORS}") from error
-                logger.warning("plugin %s offers no kernels: %s", plugin, text(error))
-        return found
+                if self._offers_backend(plugin):
+                    reason = f"{self._where}: its hook rlhf_kernels failed ({describe(error)})"
+                    raise PluginError(f"{reason}; {AUTHORS}") from error
+                logger.warning("plugin %s offers no kernels: %s", plugin, describe(error))
+        return kernels
 
-    def _is_own(self, plugin: str) -> bool:
-        """Whether this plugin, as it is called in the manager, offers this backend."""
+    def _offers_backend(self, plugin: str) -> bool:
+        """Return whether a plugin, by its name in the manager, offers this backend."""
         return plugin.startswith(f"{self.provider} ")
 
 
 def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, str] = os.environ) -> Selection:
-    """Choose a backend: the command line's wish, else that of RLHF_ACCELERATOR, else the config's, else the best.
+    """Choose a backend: by the command line, else by RLHF_ACCELERATOR, else by the configuration, else the best.
 
-    A backend that was named is taken or the reason why not is raised; there is no fallback.
+    A named backend is taken, or an error says why not; there is no fallback.
 
     Raises:
-        AcceleratorError: nothing can be chosen, or the choice would be ambiguous.
+        AcceleratorError: no backend can be chosen, or the choice is ambiguous.
     """
     wish, source = _wish(cli, config, environ.get(ENV))
     plugins, reports = discover(environ)
@@ -188,23 +177,26 @@ def select(cli: str | None = None, config: str = "auto", environ: Mapping[str, s
 
 
 def verify_agreement(names: Sequence[str]) -> None:
-    """Check the backends' names of all ranks, in rank order.
+    """Check that all ranks run on the same backend.
+
+    Args:
+        names: the ranks' backends, in rank order.
 
     Raises:
         AcceleratorError: they differ; the message names the ranks.
     """
     if len(set(names)) > 1:
-        found = {
+        ranks = {
             name: [str(rank) for rank, other in enumerate(names) if other == name] for name in dict.fromkeys(names)
         }
-        listed = "; ".join(f"{name} on ranks {', '.join(ranks)}" for name, ranks in found.items())
+        listed = "; ".join(f"{name} on ranks {', '.join(numbers)}" for name, numbers in ranks.items())
         raise AcceleratorError(f"ranks run on different accelerators ({listed}); start all with the same --accelerator")
 
 
 def _wish(cli: str | None, config: str, env: str | None) -> tuple[str, str]:
-    """What was asked for, and where unless on the command line.
+    """Return the wish, and where it comes from unless from the command line.
 
-    An `auto` there overrides the config, but not a name in the environment: the launcher has resolved it already.
+    An `auto` there overrides the configuration, but not a name in the environment: the launcher has resolved it.
     """
     cli, env = cli or None, env or None
     if cli and env and "auto" not in (cli, env) and cli != env:
@@ -237,7 +229,7 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
 
 
 def _best(reports: list[Report]) -> tuple[Report, str]:
-    """The available backend with the highest priority (reports come best first), and why it and not the others."""
+    """Return the available backend with the highest priority (reports are ordered best first), and why."""
     for name in dict.fromkeys(report.name for report in reports):
         same = [report for report in _whole(reports) if report.name == name]
         if len(same) > 1:
@@ -267,7 +259,7 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
             f"repair or uninstall it, or ask for the CPU with --accelerator {CPU}"
         )
     if best.name == CPU and (idle := [report for report in reports if report.probe and report.probe.present]):
-        listed = "; ".join(f"{report.name} ({report.found}): {report.reason}" for report in idle)
+        listed = "; ".join(f"{report.name} ({report.devices}): {report.reason}" for report in idle)
         raise AcceleratorError(
             f"only the cpu is left, while a device is there that cannot be used: {listed}; "
             f"or ask for the CPU with --accelerator {CPU}"
@@ -282,12 +274,12 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
 
 
 def _summary(best: Report, reports: list[Report]) -> str:
-    """Why `auto` took this backend; where only the CPU is left, which others are installed."""
+    """Return why `auto` took this backend; if it is the CPU, which others are installed."""
     missing = [report.name for report in reports if not report.available]
     if best.name != CPU or not missing:
         return "auto: the best available"
     unused = [
-        f"{report.name} is not used: {report.reason}" for report in reports if not report.available and report.found
+        f"{report.name} is not used: {report.reason}" for report in reports if not report.available and report.devices
     ]
     if unused:  # hidden by the user, or too old
         return f"auto: {'; '.join(unused)}"
@@ -295,14 +287,14 @@ def _summary(best: Report, reports: list[Report]) -> str:
     return f"auto: {', '.join(missing)} {verb} not available, `rlhf accelerators explain` tells why"
 
 
-def _shared(one: Report, other: Report) -> str:
-    """A device that both backends name; empty where there is none."""
-    named = other.probe.devices if other.probe else ()
-    return next((device for device in one.probe.devices if device in named), "") if one.probe else ""
+def _shared(first: Report, second: Report) -> str:
+    """Return a device that both backends name; "" if there is none."""
+    devices = second.probe.devices if second.probe else ()
+    return next((device for device in first.probe.devices if device in devices), "") if first.probe else ""
 
 
 def _whole(reports: list[Report]) -> list[Report]:
-    """Without the broken ones: those stand in the way of no other."""
+    """Return the reports of plugins that work; broken ones do not compete."""
     return [report for report in reports if not report.error]
 
 

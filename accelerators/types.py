@@ -1,7 +1,7 @@
 """The values that plugins, the registry and the trainers exchange.
 
-Plugins hand in specs, probes, kernels and problems; backends answer with devices, memory figures and precisions.
-Every value is frozen, and nothing here imports torch, so that a plugin can be discovered before torch is loaded.
+Plugins return specs, probes, kernels and problems; backends return devices, memory figures and precisions. Every value
+is frozen, and this module does not import torch, so that a plugin can be discovered before torch is loaded.
 """
 
 from __future__ import annotations
@@ -17,73 +17,93 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
-API_VERSION = 1
-"""Version of the interface; a plugin states the one that it was written for."""
+API_VERSION = 2
+"""Version of the interface; a plugin states the version that it was written for."""
 
-OPERATIONS = (
-    "adamw",
-    "adamw_cpu_offload",
-    "clip_grad_norm",
-    "attention",
-    "graph_capture",
-    "quantized_weights",
-    "inference_weights",
-    "fused_layers",
-)
-"""What `Accelerator.kernel` can be asked for; every backend reports each in its capabilities."""
-
-RESERVED: tuple[str, ...] = ()
-"""Those of OPERATIONS that no trainer asks for yet."""
+OLDEST_API_VERSION = 2
+"""The oldest version whose plugins still work."""
 
 AUTO, NONE = "auto", "none"
-"""What may be chosen in place of an implementation: the best, or, of what is in OPTIONAL, none."""
-
-OPTIONAL = ("graph_capture", "inference_weights", "fused_layers")
-"""Those of OPERATIONS that trainers do without where there is no implementation."""
+"""Choices instead of an implementation's name: the best one; or, for an optional operation, none."""
 
 ALLOWLIST_ENV = "RLHF_PLUGINS"
 """The environment variable that names the plugins to load."""
 
-AUTHORS = "report it to the plugin's authors"
-"""What the user can do about a plugin's defect."""
-
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
-"""The precisions, and the dtype of each."""
+"""The precisions and their dtypes."""
 
 Value = TypeVar("Value")
 
 
-class AcceleratorError(Exception):
-    """A backend cannot be selected, or cannot do what was asked; one line that the user can act on."""
+@dataclass(frozen=True)
+class Operation:
+    """Work that trainers ask `Accelerator.kernels` for.
 
-    exit_code = 2
+    Attributes:
+        name: key of `KernelImpl.operation` and of `engine.kernels` in a recipe.
+        makes: what the factory of an implementation returns, and how trainers call it.
+        optional: trainers do without it if no implementation is supported.
+        methods: names of the methods that trainers call; empty if they call the result itself.
+        text: the result is a name, not a function.
+    """
+
+    name: str
+    makes: str
+    optional: bool = False
+    methods: tuple[str, ...] = ()
+    text: bool = False
+
+    def accepts(self, made: Any) -> bool:
+        """Return whether the result of a factory can be used at all."""
+        if self.text:
+            return isinstance(made, str)
+        return all(callable(getattr(made, method, None)) for method in self.methods or ("__call__",))
 
 
-class HiddenError(AcceleratorError):
-    """The user's environment hides all of the `count` devices that are there."""
+_ADAMW = "(params, lr=, betas=, eps=, weight_decay=) -> torch.optim.Optimizer"
 
-    def __init__(self, message: str, count: int) -> None:
-        super().__init__(message)
-        self.count = count
-
-
-class PluginDefect(AcceleratorError):
-    """A plugin failed, or gave what the interface does not allow; the message names the plugin and what it did."""
-
-
-class CaptureError(AcceleratorError):
-    """A function cannot be captured: it reads values on the host, or its arguments do not fit the recording."""
+OPERATIONS: Mapping[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation("adamw", _ADAMW),
+        Operation("adamw_cpu_offload", _ADAMW),
+        Operation("clip_grad_norm", "(parameters, max_norm) -> the total norm, a scalar tensor"),
+        Operation("attention", "a name for transformers' `attn_implementation`", text=True),
+        Operation("graph_capture", "(fn, key) -> fn, the result of `Accelerator.capture`", optional=True),
+        Operation(
+            "quantized_weights",
+            "an object with `pack`, `unpack` and `multiply`; see `accelerators.quantized.QuantizedWeights`",
+            methods=("pack", "unpack", "multiply"),
+        ),
+        Operation(
+            "inference_weights",
+            "(module, keep) -> a function that restores the module bit for bit; until then weights do not change and "
+            "only reading is fast. With `keep` they can be read and trained as before, and tokens decoded into a "
+            "cache with `room`; without it the device may replace them by the form it likes best",
+            optional=True,
+        ),
+        Operation(
+            "fused_layers",
+            "(module) -> None; the module's layers compute the same numbers in fused form, forward and backward",
+            optional=True,
+        ),
+    )
+}
+"""All operations by name; every backend reports each of them in its capabilities."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Whether a backend can run here, found without importing torch or opening the device.
+    """Whether a backend can run here, determined without importing torch or opening the device.
 
-    `count` devices of `model` were found; `reason` says why there are none, or how they were found. Where the backend
-    cannot run, `present` says that a device is there all the same and only software is missing: `auto` then refuses
-    to take the CPU in its place. A device that the user has hidden, or that is too old, is counted, not `present`.
-    `devices` names the devices that the backend would use, each by its PCI address ("pci:0000:19:00.0"), or by its file
-    ("/dev/npu0") where it has none; among backends that name the same one, `auto` does not choose.
+    Attributes:
+        ok: the backend can run.
+        reason: why it cannot run, or how the devices were detected.
+        count: number of devices; a device that the user has hidden, or that is too old, counts too.
+        model: name of the devices' model.
+        present: a usable device is here and only software is missing; `auto` then refuses to take the CPU instead.
+        devices: the devices that the backend would use, each by its PCI address ("pci:0000:19:00.0"), or by its file
+            ("/dev/npu0") if it has none. `auto` does not choose among backends that name the same device.
     """
 
     ok: bool
@@ -104,9 +124,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether an operation is available, by which implementation, and why; a refusal always carries its reason.
+    """Whether an operation is available, by which implementation, and why or why not.
 
-    The reason goes with `ok`: what speaks for an implementation that can be used, or why it cannot be.
+    A refusal always has a reason.
     """
 
     ok: bool
@@ -129,8 +149,14 @@ def _no_env(run: Mapping[str, Any]) -> dict[str, str]:
 class AcceleratorSpec:
     """A backend that a plugin offers.
 
-    `factory` ("package.module:Class") is imported when the backend is chosen, not before. `env` receives the run's
-    configuration as nested plain values; what it returns is applied with `setdefault` before torch is imported.
+    Attributes:
+        name: name of the backend, one word.
+        api_version: version of the interface that the plugin was written for.
+        factory: "package.module:Class", imported when the backend is chosen, not before.
+        probe: reports whether the backend can run here.
+        priority: `auto` takes the available backend with the highest one.
+        env: receives the run's configuration as nested plain values and returns environment variables, which are
+            applied with `setdefault` before torch is imported.
     """
 
     name: str
@@ -142,11 +168,11 @@ class AcceleratorSpec:
 
     def __post_init__(self) -> None:
         _check_types(self, name=str, api_version=int, factory=str, probe=Callable, priority=int, env=Callable)
-        if self.name in ("", "auto") or self.name != "".join(self.name.split()):
+        if self.name in ("", AUTO) or self.name != "".join(self.name.split()):
             raise ValueError(f"AcceleratorSpec: name is {self.name!r}, expected one word other than auto")
 
 
-def _nothing(model: Any) -> str:
+def _serves_all(model: Any) -> str:
     return ""
 
 
@@ -154,27 +180,32 @@ def _nothing(model: Any) -> str:
 class KernelImpl:
     """One implementation of an operation; the supported one with the highest priority is used.
 
-    `factory(accelerator)` returns the implementation itself; it is called when a trainer asks for it. If it fails, the
-    next implementation is used, with a warning. `refuses(model)`, for operation `attention`, says of a model why this
-    one cannot serve it, given transformers' configuration of it, and "" where it can; the model gets the next one then.
-    `plugin`, the plugin that offers it, is filled in when it is loaded.
+    Attributes:
+        operation: a name in OPERATIONS.
+        name: name of the implementation.
+        factory: receives the `Accelerator` and returns what the operation's `makes` says. If it fails, the next
+            implementation is used, with a warning.
+        supported: receives the `Accelerator` and reports whether the implementation can be used.
+        priority: order among the supported implementations.
+        refuses: for operation `attention`; receives transformers' configuration of a model and returns why this
+            implementation cannot serve the model ("" if it can). The model then gets the next implementation.
+        plugin: the plugin that offers it; set when the plugin is loaded.
     """
 
     operation: str
     name: str
-    # Of an Accelerator, whose file imports this one.
     factory: Callable[[Any], Any]
     supported: Callable[[Any], Support]
     priority: int = 0
-    refuses: Callable[[Any], str] = _nothing
+    refuses: Callable[[Any], str] = _serves_all
     plugin: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
         _check_types(self, refuses=Callable)
         if self.operation not in OPERATIONS:
-            meant = nearest(self.operation, OPERATIONS)
-            hint = f"did you mean {meant!r}? " if meant else ""
+            near = nearest(self.operation, OPERATIONS)
+            hint = f"did you mean {near!r}? " if near else ""
             raise ValueError(
                 f"KernelImpl: no operation is named {self.operation!r}; {hint}known: {', '.join(OPERATIONS)}"
             )
@@ -195,10 +226,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The devices of a backend: model name, how many this machine has, and the software that drives them.
+    """The devices of a backend.
 
-    `peak_flops`: operations a second that the maker states at most for products of dense matrices on one device, by the
-    precision of their numbers, as {"bf16": 989e12}; what is not in it is not stated, and no share of it is recorded.
+    Attributes:
+        model: name of the model.
+        count: how many devices this machine has.
+        software: the software that drives them, with versions.
+        peak_flops: the maker's maximum of operations per second for products of dense matrices on one device, by
+            precision ({"bf16": 989e12}). No share is recorded for a precision that is not listed.
     """
 
     model: str
@@ -216,7 +251,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory: in use by this process, the most since the last reset, and what the device has."""
+    """Bytes of device memory: in use by this process, the maximum since the last reset, and the device's total."""
 
     allocated: int
     peak: int
@@ -228,7 +263,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DeepSpeedView:
-    """How DeepSpeed sees the device: its class for it, its name, its collectives and the numbers it trains in."""
+    """DeepSpeed's view of the device: its class, its name, its collectives and the dtypes it trains in."""
 
     implementation: str
     device: str
@@ -239,9 +274,13 @@ class DeepSpeedView:
 
 @dataclass(frozen=True)
 class Precision:
-    """The numbers that models compute in; the methods' defaults suit a plain fp32 backend.
+    """The numbers that models compute in; the methods suit a plain backend without autocast.
 
-    `name` is bf16, fp16 or fp32; `reason` says why this one was taken and why the others were not.
+    Attributes:
+        dtype: dtype of the models' weights.
+        name: bf16, fp16 or fp32.
+        reason: why this precision was taken, and why others were not.
+        loss_scaling: the loss is scaled dynamically.
     """
 
     dtype: torch.dtype
@@ -257,51 +296,47 @@ class Precision:
             raise ValueError(f"Precision: dtype of {self.name} is {self.dtype}, expected {DTYPES[self.name]}")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for a forward pass; models are held in `dtype`, so by default there is nothing to cast."""
+        """Return the context for a forward pass; models are in `dtype`, so by default nothing has to be cast."""
         return nullcontext()
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """What this precision adds to DeepSpeed's JSON; empty for fp32. A loss scale of 0 means a dynamic one."""
+        """Return this precision's part of DeepSpeed's configuration; a loss scale of 0 means a dynamic one."""
         if self.name == "fp32":
             return {}
         scaling = {"loss_scale": 0} if self.loss_scaling else {}
         return {self.name: {"enabled": True, **scaling}}
 
 
-def received(value: Any, kind: type[Value]) -> Value:
-    """A plugin's answer as a plain `kind`, checked anew: a subclass, or what only looks like one, may hold anything.
+def expect(value: Any, kind: type[Value]) -> Value:
+    """Return a value that must be of a type.
 
     Raises:
-        TypeError: it is no `kind`, or a field is wrong; the message says what it is instead.
+        TypeError: it is of another type.
     """
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__} instead of {kind.__name__}")
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    try:
-        return kind(**{field.name: getattr(value, field.name) for field in fields})
-    except Exception as error:
-        raise TypeError(f"{kind.__name__} with wrong fields ({error})") from error
+    return value
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The one of `known` that `name` may be a slip of; empty where none is near."""
+    """Return the known name that `name` may be a slip of; "" if none is near."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")
 
 
-def one_line(said: str) -> str:
-    """Text without line breaks, and without what no terminal can show (halves of characters in file names)."""
-    return " ".join(said.split()).encode("utf-8", "replace").decode("utf-8")
+def one_line(text: str) -> str:
+    """Return text without line breaks and without characters that no terminal can show (lone surrogates)."""
+    return " ".join(text.split()).encode("utf-8", "replace").decode("utf-8")
 
 
 def _check_types(value: Any, **kinds: Any) -> None:
-    """Plugins hand these values in, so annotations alone hold nobody to them; texts become one line."""
+    """Check the types of fields, since plugins may ignore annotations, and collapse strings to one line."""
     for field, kind in kinds.items():
-        found = getattr(value, field)
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        content = getattr(value, field)
+        if not isinstance(content, kind) or (kind is int and isinstance(content, bool)):
             expected = "a function" if kind is Callable else f"{'an' if kind is int else 'a'} {kind.__name__}"
-            raise TypeError(f"{type(value).__name__}: {field} is {reprlib.repr(found)}, expected {expected}")
+            raise TypeError(f"{type(value).__name__}: {field} is {reprlib.repr(content)}, expected {expected}")
         if kind is str:
-            object.__setattr__(value, field, one_line(found))
+            object.__setattr__(value, field, one_line(content))
 
 
 def _require_reason(ok: bool, reason: str) -> None:

@@ -169,7 +169,7 @@ def _rollout(
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-    attention = accelerator.kernel("attention", required=True)
+    attention = accelerator.kernels.get("attention", required=True)
     config = AutoConfig.for_model(family, vocab_size=32_000, num_hidden_layers=8, **sizes, **changes)
     precision = accelerator.precision("auto")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
@@ -198,7 +198,7 @@ def _rollout(
             if repeat:
                 seconds[kind].append(time.perf_counter() - begun)
     medians = {kind: statistics.median(times) for kind, times in seconds.items()}
-    capability = accelerator.capabilities()["graph_capture"]
+    capability = accelerator.kernels.capabilities()["graph_capture"]
     return {
         "same_tokens": bool(torch.equal(completions["recorded"], completions["plain"])),
         "graph_capture": {"ok": capability.ok, "implementation": capability.implementation},

@@ -1,24 +1,25 @@
-"""The conformance kit: what every backend must do, as checks that any plugin can run.
+"""The conformance kit: the promises of every backend, as checks that any plugin can run.
 
-A plugin's own tests inherit the checks, and need nothing else but pytest:
+A plugin's tests inherit the checks, and need nothing else but pytest:
 
     from accelerators.testing import Conformance
 
     class TestMyChip(Conformance):
         name = "mychip"
 
-`rlhf accelerators check mychip` runs the same ones through `run`, which needs no pytest. Neither imports torch before
-the backend is selected.
+`rlhf accelerators check mychip` runs the same checks through `run`, without pytest. Neither imports torch before the
+backend is selected.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from accelerators.testing.runner import Result, checks, run
+from accelerators.testing.checks import CHECKS
+from accelerators.testing.runner import Result, run
 
 if TYPE_CHECKING:
     from accelerators.testing.conformance import Conformance
 
-__all__ = ["Conformance", "Result", "checks", "run"]
+__all__ = ["CHECKS", "Conformance", "Result", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accelerators.blame import CHECK_OF_A_MODEL
+from accelerators.kernels import CHECK_OF_A_MODEL
 from accelerators.testing.reference import assert_close
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def check_attention(accelerator: Accelerator) -> None:
     """Every implementation that some model may get, unless it refuses a Llama; in the precision that trainers use."""
     from transformers import LlamaConfig
 
-    accelerator.kernel("attention", required=True)
+    accelerator.kernels.get("attention", required=True)
     precision = accelerator.precision()
     eager_logits, eager_gradient = _llama(accelerator, precision, "eager")
-    for implementation, name in accelerator.offers("attention"):
-        refusal = accelerator.refusal(implementation, LlamaConfig())
+    for implementation, name in accelerator.kernels.usable("attention"):
+        refusal = accelerator.kernels.refusal(implementation, LlamaConfig())
         assert not refusal.startswith(CHECK_OF_A_MODEL), f"attention {name!r}, asked for a Llama: {refusal}"
         if refusal:
             continue

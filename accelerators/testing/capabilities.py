@@ -1,34 +1,66 @@
-"""Checks of what a backend says of itself: its operations and its shape policy."""
+"""Checks of a backend's description of itself: types, operations and shape policy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerators.shapes import ShapePolicy
-from accelerators.types import OPERATIONS, AcceleratorError, Support
+from accelerators.types import OPERATIONS, DeviceInfo, KernelImpl, Memory, Support
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
+RETURNS: Mapping[str, type | tuple[type, ...]] = {
+    "device": torch.device,
+    "info": DeviceInfo,
+    "is_lazy": bool,
+    "compilations": (int, type(None)),
+    "kernel_implementations": Iterable,
+    "shape_policy": ShapePolicy,
+    "host_device": torch.device,
+    "pins_memory": bool,
+    "memory": Memory,
+    "rng_state": dict,
+    "dist_backend": str,
+    "synchronize": type(None),
+    "reset_peak": type(None),
+    "empty_cache": type(None),
+}
+"""Methods without arguments, and the types of their results."""
+
+
+def check_types(accelerator: Accelerator) -> None:
+    """Check the results of methods, and class attributes that the interface reads."""
+    for name, kind in RETURNS.items():
+        result = getattr(accelerator, name)()
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        assert isinstance(result, kind), f"{name}() returns {result!r}, expected {expected}"
+    for implementation in accelerator.kernel_implementations():
+        is_kernel = isinstance(implementation, KernelImpl)
+        assert is_kernel, f"kernel_implementations() contains {implementation!r}, expected only KernelImpl"
+    for part in accelerator.dist_backend().split(","):  # such as hccl, or cpu:gloo,cuda:nccl
+        known = torch.distributed.Backend.backend_list
+        name = part.rpartition(":")[2].lower()
+        assert name in known, f"dist_backend() returns {name!r}, expected one of torch's: {', '.join(known)}"
+    assert isinstance(accelerator.deepspeed_name, str), f"deepspeed_name is {accelerator.deepspeed_name!r}, not a str"
+    unknown = [operation for operation in accelerator.absent if operation not in OPERATIONS]
+    assert not unknown, f"absent names {', '.join(unknown)}, expected some of {', '.join(OPERATIONS)}"
+
 
 def check_operations(accelerator: Accelerator) -> None:
-    """Every operation is reported, and `kernel` gives what the report says."""
-    capabilities = accelerator.capabilities()
-    missing = [operation for operation in OPERATIONS if operation not in capabilities]
-    assert not missing, f"capabilities() lacks {', '.join(missing)}; expected every operation of OPERATIONS"
-    for operation, support in capabilities.items():
+    """Check that the implementation that is reported as supported can be made, and is of use."""
+    for operation, support in accelerator.kernels.capabilities().items():
         if support.ok:
             _check_offer(accelerator, operation, support)
-        else:
-            _check_refusal(accelerator, operation, support)
 
 
 def check_shapes(accelerator: Accelerator) -> None:
-    """The policy's buckets and lengths, over small, large and odd lengths."""
+    """Check the policy's buckets and lengths, over small, large and odd lengths."""
     policy = accelerator.shape_policy()
-    assert isinstance(policy, ShapePolicy), f"shape_policy() gives {policy!r}, expected a ShapePolicy"
     before = 0
     for n in (*range(1, 1100), *range(1100, 3 * policy.largest, 511)):
         bucket = policy.bucket(n)
@@ -47,46 +79,29 @@ def check_shapes(accelerator: Accelerator) -> None:
 
 
 def _check_offer(accelerator: Accelerator, operation: str, support: Support) -> None:
-    assert support.implementation, f"{operation} is supported, but its Support names no implementation"
-    what = f"{operation} ({support.implementation})"
     try:
-        kernel = accelerator.kernel(operation)
-        now = accelerator.capabilities()[operation]
+        kernel = accelerator.kernels.get(operation)
+        now = accelerator.kernels.capabilities()[operation]
         replaced = now.implementation != support.implementation  # its factory failed, and the next one was taken
         problem = _refusal(accelerator, operation, support) if replaced else _problem(accelerator, operation, kernel)
     except Exception as error:
-        problem = f"its factory or what it made failed ({type(error).__name__}: {error})"
-    assert not problem, f"{what} is reported as supported, but {problem}"
+        problem = f"its factory or its result failed ({type(error).__name__}: {error})"
+    assert not problem, f"{operation} ({support.implementation}) is reported as supported, but {problem}"
 
 
 def _refusal(accelerator: Accelerator, operation: str, support: Support) -> str:
-    """What is now said against the implementation that was reported as supported."""
-    found = {impl.name: refused.reason for impl, refused in accelerator.candidates(operation) if not refused.ok}
-    return found.get(support.implementation, "kernel() gives another")
+    """Return why the implementation that was reported as supported is refused now."""
+    candidates = accelerator.kernels.candidates(operation)
+    refusals = {candidate.name: refusal.reason for candidate, refusal in candidates if not refusal.ok}
+    return refusals.get(support.implementation, "kernels.get() returns another")
 
 
 def _problem(accelerator: Accelerator, operation: str, kernel: Any) -> str:
-    """Why a kernel cannot be used as `Accelerator.kernel` promises; empty where it can."""
-    if kernel is None:
-        return "kernel() gives None"
+    """Return why a kernel cannot be used as OPERATIONS promises; "" if it can."""
     if operation in ("adamw", "adamw_cpu_offload"):
         device = "cpu" if operation == "adamw_cpu_offload" else accelerator.device()
-        made = kernel(
-            [torch.nn.Parameter(torch.zeros(2, device=device))], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
-        )
-        return "" if isinstance(made, torch.optim.Optimizer) else f"it makes {made!r}, expected a torch Optimizer"
+        parameter = torch.nn.Parameter(torch.zeros(2, device=device))
+        optimizer = kernel([parameter], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return f"it makes {optimizer!r}, expected a torch Optimizer"
     return ""
-
-
-def _check_refusal(accelerator: Accelerator, operation: str, support: Support) -> None:
-    assert support.reason, f"{operation} is refused without a reason; expected one"
-    kernel = accelerator.kernel(operation)
-    assert kernel is None, f"{operation} is refused ({support.reason}), but kernel() gives {kernel!r}, expected None"
-    what = f"kernel({operation!r}, required=True)"
-    try:
-        accelerator.kernel(operation, required=True)
-    except AcceleratorError as error:
-        refusal = str(error)
-    else:
-        raise AssertionError(f"{what} gives something, while capabilities() refuses it ({support.reason})")
-    assert support.reason in refusal, f"{what} says {refusal!r}, expected the reason: {support.reason}"

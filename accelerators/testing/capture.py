@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accelerators.errors import CaptureError
 from accelerators.testing.reference import assert_close, batch, model
-from accelerators.types import CaptureError
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator

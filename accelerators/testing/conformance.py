@@ -1,58 +1,31 @@
-"""The checks for pytest: what `Suite` asks for, as fixtures."""
+"""The checks as tests for pytest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 
-from accelerators.testing.suite import STAGES, Subject, Suite
-
-if TYPE_CHECKING:
-    from accelerators import Accelerator, Selection
-    from accelerators.testing.processes import Outcome
+from accelerators.testing.checks import CHECKS, Check, Subject
 
 
-class Conformance(Suite):
+class Conformance:
     """Subclass it as `TestSomething` and name the backend.
 
     The backend is selected, created and bound to local rank 0 once for all checks that run in this process.
     """
 
+    name: str
+    """The backend's name in `rlhf accelerators list`; it must be available here."""
+
     @pytest.fixture(scope="class")
     def subject(self, request: pytest.FixtureRequest) -> Iterator[Subject]:
-        """What the fixtures below are parts of; its environment is set until the last check has ended."""
+        """The backend; its environment is set until the last check has ended."""
         with Subject(request.cls.name) as subject:
             yield subject
 
-    @pytest.fixture(scope="class")
-    def selection(self, subject: Subject) -> Selection:
-        """The backend's selection."""
-        return subject.selection
-
-    @pytest.fixture(scope="class")
-    def unbound(self, subject: Subject) -> Accelerator:
-        """The backend, whose device is still free for other processes."""
-        return subject.unbound
-
-    @pytest.fixture(scope="class")
-    def accelerator(self, subject: Subject) -> Accelerator:
-        """The backend, bound to local rank 0."""
-        return subject.accelerator
-
-    @pytest.fixture(scope="class")
-    def deepspeed_report(self, subject: Subject) -> Outcome:
-        """What a process with DeepSpeed found out, as far as it got."""
-        return subject.deepspeed_report
-
-    @pytest.fixture(params=STAGES, ids="zero-{}".format)
-    def stage(self, request: pytest.FixtureRequest) -> int:
-        """A ZeRO stage."""
-        return int(request.param)
-
-    @pytest.fixture
-    def note(self, record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-        """Adds a line to the report."""
-        return partial(record_property, "note")
+    @pytest.mark.parametrize("check", CHECKS, ids=str)
+    def test_conformance(self, check: Check, subject: Subject, record_property: Callable[[str, object], None]) -> None:
+        """Run one check."""
+        if note := check.run(subject):
+            record_property("note", note)

@@ -19,9 +19,9 @@ WORDS = 64
 
 def check_fused_layers(accelerator: Accelerator) -> None:
     """In the precision that trainers use, in training and in reading; what is known is fused in copies too."""
-    fuse = accelerator.kernel("fused_layers")
+    fuse = accelerator.kernels.get("fused_layers")
     if fuse is None:
-        raise unittest.SkipTest(accelerator.capabilities()["fused_layers"].reason)
+        raise unittest.SkipTest(accelerator.kernels.capabilities()["fused_layers"].reason)
     precision = accelerator.precision()
     exact = _llama(precision.dtype)
     fused = copy.deepcopy(exact).to(accelerator.device(), precision.dtype)

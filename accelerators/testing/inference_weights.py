@@ -25,9 +25,9 @@ LENGTHS, PROMPT, STEPS = (9, 4, 1), 9, 4
 
 def check_inference_weights(accelerator: Accelerator) -> None:
     """Logits while weights are prepared, kept and not; what is left after; gradients; weights changed in between."""
-    prepare = accelerator.kernel("inference_weights")
+    prepare = accelerator.kernels.get("inference_weights")
     if prepare is None:
-        raise unittest.SkipTest(accelerator.capabilities()["inference_weights"].reason)
+        raise unittest.SkipTest(accelerator.kernels.capabilities()["inference_weights"].reason)
     precision = accelerator.precision()
     network, original = _model(accelerator, precision), _model(accelerator, precision)
     for phase, keep in enumerate((True, True, False, False)):
@@ -144,7 +144,9 @@ def _llama(accelerator: Accelerator, precision: Precision) -> Any:
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=WIDTH, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
-    names = [name for each, name in accelerator.offers("attention") if not accelerator.refusal(each, config)]
+    names = [
+        name for each, name in accelerator.kernels.usable("attention") if not accelerator.kernels.refusal(each, config)
+    ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = AutoModelForCausalLM.from_config(config, attn_implementation=names[0])

@@ -14,10 +14,10 @@ from unittest import SkipTest
 import torch
 from torch import Tensor
 
-from accelerators.guard import lack_of_memory, text
-from accelerators.types import AcceleratorError
+from accelerators.errors import AcceleratorError, describe, find_out_of_memory
 
 if TYPE_CHECKING:
+    from accelerators import Selection
     from accelerators.accelerator import Accelerator
 
 PEBIBYTE = 1 << 50
@@ -30,8 +30,9 @@ ENOUGH = BLOCK * 3 // 4
 Pair = namedtuple("Pair", "left right")
 
 
-def check_placement(unbound: Accelerator) -> None:
+def check_placement(selection: Selection) -> None:
     """`device()` before and after `bind`, and `to_device` of a batch with every structure in it."""
+    unbound = selection.create()
     try:
         device = unbound.device()
     except AcceleratorError:
@@ -103,8 +104,8 @@ def check_out_of_memory(accelerator: Accelerator) -> None:
         "is_out_of_memory() takes a ValueError for a lack of memory"
     )
     refusal = _refusal(accelerator)
-    assert refusal is None or lack_of_memory(refusal), (
-        f"a block of 1 PiB is refused ({text(refusal)}), which is_out_of_memory() does not take for a lack of memory"
+    assert refusal is None or find_out_of_memory(refusal), (
+        f"a block of 1 PiB is refused ({describe(refusal)}), not recognized by is_out_of_memory()"
     )
 
 

@@ -46,7 +46,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _check_steps(accelerator: Accelerator, host: torch.device) -> None:
-    kernel = accelerator.kernel("adamw_cpu_offload")
+    kernel = accelerator.kernels.get("adamw_cpu_offload")
     if kernel is None:
         return
     for layout, groups in LAYOUTS.items():

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accelerators.errors import AcceleratorError, PluginError
 from accelerators.testing.reference import ADAMW, assert_close, batch, model
-from accelerators.types import AcceleratorError, PluginDefect, Precision
+from accelerators.types import Precision
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -40,7 +41,7 @@ def check_precision(accelerator: Accelerator) -> None:
 
 def check_adamw(accelerator: Accelerator) -> None:
     """Steps over a list of parameters, over groups, and over groups one of which is empty."""
-    kernel = accelerator.kernel("adamw", required=True)
+    kernel = accelerator.kernels.get("adamw", required=True)
     for layout, groups in LAYOUTS.items():
         expected = adamw_steps(torch.optim.AdamW, groups, torch.device("cpu"))
         try:
@@ -53,7 +54,7 @@ def check_adamw(accelerator: Accelerator) -> None:
 
 def check_clip_grad_norm(accelerator: Accelerator) -> None:
     """Norm and gradients, clipped and not, with a parameter that has no gradient."""
-    clip = accelerator.kernel("clip_grad_norm", required=True)
+    clip = accelerator.kernels.get("clip_grad_norm", required=True)
     for max_norm in (1.0, 1e3):
         expected, expected_norm = _clipped(nn.utils.clip_grad_norm_, max_norm, torch.device("cpu"))
         found, norm = _clipped(clip, max_norm, accelerator.device())
@@ -70,7 +71,7 @@ def _granted(accelerator: Accelerator, wish: str) -> Precision | None:
     """The precision; None where it is refused as it should be."""
     try:
         return accelerator.precision(wish)
-    except PluginDefect as error:
+    except PluginError as error:
         raise AssertionError(f"precision({wish!r}) is neither granted nor refused: {error}") from error
     except AcceleratorError as error:
         refusal = str(error)

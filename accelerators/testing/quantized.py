@@ -29,9 +29,9 @@ LEVELS, LARGEST_GROUP = {"int8": 127, "int4": 7}, 128
 
 def check_quantized_weights(accelerator: Accelerator) -> None:
     """Every implementation, both kinds: round trip, size, product and gradient, against float64 on the CPU."""
-    offers = list(accelerator.offers("quantized_weights"))
+    offers = list(accelerator.kernels.usable("quantized_weights"))
     if not offers:
-        raise unittest.SkipTest(accelerator.capabilities()["quantized_weights"].reason)
+        raise unittest.SkipTest(accelerator.kernels.capabilities()["quantized_weights"].reason)
     for implementation, weights in offers:
         for kind in KINDS:
             for shape in SHAPES:

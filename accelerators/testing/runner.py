@@ -1,11 +1,7 @@
-"""Runs the checks in this process, without pytest.
-
-A backend's name and perhaps some checks flow in; a `Result` for each check flows out, as soon as it is known.
-"""
+"""Runs the checks in this process, without pytest."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import tempfile
@@ -18,27 +14,23 @@ from typing import Literal
 from unittest import SkipTest
 
 import accelerators
+from accelerators.errors import AcceleratorError, PluginError
 from accelerators.registry import ENV
-from accelerators.testing.suite import STAGES, Subject, Suite
-from accelerators.types import AcceleratorError, PluginDefect, nearest, one_line
+from accelerators.testing.checks import CHECKS, Check, Subject
+from accelerators.types import AUTO, nearest, one_line
 
 Verdict = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one check found; `reason` is one line, empty where a check that passed has nothing to add."""
+    """The result of one check; `reason` is one line, empty if a check that passed has no note."""
 
     check: str
     title: str
     result: Verdict
     reason: str
     seconds: float
-
-
-def checks() -> dict[str, str]:
-    """Names of all checks, in the order in which they run, and their titles."""
-    return {_check_name(method.__name__): inspect.getdoc(method) or "" for method in _methods()}
 
 
 def run(
@@ -52,78 +44,58 @@ def run(
 
     Args:
         name: the backend; auto: the one that a run would take.
-        only: names of checks; all of them where there is none.
-        started, finished: called around each check, for progress.
+        only: names of checks; empty: all of them.
+        started: called with the name of each check before it runs.
+        finished: called with each result.
 
     Raises:
-        AcceleratorError: there is no such check, or the backend cannot be selected.
+        AcceleratorError: no check has one of the names, or the backend cannot be selected.
     """
-    only = tuple(only)
-    for wanted in only:
-        _known(wanted)
-    environ = {key: value for key, value in os.environ.items() if name == "auto" or key != ENV}
+    names = tuple(only)
+    known = list(dict.fromkeys(check.name for check in CHECKS))
+    for wanted in names:
+        if wanted not in known:
+            near = nearest(wanted, known)
+            hint = f"did you mean {near!r}? " if near else ""
+            raise AcceleratorError(f"no check is named {wanted!r}; {hint}known: {', '.join(known)}")
+    environ = {key: value for key, value in os.environ.items() if name == AUTO or key != ENV}
     results: list[Result] = []
     with Subject(accelerators.select(name, environ=environ).name) as subject:
-        for method in _methods():
-            check = _check_name(method.__name__)
-            for stage in STAGES if "stage" in inspect.signature(method).parameters else (None,):
-                if only and check not in only:
-                    continue
-                full = check if stage is None else f"{check}[zero-{stage}]"
-                started(full)
-                results.append(_checked(full, method, subject, stage))
+        for check in CHECKS:
+            if not names or check.name in names:
+                started(str(check))
+                results.append(_run_check(check, subject))
                 finished(results[-1])
     return results
 
 
-def _checked(check: str, method: Callable[..., None], subject: Subject, stage: int | None) -> Result:
-    suite, notes = Suite(), list[str]()
-    suite.name = subject.selection.name
+def _run_check(check: Check, subject: Subject) -> Result:
     verdict: Verdict = "passed"
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         with _quiet():
-            extra = {"stage": stage, "note": notes.append}
-            names = list(inspect.signature(method).parameters)[1:]
-            method(suite, **{name: extra[name] if name in extra else getattr(subject, name) for name in names})
+            reason = check.run(subject)
     except SkipTest as error:
-        verdict, notes = "skipped", [_one_line(error)]
+        verdict, reason = "skipped", _one_line(error)
     except (Exception, SystemExit) as error:
-        verdict, notes = "failed", [_one_line(error)]
-    title = inspect.getdoc(method) or ""
-    return Result(check, title, verdict, "; ".join(notes), round(time.monotonic() - begun, 2))
-
-
-def _methods() -> list[Callable[..., None]]:
-    return [method for name, method in vars(Suite).items() if name.startswith("test_")]
-
-
-def _known(check: str) -> None:
-    known = list(checks())
-    if check not in known:
-        near = nearest(check, known)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise AcceleratorError(f"no check is named {check!r}; {hint}known: {', '.join(known)}")
-
-
-def _check_name(method: str) -> str:
-    return method.removeprefix("test_").replace("_", "-")
+        verdict, reason = "failed", _one_line(error)
+    return Result(str(check), check.title, verdict, reason, round(time.monotonic() - start, 2))
 
 
 def _one_line(error: BaseException) -> str:
-    """A failed check's own line; of any other exception also its type, and the place that raised it."""
-    said = one_line(str(error))
-    if isinstance(error, (AssertionError, SkipTest)) and said:
-        return said
-    source = error.__cause__ if isinstance(error, PluginDefect) else error
+    """Return a failed check's own line; for any other exception also its type and the place that raised it."""
+    message = one_line(str(error))
+    if isinstance(error, (AssertionError, SkipTest)) and message:
+        return message
+    source = error.__cause__ if isinstance(error, PluginError) else error
     frames = traceback.extract_tb(source.__traceback__ if source else None)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {said}{place}"
+    return f"{type(error).__name__}: {message}{place}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what a check and its libraries print away from the lines of progress."""
+    """Keep the output of a check and its libraries away from the lines of progress."""
     with tempfile.TemporaryFile() as sink, ExitStack() as stack:
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             stream.flush()

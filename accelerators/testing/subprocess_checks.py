@@ -59,40 +59,40 @@ def check_probe(name: str) -> None:
     assert not found["child"], f"after the probe, a forked child cannot use the device: {found['child']}"
 
 
-def check_collectives(accelerator: Accelerator) -> None:
+def check_collectives(unbound: Accelerator) -> None:
     """Two ranks; skipped where one device cannot be shared by both."""
-    outcomes = processes.ranks(2, "collectives", accelerator.name)
-    unbound = next((outcome for outcome in outcomes if outcome.kind == worker.UnboundError.__name__), None)
-    if unbound and accelerator.info().count < 2:
-        raise SkipTest(f"one device here, and a second rank cannot share it: {unbound.error}")
+    outcomes = processes.ranks(2, "collectives", unbound.name)
+    refused = next((outcome for outcome in outcomes if outcome.kind == worker.UnboundError.__name__), None)
+    if refused and unbound.info().count < 2:
+        raise SkipTest(f"one device here, and a second rank cannot share it: {refused.error}")
     expected = {
         "all_reduce": [3.0] * 4,
         "all_gather": [1.0, 1.0, 2.0, 2.0],
         "broadcast": [10.0] * 3,
         "all_gather_object": [{"rank": 0}, {"rank": 1}],
     }
-    backend = accelerator.dist_backend()
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
     # The rank that could say why comes first; others were ended, or saw the connection close.
     failed.sort(key=lambda pair: not pair[1].kind)
-    assert not failed, f"two ranks over {backend}: rank {failed[0][0]}: {failed[0][1].error}"
+    assert not failed, f"two ranks: rank {failed[0][0]}: {failed[0][1].error}"
     for rank, outcome in enumerate(outcomes):
         for collective, value in expected.items():
             found = outcome.value[collective]
-            assert found == value, f"{collective} over {backend}: rank {rank} got {found}, expected {value}"
+            assert found == value, f"{collective}: rank {rank} got {found}, expected {value}"
 
 
-def check_deepspeed(report: Outcome) -> None:
+def check_deepspeed(deepspeed_report: Outcome) -> None:
     """`prepare_deepspeed` makes DeepSpeed use the device that the backend names."""
-    assert report.value, f"prepare_deepspeed() failed: {report.error}"
-    found, expected = report.value["device"], report.value["expected"]
+    assert deepspeed_report.value, f"prepare_deepspeed() failed: {deepspeed_report.error}"
+    found, expected = deepspeed_report.value["device"], deepspeed_report.value["expected"]
     assert found == expected, f"after prepare_deepspeed(), DeepSpeed's device is {found!r}, expected {expected!r}"
 
 
-def check_deepspeed_step(report: Outcome, stage: int) -> None:
+def check_deepspeed_step(deepspeed_report: Outcome, stage: int) -> None:
     """Losses of a few steps in the backend's own precision, against plain PyTorch in fp32 on the CPU."""
     from accelerators.testing import reference
 
+    report = deepspeed_report
     value = report.value or {"losses": {}, "errors": {}}
     losses = value["losses"].get(str(stage))
     assert losses, f"ZeRO {stage}: {value['errors'].get(str(stage), report.error)}"
@@ -108,17 +108,17 @@ def check_deepspeed_step(report: Outcome, stage: int) -> None:
     assert not report.error, f"DeepSpeed's process failed at its end: {report.error}"
 
 
-def check_run(accelerator: Accelerator) -> str:
+def check_run(unbound: Accelerator) -> str:
     """A run of the three stages through the command line; returns what there is to note."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         settings = [part for key, value in RUN.items() for part in ("--set", f"{key}={value}")]
-        command = ["-m", "rlhf", "--accelerator", accelerator.name, "--output", str(output), *settings]
+        command = ["-m", "rlhf", "--accelerator", unbound.name, "--output", str(output), *settings]
         outcome = processes.command(command, HF_DATASETS_CACHE=str(Path(folder, "rows")))
         # Without the place of a traceback in this folder, which goes.
         error = (outcome.error or "").partition("; its traceback is in")[0]
-        assert not error, f"rlhf --accelerator {accelerator.name}: {error}"
-        compiled = {stage: list(_compilations(accelerator, output / stage / "metrics.jsonl")) for stage in STAGES}
+        assert not error, f"rlhf --accelerator {unbound.name}: {error}"
+        compiled = {stage: list(_compilations(unbound, output / stage / "metrics.jsonl")) for stage in STAGES}
     for stage, counts in compiled.items():
         late = counts[2:]
         flat = len(set(late)) <= 1

@@ -165,7 +165,7 @@ def _deepspeed_losses(accelerator: Accelerator, stage: int) -> list[tuple[int, f
         **precision.deepspeed_config(),
     }
     model = reference.model()
-    adamw = accelerator.kernel("adamw", required=True)
+    adamw = accelerator.kernels.get("adamw", required=True)
     # In 16 bits at ZeRO 0, DeepSpeed 0.19 takes a step to allocate states: at rate 0, and undone in their counts.
     optimizer = adamw(list(model.parameters()), lr=0.0, **reference.ADAMW)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -65,7 +65,7 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
     from rlhf.trainers import pipeline
 
     names = ("attention", "inference_weights", "graph_capture", "adamw")
-    capabilities = accelerator.capabilities()
+    capabilities = accelerator.kernels.capabilities()
     facts = {
         "versions": {
             "rlhf": rlhf.__version__,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerators
-from accelerators import OPERATIONS, RESERVED, AcceleratorError, KernelImpl, PluginDefect, Report, Support
+from accelerators import OPERATIONS, AcceleratorError, KernelImpl, PluginError, Report, Support
 from rlhf.cli.check import check
 from rlhf.cli.tables import print_json, print_table
 from rlhf.utils.units import format_bytes
@@ -27,9 +27,6 @@ app = typer.Typer(
     help="Show and check the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
     "distributions or entry points, with commas between, or none for the built-in backends alone.",
 )
-
-_ASKED = [operation for operation in OPERATIONS if operation not in RESERVED]
-"""What trainers ask a backend for."""
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -84,7 +81,7 @@ def _row(report: Report) -> tuple[str, ...]:
     priority = "" if report.priority is None else str(report.priority)
     warning = f" (warning: it {report.warning})" if report.warning else ""
     reason = f"{'present, but ' if present else ''}{report.error or report.reason}{warning}"
-    return report.name, state, report.found, priority, report.provider, reason
+    return report.name, state, report.devices, priority, report.provider, reason
 
 
 def _explained(name: str) -> dict[str, Any]:
@@ -99,14 +96,14 @@ def _explained(name: str) -> dict[str, Any]:
 
 
 def _facts(accelerator: Accelerator) -> dict[str, Any]:
-    for operation in _ASKED:
-        accelerator.kernel(operation)  # what cannot be made is found out only so
+    for operation in OPERATIONS:
+        accelerator.kernels.get(operation)  # what cannot be made is found out only so
     return {
         "device": asdict(accelerator.info()),
         "precisions": {wish: _precision(accelerator, wish) for wish in ("auto", "bf16", "fp16", "fp32")},
         "operations": {
             operation: _operation(accelerator, operation, support)
-            for operation, support in accelerator.capabilities().items()
+            for operation, support in accelerator.kernels.capabilities().items()
         },
         "memory": asdict(accelerator.memory()),
         "shapes": asdict(accelerator.shape_policy()),
@@ -118,7 +115,7 @@ def _facts(accelerator: Accelerator) -> dict[str, Any]:
 def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
     try:
         precision = accelerator.precision(wish)
-    except PluginDefect:
+    except PluginError:
         raise
     except AcceleratorError as error:
         return {"ok": False, "name": wish, "reason": str(error)}
@@ -126,12 +123,11 @@ def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
 
 
 def _operation(accelerator: Accelerator, operation: str, support: Support) -> dict[str, Any]:
-    """Whether it is available, whether trainers ask for it, and what there is to choose from."""
-    asked, ranked = operation in _ASKED, accelerator.candidates(operation)
-    return asdict(support) | {"asked": asked, "candidates": _candidates(ranked, asked)}
+    """Return whether an operation is available, and its implementations."""
+    return asdict(support) | {"candidates": _candidates(accelerator.kernels.candidates(operation))}
 
 
-def _candidates(ranked: Sequence[tuple[KernelImpl, Support]], asked: bool) -> list[dict[str, Any]]:
+def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, Any]]:
     """Every implementation, best first, with why it was taken or not."""
     listed = []
     for place, (implementation, support) in enumerate(ranked):
@@ -144,7 +140,7 @@ def _candidates(ranked: Sequence[tuple[KernelImpl, Support]], asked: bool) -> li
                 "name": implementation.name,
                 "priority": implementation.priority,
                 "ok": support.ok,
-                "used": asked and place == 0 and support.ok,
+                "used": place == 0 and support.ok,
                 "reason": reason,
             }
         )
@@ -176,8 +172,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
     operations = []
     for operation, support in facts["operations"].items():
         for found in support["candidates"] or [support | {"name": "", "used": False}]:
-            reason = found["reason"] if support["asked"] else f"no trainer asks for it; {found['reason']}"
-            operations.append((operation, found["name"], "yes" if found["used"] else "no", reason))
+            operations.append((operation, found["name"], "yes" if found["used"] else "no", found["reason"]))
     print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
 
 

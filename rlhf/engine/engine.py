@@ -83,7 +83,7 @@ class TrainingEngine:
         keep_precision(model, precision.dtype)
         # Where the optimizer's state waits on the host, its step is taken there too.
         on_host = placement.offloads_optimizer
-        adamw = accelerator.kernel("adamw_cpu_offload" if on_host else "adamw", required=True)
+        adamw = accelerator.kernels.get("adamw_cpu_offload" if on_host else "adamw", required=True)
         with verbosity.suppress_stdout():  # operators that DeepSpeed compiles
             self.engine, *_ = deepspeed.initialize(
                 model=model,
@@ -193,7 +193,7 @@ class TrainingEngine:
     def apply(self) -> None:
         """The second part of `step`: change the weights, unless gradients overflowed."""
         if self._clips_itself:
-            clip = self.accelerator.kernel("clip_grad_norm", required=True)
+            clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self._norm = clip(trained, self._max_grad_norm)
         skipped = self.skipped
@@ -246,7 +246,7 @@ def freeze(
         return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
     if placement.zero_stage < 3:
         place(model, accelerator.device(), precision.dtype)
-        if not shared and (prepare := accelerator.kernel("inference_weights")):
+        if not shared and (prepare := accelerator.kernels.get("inference_weights")):
             # Not the output layer: its product may be made in parts, together with what is made of it.
             prepare(getattr(model, "base_model", model), keep=False)
         return model
@@ -260,7 +260,7 @@ def freeze(
 
 def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
     """Layers that the device has a fused form of are computed in it (operation `fused_layers`)."""
-    if fuse := accelerator.kernel("fused_layers"):
+    if fuse := accelerator.kernels.get("fused_layers"):
         fuse(model)
 
 

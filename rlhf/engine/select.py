@@ -42,6 +42,6 @@ def choose_kernels(config: Config, accelerator: Accelerator) -> None:
 
     for operation, name in config.engine.kernels.items():
         try:
-            accelerator.choose(operation, name)
+            accelerator.kernels.choose(operation, name)
         except AcceleratorError as error:
             raise ConfigError(f"engine.kernels.{error}") from error

@@ -35,13 +35,13 @@ def merged(model: Any, folder: str) -> Any:
     """
     from peft import PeftModel
 
-    from accelerators import lack_of_memory
+    from accelerators import find_out_of_memory
     from rlhf.models.hf_errors import reason
 
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
     except Exception as error:
-        if lack_of_memory(error):
+        if find_out_of_memory(error):
             raise
         raise ModelError(
             f"{folder}: this adapter cannot be put into {model.name_or_path} ({reason(error).rstrip(':')}); "

@@ -121,13 +121,13 @@ class Device:
         Raises:
             OutOfMemory: there is too little for `rows` at a time.
         """
-        from accelerators import lack_of_memory
+        from accelerators import find_out_of_memory
 
         try:
             with self.precision.autocast():
                 yield
         except Exception as error:
-            if lack_of_memory(error):
+            if find_out_of_memory(error):
                 said = f"{self.accelerator.name}: too little memory for {rows} at a time; lower {remedy}"
                 raise OutOfMemory(said) from error
             raise

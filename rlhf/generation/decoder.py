@@ -91,7 +91,7 @@ class Decoder:
             return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
             # Where nothing is recorded, nothing is lost; and the line to blame is for authors, not for users.
-            if self.accelerator.capabilities()["graph_capture"].ok:
+            if self.accelerator.kernels.capabilities()["graph_capture"].ok:
                 logger.warning(
                     "generation is slower than it could be: the code of this model cannot be recorded; other "
                     "architectures can (--debug says why)"
@@ -158,7 +158,7 @@ class Decoder:
     def _eager(self) -> bool:
         """Whether shapes are free: no policy fixes them, and nothing is recorded or compiled that could be repeated."""
         own = getattr(self.accelerator.capture, "__func__", None) is not Accelerator.capture  # who knows what it does
-        recorded = self._capture is not None and (own or self.accelerator.capabilities()["graph_capture"].ok)
+        recorded = self._capture is not None and (own or self.accelerator.kernels.capabilities()["graph_capture"].ok)
         return not (recorded or self.accelerator.is_lazy() or self.shapes.kind == "static")
 
     def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> Session:

@@ -55,7 +55,7 @@ def _weights(engine: TrainingEngine, team: Alone | None) -> Iterator[nn.Module]:
 @contextmanager
 def _prepared(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Weights are as the device reads them best (operation `inference_weights`): made once for all that is drawn."""
-    prepare = accelerator.kernel("inference_weights")
+    prepare = accelerator.kernels.get("inference_weights")
     restore = prepare(module, keep=True) if prepare else None
     try:
         yield

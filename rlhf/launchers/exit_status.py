@@ -21,7 +21,7 @@ from pathlib import Path
 
 from typer import TyperException
 
-from accelerators import lack_of_memory
+from accelerators import find_out_of_memory
 from rlhf.errors import USER_ERRORS, ConfigError, OutOfMemory, RemoteRankError, RLHFError, RunError
 from rlhf.utils.atomic_io import PARTIAL
 from rlhf.utils.process_info import FOLDER_VARIABLE, ProcessInfo, current_process
@@ -152,7 +152,7 @@ def as_resource_error(
         else:
             remedy = "check the permissions of this path" if error.errno in _RIGHTS else "check this path"
         return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
-    if lack := lack_of_memory(error):
+    if lack := find_out_of_memory(error):
         return OutOfMemory(
             f"not enough memory ({_shortened(_text(lack), 160)}); lower the stage's micro_batch_size or set "
             "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"

@@ -56,12 +56,12 @@ def choose_for(accelerator: Accelerator, found: Any, path: str, architecture: An
         architecture: the class of its language model; None where only loading tells.
     """
     refused: dict[str, str] = {}
-    for implementation, name in accelerator.offers("attention"):
-        why = lacks_attention(architecture, name) or accelerator.refusal(implementation, found)
+    for implementation, name in accelerator.kernels.usable("attention"):
+        why = lacks_attention(architecture, name) or accelerator.kernels.refusal(implementation, found)
         if not why:
             return Choice(name, refused)
         refused[name] = why
-    first = accelerator.kernel("attention", required=True)
+    first = accelerator.kernels.get("attention", required=True)
     raise ModelError(
         f"{path}: no attention of {accelerator.name} serves it ({_listed(refused)}); choose a model that takes {first}"
     )

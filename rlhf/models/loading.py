@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerators import lack_of_memory
+from accelerators import find_out_of_memory
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models import deepspeed_chat, hub, lazy_tensors
@@ -224,7 +224,7 @@ def _load(
             checkpoint = None
             model, report = load()
     except Exception as error:
-        if lack_of_memory(error):  # its files may be in order
+        if find_out_of_memory(error):  # its files may be in order
             raise
         if not Path(path).exists():
             raise unreachable(path, error) from error

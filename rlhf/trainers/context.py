@@ -186,7 +186,7 @@ class StageContext:
         """A role's model, its frozen weights quantized where they are to be."""
         model = load(placement)
         if kind := placement.quantization:
-            packing = self.accelerator.kernel("quantized_weights", required=True)
+            packing = self.accelerator.kernels.get("quantized_weights", required=True)
             quantize(model, kind, packing, exported=placement.role.trained)  # what `load` has not packed yet
             if not self._on_a_base(model):  # or else it has been said of that
                 self.say(

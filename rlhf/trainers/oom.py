@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accelerators import lack_of_memory
+from accelerators import find_out_of_memory
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError, OutOfMemory
 from rlhf.roles import roles
@@ -142,7 +142,7 @@ def explained(context: StageContext) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lack = lack_of_memory(error)
+        lack = find_out_of_memory(error)
         if lack is None:
             raise
         accelerator, world = context.accelerator, context.world

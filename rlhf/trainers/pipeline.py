@@ -270,7 +270,7 @@ def _put(context: StageContext, placement: ModelPlacement) -> Put:
     place = accelerator.host_device() if parked else accelerator.device()
     put = into(precision.dtype, place)
     if kind := placement.quantization:
-        put = quantizing(put, kind, accelerator.kernel("quantized_weights", required=True), place)
+        put = quantizing(put, kind, accelerator.kernels.get("quantized_weights", required=True), place)
     return put
 
 

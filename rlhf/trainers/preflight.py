@@ -134,16 +134,16 @@ def examine(
     from rlhf.runs.disk_space import StorageNeed, check_disk_space
 
     precision = accelerator.precision(config.precision)
-    accelerator.kernel("adamw", required=True)
+    accelerator.kernels.get("adamw", required=True)
     if any(placement.offloads_optimizer for stage in pending for placement in model_placements(config, stage).values()):
-        accelerator.kernel("adamw_cpu_offload", required=True)
+        accelerator.kernels.get("adamw_cpu_offload", required=True)
     if any(placement.quantization for stage in pending for placement in model_placements(config, stage).values()):
-        accelerator.kernel("quantized_weights", required=True)
+        accelerator.kernels.get("quantized_weights", required=True)
     deepspeed_config.check(config)
     deepspeed_config.check_disk(config, accelerator)
     zeropp.check_operators(config, accelerator)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
-    accelerator.kernel("attention", required=True)
+    accelerator.kernels.get("attention", required=True)
     models = _Models(config, accelerator)
     bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
     for stage in pending:

@@ -235,7 +235,7 @@ def _report(accelerator: Accelerator, selection: Selection, config: Config) -> d
         "reason": selection.reason,
         "device": asdict(accelerator.info()),
         "precision": {"name": precision.name, "reason": precision.reason},
-        "capabilities": {name: asdict(support) for name, support in accelerator.capabilities().items()},
+        "capabilities": {name: asdict(support) for name, support in accelerator.kernels.capabilities().items()},
     }
 
 

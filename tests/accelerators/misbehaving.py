@@ -18,7 +18,7 @@ BAD = SimpleNamespace(name="bad", version="2.0")
 NAME = "bad 2.0 (bad_entry)"
 GOOD: dict[str, Any] = {
     "name": "npu",
-    "api_version": 1,
+    "api_version": 2,
     "factory": "accelerators.backends.cpu.backend:CPU",
     "probe": lambda: Probe(True, "found"),
     "priority": -10,
@@ -45,17 +45,6 @@ def offers(*makers: Callable[[], Any]) -> ModuleType:
 
 def spec(**fields: Any) -> Callable[[], AcceleratorSpec]:
     return lambda: AcceleratorSpec(**{**GOOD, **fields})
-
-
-def altered(make: Callable[[], Any], field: str, value: Any) -> Callable[[], Any]:
-    """What `make` returns, changed behind the back of its own checks."""
-
-    def made() -> Any:
-        result = make()
-        object.__setattr__(result, field, value)
-        return result
-
-    return made
 
 
 def raises(error: BaseException) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from accelerators import OPERATIONS, AcceleratorError, KernelImpl, Probe, ShapePolicy, Support
+from accelerators import OPERATIONS, AcceleratorError, KernelImpl, Probe, ShapePolicy, Support, host_memory
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.backend import CPU
 
@@ -142,7 +142,7 @@ def test_the_processor_is_named(cpu, processor):
 
 
 def test_every_operation_has_a_capability_and_every_refusal_a_reason(cpu):
-    capabilities = cpu.capabilities()
+    capabilities = cpu.kernels.capabilities()
     assert set(capabilities) == set(OPERATIONS)
     assert all(support.reason for support in capabilities.values())
     assert all(support.implementation for support in capabilities.values() if support.ok)
@@ -159,7 +159,7 @@ def test_a_refusal_without_a_reason_cannot_be_written(refusal):
 def test_the_fused_adamw_takes_the_steps_of_the_plain_one(cpu, operation):
     options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     results = []
-    for adamw in (cpu.kernel(operation, required=True), torch.optim.AdamW):
+    for adamw in (cpu.kernels.get(operation, required=True), torch.optim.AdamW):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10))
         optimizer = adamw([{"params": [parameter]}], **options)
         for step in range(3):
@@ -172,18 +172,18 @@ def test_the_fused_adamw_takes_the_steps_of_the_plain_one(cpu, operation):
 def test_gradients_are_clipped_to_the_norm(cpu):
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.full((4,), 3.0)
-    assert cpu.kernel("clip_grad_norm")([parameter], 1.0).item() == pytest.approx(6.0)
+    assert cpu.kernels.get("clip_grad_norm")([parameter], 1.0).item() == pytest.approx(6.0)
     assert parameter.grad.norm().item() == pytest.approx(1.0)
 
 
 def test_attention_is_named_for_transformers(cpu):
-    assert cpu.kernel("attention") == "cpu_composed"
+    assert cpu.kernels.get("attention") == "cpu_composed"
 
 
 def test_a_missing_kernel_is_none_or_an_error_with_the_reason(cpu):
-    assert cpu.kernel("graph_capture") is None
+    assert cpu.kernels.get("graph_capture") is None
     with pytest.raises(AcceleratorError, match=r"cpu: no graph_capture here: .*no launches to record"):
-        cpu.kernel("graph_capture", required=True)
+        cpu.kernels.get("graph_capture", required=True)
 
 
 def test_the_supported_implementation_with_the_highest_priority_wins(cpu):
@@ -197,9 +197,9 @@ def test_the_supported_implementation_with_the_highest_priority_wins(cpu):
             priority=priority,
         )
 
-    cpu.contribute([offered("best", 99, ok=False), offered("second", 50), offered("third", -20)])
-    assert cpu.capabilities()["adamw"].implementation == "second"
-    ranked = [impl.name for impl, _ in cpu.candidates("adamw")]
+    cpu.kernels.add([offered("best", 99, ok=False), offered("second", 50), offered("third", -20)])
+    assert cpu.kernels.capabilities()["adamw"].implementation == "second"
+    ranked = [impl.name for impl, _ in cpu.kernels.candidates("adamw")]
     assert ranked == ["second", "torch-fused", "torch-foreach", "third", "best"]
 
 
@@ -207,8 +207,10 @@ def test_a_check_that_raises_is_a_refusal(cpu):
     def check(accelerator):
         raise RuntimeError("no driver")
 
-    cpu.contribute([KernelImpl(operation="graph_capture", name="q", factory=lambda a: None, supported=check)])
-    assert cpu.capabilities()["graph_capture"] == Support(False, "q: its check failed (RuntimeError: no driver)")
+    cpu.kernels.add([KernelImpl(operation="graph_capture", name="q", factory=lambda a: None, supported=check)])
+    assert cpu.kernels.capabilities()["graph_capture"] == Support(
+        False, "q: its check failed (RuntimeError: no driver)"
+    )
 
 
 # memory
@@ -248,7 +250,7 @@ def test_memory_of_tensors_stays_for_the_next_ones_until_it_is_asked_for(cpu):
 
 
 def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_info, "STATUS", tmp_path / "missing")
+    monkeypatch.setattr(host_memory, "STATUS", tmp_path / "missing")
     memory = cpu.memory()
     assert memory.allocated == memory.peak > 1 << 20
 
@@ -256,7 +258,7 @@ def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):
 def test_the_limit_of_a_container_is_the_total(cpu, monkeypatch, tmp_path):
     (tmp_path / "limit").write_text("12345\n")
     (tmp_path / "unlimited").write_text("max\n")
-    monkeypatch.setattr(cpu_info, "CGROUP_LIMITS", (tmp_path / "limit", tmp_path / "unlimited"))
+    monkeypatch.setattr(host_memory, "CGROUP_LIMITS", (tmp_path / "limit", tmp_path / "unlimited"))
     assert cpu.memory().total == 12345
 
 

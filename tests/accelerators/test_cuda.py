@@ -144,7 +144,9 @@ def test_facts_are_read_once(on):
 @pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "L4", "H100", "H200"])
 def test_the_same_kernels_win_on_every_chip(on, chip):
     cuda = on(chip)
-    used = {operation: support.implementation for operation, support in cuda.capabilities().items() if support.ok}
+    used = {
+        operation: support.implementation for operation, support in cuda.kernels.capabilities().items() if support.ok
+    }
     assert used == {
         "adamw": "torch-fused",
         "adamw_cpu_offload": "torch-fused",
@@ -154,8 +156,8 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
         "quantized_weights": "torch",
     }
     assert set(used) == set(OPERATIONS) - {"inference_weights", "fused_layers"}
-    assert all(support.reason for operation in OPERATIONS for _, support in cuda.candidates(operation))
-    assert "in the order that they are trained in" in cuda.capabilities()["inference_weights"].reason
+    assert all(support.reason for operation in OPERATIONS for _, support in cuda.kernels.candidates(operation))
+    assert "in the order that they are trained in" in cuda.kernels.capabilities()["inference_weights"].reason
 
 
 @pytest.mark.parametrize(
@@ -169,18 +171,18 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     ],
 )
 def test_flash_attention_is_refused_with_its_reason(on, chip, reason):
-    *_, (refused, support) = on(chip).candidates("attention")
+    *_, (refused, support) = on(chip).kernels.candidates("attention")
     assert refused.name == "flash_attention_2"
     assert not support.ok
     assert support.reason.startswith(reason)
 
 
 def test_the_plain_adamw_stands_behind_the_fused_one(on):
-    assert [impl.name for impl, _ in on("A100").candidates("adamw")] == ["torch-fused", "torch-foreach"]
+    assert [impl.name for impl, _ in on("A100").kernels.candidates("adamw")] == ["torch-fused", "torch-foreach"]
 
 
 def test_torchs_products_of_packed_weights_are_refused_with_their_reason(on):
-    *_, (refused, support) = on("A100").candidates("quantized_weights")
+    *_, (refused, support) = on("A100").kernels.candidates("quantized_weights")
     assert refused.name == "torch-cuda"
     assert not support.ok
     assert "no tensor cores" in support.reason
@@ -330,8 +332,8 @@ def test_a_lack_of_memory_is_told_in_the_words_of_nvidias_libraries(on, error, l
 
 def test_the_state_of_the_devices_generator_survives_a_checkpoint(bound, monkeypatch, tmp_path):
     states = {1: torch.tensor([1, 2, 3], dtype=torch.uint8)}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device.index: state}))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: states.update({1: state}))
     torch.save(bound.rng_state(), tmp_path / "rng.pt")
     expected = torch.rand(3)
     states[1] = torch.zeros(3, dtype=torch.uint8)

@@ -557,7 +557,7 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
     monkeypatch.setattr("tests.generation.test_hybrid_engine.llama", made)
     weights = []
     for way in ("native", "none"):
-        accelerator.choose("inference_weights", way)
+        accelerator.kernels.choose("inference_weights", way)
         try:
             engine = build(accelerator, "bf16", zero_stage)
             for _ in range(2):
@@ -567,6 +567,6 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
                 assert calls["decode"] == (STEPS if way == "native" else 0)
                 trained = train(engine)
         finally:
-            accelerator.choose("inference_weights", "auto")
+            accelerator.kernels.choose("inference_weights", "auto")
         weights.append(trained)
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

@@ -23,7 +23,7 @@ MODES = {"lazy": True, "eager": False}
 @pytest.mark.parametrize("hpex", [(), ("optimizers",), ("normalization",), ("kernels",), habana.HPEX])
 def test_fused_kernels_are_used_where_they_can_be_imported_and_torchs_elsewhere(machine, mode, hpex):
     hpu = machine(lazy=MODES[mode], hpex=hpex)
-    used = {operation: support.implementation for operation, support in hpu.capabilities().items()}
+    used = {operation: support.implementation for operation, support in hpu.kernels.capabilities().items()}
     assert used == {
         "adamw": "habana-fused" if "optimizers" in hpex else "torch-foreach",
         "adamw_cpu_offload": "torch-fused",
@@ -36,7 +36,7 @@ def test_fused_kernels_are_used_where_they_can_be_imported_and_torchs_elsewhere(
     }
     assert set(used) == set(OPERATIONS)
     for operation in ("adamw", "clip_grad_norm", "attention"):
-        for implementation, support in hpu.candidates(operation):
+        for implementation, support in hpu.kernels.candidates(operation):
             if implementation.name == "habana-fused" and not support.ok:
                 assert "cannot be imported (ModuleNotFoundError: No module named" in support.reason
 
@@ -65,13 +65,13 @@ def stepped(adamw, groups_of) -> list[torch.Tensor]:
     ids=["one group", "two groups", "an empty group"],
 )
 def test_the_fused_adamw_takes_the_steps_of_torchs(machine, groups_of):
-    fused = stepped(machine().kernel("adamw"), groups_of)
+    fused = stepped(machine().kernels.get("adamw"), groups_of)
     torch.testing.assert_close(fused, stepped(torch.optim.AdamW, groups_of))
 
 
 def test_the_fused_adamw_takes_the_shards_of_zero_3_one_by_one(machine):
     results = []
-    for adamw in (machine().kernel("adamw"), torch.optim.AdamW):
+    for adamw in (machine().kernels.get("adamw"), torch.optim.AdamW):
         shards = [torch.nn.Parameter(torch.linspace(-1, 1, size)) for size in (3, 4)]
         groups = [{"params": shards, "weight_decay": 0.1}, {"params": [torch.nn.Parameter(torch.zeros(2))]}]
         optimizer = adamw(groups, **OPTIONS)
@@ -88,7 +88,7 @@ def test_the_fused_adamw_takes_the_shards_of_zero_3_one_by_one(machine):
 def test_the_steps_of_the_fused_adamw_are_counted_in_its_state_as_in_torchs(machine):
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    optimizer = machine().kernel("adamw")([parameter], **OPTIONS)
+    optimizer = machine().kernels.get("adamw")([parameter], **OPTIONS)
     optimizer.step()
     optimizer.step()
     assert optimizer.state_dict()["state"][0]["step"] == torch.tensor(2.0)
@@ -100,7 +100,7 @@ def test_the_steps_of_the_fused_adamw_are_counted_in_its_state_as_in_torchs(mach
 @pytest.mark.parametrize("max_norm", [1.0, 100.0])
 def test_the_fused_clipping_gives_the_norm_and_gradients_of_torchs(machine, max_norm):
     results = []
-    for clip in (machine().kernel("clip_grad_norm"), torch.nn.utils.clip_grad_norm_):
+    for clip in (machine().kernels.get("clip_grad_norm"), torch.nn.utils.clip_grad_norm_):
         parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 3.0)
@@ -115,13 +115,13 @@ def test_the_clippings_limit_is_copied_to_the_card_once(machine):
     for _ in range(3):
         parameter = torch.nn.Parameter(torch.zeros(2))
         parameter.grad = torch.ones(2)
-        hpu.kernel("clip_grad_norm")([parameter], 0.125)
+        hpu.kernels.get("clip_grad_norm")([parameter], 0.125)
     assert habana.FusedClipNorm.made == before + 1
 
 
 @pytest.mark.parametrize("parameters", [[], [torch.nn.Parameter(torch.zeros(2))]], ids=["none", "without gradients"])
 def test_nothing_to_clip_has_norm_zero(machine, parameters):
-    assert machine().kernel("clip_grad_norm")(parameters, 1.0) == torch.tensor(0.0)
+    assert machine().kernels.get("clip_grad_norm")(parameters, 1.0) == torch.tensor(0.0)
 
 
 # attention
@@ -148,7 +148,9 @@ def test_the_fused_attention_computes_what_torchs_does(machine, groups, mask, sc
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, groups, 6, 8), torch.randn(2, groups, 6, 8)
     module = SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups)
-    fused, weights = attention(machine().kernel("attention"))(module, query, key, value, masks()[mask], scaling=scaling)
+    fused, weights = attention(machine().kernels.get("attention"))(
+        module, query, key, value, masks()[mask], scaling=scaling
+    )
     expected, _ = attention("sdpa")(module, query, key, value, masks()[mask], scaling=scaling)
     assert weights is None
     assert fused.shape == (2, 6, 4, 8)
@@ -170,13 +172,13 @@ def test_the_fused_attention_is_causal_by_itself_only_without_a_mask_and_past_on
     monkeypatch.setattr(habana.FusedSDPA, "apply", staticmethod(lambda *args: (seen.append(args), apply(*args))[1]))
     query, key = torch.randn(1, 2, length, 8), torch.randn(1, 2, 6, 8)
     module = SimpleNamespace(is_causal=module_is_causal)
-    attention(hpu.kernel("attention"))(module, query, key, key, None, is_causal=is_causal, dropout=0.0)
+    attention(hpu.kernels.get("attention"))(module, query, key, key, None, is_causal=is_causal, dropout=0.0)
     assert seen[0][5] is causal
 
 
 def test_dropout_reaches_the_kernel(machine):
     query = torch.randn(1, 2, 6, 8)
-    attend = attention(machine().kernel("attention"))
+    attend = attention(machine().kernels.get("attention"))
     out, _ = attend(SimpleNamespace(is_causal=True), query, query, torch.ones_like(query), None, dropout=0.5)
     assert not torch.allclose(out, torch.ones_like(out))
 
@@ -184,7 +186,7 @@ def test_dropout_reaches_the_kernel(machine):
 @pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
 def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature):
     query = torch.randn(1, 2, 6, 8)
-    attend = attention(machine().kernel("attention"))
+    attend = attention(machine().kernels.get("attention"))
     with pytest.raises(AcceleratorError, match=f"FusedSDPA has no {feature}"):
         attend(SimpleNamespace(), query, query, query, None, **{feature: torch.ones(2)})
 
@@ -203,16 +205,16 @@ def test_a_model_that_needs_more_than_the_fused_attention_has_is_told_by_its_con
     import transformers
 
     hpu = machine()
-    ((best, _), *_) = hpu.candidates("attention")
+    ((best, _), *_) = hpu.kernels.candidates("attention")
     assert best.name == "habana-fused"
-    assert hpu.refusal(best, getattr(transformers, f"{family}Config")()) == refusal
+    assert hpu.kernels.refusal(best, getattr(transformers, f"{family}Config")()) == refusal
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.attention(FUSED_SDPA) == "fused"])
 def test_a_family_computes_with_the_fused_attention_what_it_computes_eagerly(machine, name):
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    family, fused = BY_NAME[name], machine().kernel("attention")
+    family, fused = BY_NAME[name], machine().kernels.get("attention")
     ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
     padding = torch.ones_like(ids)
     padding[0, :7] = 0
@@ -235,7 +237,7 @@ def test_a_model_on_the_fused_attention_gives_the_logits_and_gradients_of_sdpa(m
     results = []
     ids = torch.arange(12).reshape(2, 6)
     padding = torch.tensor([[1] * 6, [0] * 2 + [1] * 4])
-    for name in (machine().kernel("attention"), "sdpa"):
+    for name in (machine().kernels.get("attention"), "sdpa"):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=16,

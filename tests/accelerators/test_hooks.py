@@ -108,5 +108,5 @@ def test_a_plugin_whose_kernels_fail_is_logged_and_the_others_stay(caplog):
     accelerator = with_plugins(
         one=plugin(rlhf_kernels=broken), two=plugin(rlhf_kernels=lambda accelerator: [kernel])
     ).create()
-    assert accelerator.capabilities()["graph_capture"].implementation == "y"
+    assert accelerator.kernels.capabilities()["graph_capture"].implementation == "y"
     assert "plugin one offers no kernels: OSError: no library" in caplog.text

@@ -154,7 +154,7 @@ def test_in_eager_mode_a_step_is_compiled_by_gaudis_backend_with_fixed_shapes(ma
 def test_a_bridge_without_a_compiler_records_nothing_and_says_why(machine, monkeypatch):
     hpu = machine()
     monkeypatch.setattr(torch.compiler, "list_backends", lambda exclude_tags: ["inductor"])
-    assert "has not registered hpu_backend" in hpu.capabilities()["graph_capture"].reason
+    assert "has not registered hpu_backend" in hpu.kernels.capabilities()["graph_capture"].reason
     assert hpu.capture(torch.neg, key="step")(torch.ones(1)) == -1
 
 
@@ -166,7 +166,7 @@ def test_a_bridge_without_a_compiler_records_nothing_and_says_why(machine, monke
     ],
 )
 def test_each_mode_has_its_recordings_and_says_why_not_the_others(machine, mode, used, other, reason):
-    (best, support), (second, refusal) = machine(lazy=MODES[mode]).candidates("graph_capture")
+    (best, support), (second, refusal) = machine(lazy=MODES[mode]).kernels.candidates("graph_capture")
     assert (best.name, support.ok) == (used, True)
     assert (second.name, refusal.ok) == (other, False)
     assert reason in refusal.reason

@@ -10,7 +10,6 @@ import torch
 
 from accelerators import (
     OPERATIONS,
-    RESERVED,
     Accelerator,
     AcceleratorError,
     KernelImpl,
@@ -23,10 +22,10 @@ from accelerators.backends.cpu.backend import CPU
 
 def test_the_operations_that_no_trainer_asks_for_are_those_marked_so():
     sources = [path.read_text() for path in (Path(__file__).parents[2] / "rlhf").rglob("*.py")]
-    asked = {operation for source in sources for operation in re.findall(r'\.kernel\(\s*"(\w+)"', source)}
+    asked = {operation for source in sources for operation in re.findall(r'\.kernels\.get\(\s*"(\w+)"', source)}
     if any(re.search(r"\baccelerator\.capture\b", source) for source in sources):
         asked.add("graph_capture")
-    assert asked == set(OPERATIONS) - set(RESERVED)
+    assert asked == set(OPERATIONS)
 
 
 # a backend that says no more than it must
@@ -45,20 +44,9 @@ class Careful(Terse):
         return torch.device("cpu")
 
 
-class Bound:
-    """No accelerator of its own."""
-
-    def bind(self, local_rank: int) -> torch.device:
-        return torch.device("meta", local_rank)
-
-
-class Mixed(Bound, CPU):
-    pass
-
-
 @pytest.mark.parametrize(
     ("backend", "device"),
-    [(Terse, torch.device("meta", 1)), (Careful, torch.device("cpu")), (Mixed, torch.device("meta", 1))],
+    [(Terse, torch.device("meta", 1)), (Careful, torch.device("cpu"))],
 )
 def test_the_device_is_the_one_that_bind_returned(backend, device):
     accelerator = backend()
@@ -86,18 +74,18 @@ def test_bind_stays_a_method_that_every_backend_has_to_write():
 def test_a_named_implementation_is_taken_and_no_other():
     cpu = CPU()
     cpu.bind(0)
-    assert [impl.name for impl, _ in cpu.offers("adamw")] == ["torch-fused", "torch-foreach"]
-    cpu.choose("adamw", "torch-foreach")
-    assert [impl.name for impl, _ in cpu.offers("adamw")] == ["torch-foreach"]
-    step = cpu.kernel("adamw", required=True)([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert [impl.name for impl, _ in cpu.kernels.usable("adamw")] == ["torch-fused", "torch-foreach"]
+    cpu.kernels.choose("adamw", "torch-foreach")
+    assert [impl.name for impl, _ in cpu.kernels.usable("adamw")] == ["torch-foreach"]
+    step = cpu.kernels.get("adamw", required=True)([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     assert step.defaults["foreach"] is not False and not step.defaults["fused"]
-    assert cpu.capabilities()["adamw"].implementation == "torch-foreach"
-    assert [impl.name for impl, _ in cpu.offers("attention")] == ["composed", "sdpa", "eager"]
+    assert cpu.kernels.capabilities()["adamw"].implementation == "torch-foreach"
+    assert [impl.name for impl, _ in cpu.kernels.usable("attention")] == ["composed", "sdpa", "eager"]
 
 
 def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():
     class Refusing(CPU):
-        def kernels(self):
+        def kernel_implementations(self):
             return [
                 KernelImpl(
                     operation="attention",
@@ -108,14 +96,14 @@ def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():
             ]
 
     with pytest.raises(AcceleratorError, match="attention: swift cannot be used on cpu: too slow"):
-        Refusing().choose("attention", "swift")
+        Refusing().kernels.choose("attention", "swift")
 
 
 def test_auto_takes_back_what_was_chosen():
     cpu = CPU()
-    cpu.choose("adamw", "torch-foreach")
-    cpu.choose("adamw", "auto")
-    assert cpu.capabilities()["adamw"].implementation == "torch-fused"
+    cpu.kernels.choose("adamw", "torch-foreach")
+    cpu.kernels.choose("adamw", "auto")
+    assert cpu.kernels.capabilities()["adamw"].implementation == "torch-fused"
 
 
 # capture, which may be turned off
@@ -124,40 +112,40 @@ def test_auto_takes_back_what_was_chosen():
 class Recorder(CPU):
     """It answers for the functions that it is given to record."""
 
-    def kernels(self):
+    def kernel_implementations(self):
         recorder = KernelImpl(
             operation="graph_capture",
             name="tape",
             factory=lambda accelerator: lambda fn, key: lambda: "replayed",
             supported=lambda accelerator: Support(True, "it is quick"),
         )
-        return [*super().kernels(), recorder]
+        return [*super().kernel_implementations(), recorder]
 
 
 @pytest.mark.parametrize("backend", [CPU, Recorder])
 def test_where_no_recording_is_chosen_a_function_runs_as_it_is_and_the_report_says_so(backend):
     accelerator = backend()
-    accelerator.choose("graph_capture", "none")
+    accelerator.kernels.choose("graph_capture", "none")
 
     def reads_on_the_host():
         return torch.ones(1).item()
 
     assert accelerator.capture(reads_on_the_host, key="it")() == 1
-    assert accelerator.capabilities()["graph_capture"] == Support(False, "none was chosen")
-    assert accelerator.kernel("graph_capture") is None
+    assert accelerator.kernels.capabilities()["graph_capture"] == Support(False, "none was chosen")
+    assert accelerator.kernels.get("graph_capture") is None
 
 
 def test_recording_is_on_unless_it_is_turned_off():
     recorder = Recorder()
     for chosen, expected in (("auto", "replayed"), ("none", "plain"), ("tape", "replayed"), ("auto", "replayed")):
-        recorder.choose("graph_capture", chosen)
+        recorder.kernels.choose("graph_capture", chosen)
         assert recorder.capture(lambda: "plain", key="it")() == expected
 
 
 def test_what_no_trainer_does_without_cannot_be_turned_off():
     there = "composed, sdpa, eager"
     with pytest.raises(AcceleratorError, match=f"attention: cpu has no implementation none; there is: {there}"):
-        CPU().choose("attention", "none")
+        CPU().kernels.choose("attention", "none")
 
 
 @pytest.mark.parametrize("name", ["", "auto", "none"])

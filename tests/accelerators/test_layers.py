@@ -203,7 +203,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
 @pytest.fixture
 def engine_of(accelerator):
     def build(chosen: str) -> TrainingEngine:
-        accelerator.choose("fused_layers", chosen)
+        accelerator.kernels.choose("fused_layers", chosen)
         try:
             return TrainingEngine(
                 "test",
@@ -217,7 +217,7 @@ def engine_of(accelerator):
                 accumulation=1,
             )
         finally:
-            accelerator.choose("fused_layers", "auto")
+            accelerator.kernels.choose("fused_layers", "auto")
 
     return build
 

@@ -229,9 +229,12 @@ def test_wrong_products_are_not_taken(monkeypatch):
 @needs_processor
 def test_the_backend_takes_the_next_best_and_says_so(accelerator, monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
-    chosen = accelerator.capabilities()["inference_weights"]
+    chosen = accelerator.kernels.capabilities()["inference_weights"]
     assert (chosen.ok, chosen.implementation) == (True, "onednn")
-    assert accelerator.kernel("inference_weights") is packed.prepare
-    found = [(implementation.name, support) for implementation, support in accelerator.candidates("inference_weights")]
+    assert accelerator.kernels.get("inference_weights") is packed.prepare
+    found = [
+        (implementation.name, support)
+        for implementation, support in accelerator.kernels.candidates("inference_weights")
+    ]
     assert [(name, support.ok) for name, support in found] == [("onednn", True), ("native", False)]
     assert found[1][1].reason.startswith("/no/such/compiler does not run (")

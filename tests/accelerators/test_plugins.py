@@ -183,7 +183,7 @@ def test_no_bad_plugin_stops_the_list(rlhf):
     assert "a_library_that_nobody_has" in reasons["rlhf-import-fails"]
     assert "OSError: the driver does not answer" in reasons["rlhf-probe-raises"]
     assert "version 99" in reasons["rlhf-future-api"]
-    assert "this is 1" in reasons["rlhf-future-api"]
+    assert "rlhf supports 2" in reasons["rlhf-future-api"]
     assert "rlhf_acelerators" in reasons["rlhf-misspelt-hook"]
 
 
@@ -199,7 +199,7 @@ def test_the_plain_list_has_a_line_for_each_plugin(rlhf):
     [
         ("import_fails", "import-fails", "ModuleNotFoundError: No module named 'a_library_that_nobody_has'"),
         ("probe_raises", "shaky", "its probe failed (OSError: the driver does not answer)"),
-        ("future_api", "future", "version 99 of the accelerator interface, this is 1"),
+        ("future_api", "future", "version 99 of the accelerator interface; rlhf supports 2"),
         ("absent", "absent", "not available here: no file /dev/absent0"),
     ],
 )
@@ -240,7 +240,7 @@ def test_an_incomplete_backend_is_refused_with_the_missing_methods(rlhf):
     done = rlhf("accelerators", "explain", "unfinished", plugins=["unfinished"])
     assert done.returncode == 2
     assert "rlhf-unfinished 1.2.3" in done.stderr
-    assert "lacks bind, info, precision, synchronize" in done.stderr
+    assert "bind, info, precision" in done.stderr
 
 
 def test_a_plugin_can_object_to_a_run(refusal, tmp_path):

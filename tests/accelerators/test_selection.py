@@ -19,7 +19,7 @@ def backend(
     probe = Probe(ok, "found" if ok else f"no {name} device", **found)
     return AcceleratorSpec(
         name=name,
-        api_version=1,
+        api_version=2,
         factory="accelerators.backends.cpu.backend:CPU",
         probe=lambda: probe,
         priority=priority,
@@ -266,13 +266,13 @@ def test_the_choice_is_exported_with_the_backends_variables_and_the_users_win(in
     ("factory", "complaint"),
     [
         ("nowhere:Nothing", "cannot be imported .ModuleNotFoundError"),
-        ("accelerators.backends.cpu.backend:Missing", "cannot be imported .AttributeError"),
-        ("accelerators.backends.cpu.backend:NO_FP16", "is not an Accelerator subclass"),
-        ("accelerators.backends.cpu.backend:CPU", "is named 'cpu' instead"),
+        ("accelerators.backends.cpu.backend:Missing", "failed .AttributeError"),
+        ("accelerators.backends.cpu.backend:NO_FP16", "expected a subclass of Accelerator"),
+        ("accelerators.backends.cpu.backend:CPU", "its name is 'cpu', expected 'a'"),
     ],
 )
 def test_a_factory_that_makes_no_fitting_backend_is_an_error(installed, factory, complaint):
-    spec = AcceleratorSpec(name="a", api_version=1, factory=factory, probe=lambda: Probe(True, ""))
+    spec = AcceleratorSpec(name="a", api_version=2, factory=factory, probe=lambda: Probe(True, ""))
     installed(one=spec)
     with pytest.raises(AcceleratorError, match=complaint) as raised:
         select("a", environ=NOTHING).create()

@@ -28,7 +28,7 @@ RATE, BETAS, EPSILON, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 @pytest.fixture(params=["torch-fused", "torch-foreach"])
 def engine_of(request, accelerator):
     def build(most: float) -> TrainingEngine:
-        accelerator.choose("adamw", request.param)
+        accelerator.kernels.choose("adamw", request.param)
         try:
             return TrainingEngine(
                 "test",
@@ -44,7 +44,7 @@ def engine_of(request, accelerator):
                 accumulation=1,
             )
         finally:
-            accelerator.choose("adamw", "auto")
+            accelerator.kernels.choose("adamw", "auto")
 
     return build
 

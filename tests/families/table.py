@@ -66,7 +66,7 @@ class Family:
         """The attention that it gets: sdpa or eager, or "fused" where a backend's own, of that name, serves it."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        from accelerators.kernels import beyond_sdpa
+        from accelerators.portable import beyond_sdpa
         from rlhf.models.compatibility import lacks_attention
 
         config = self.configuration()

@@ -38,11 +38,11 @@ def packs_all(monkeypatch):
 
 @contextlib.contextmanager
 def without(accelerator: Any) -> Iterator[None]:
-    accelerator.choose("inference_weights", "none")
+    accelerator.kernels.choose("inference_weights", "none")
     try:
         yield
     finally:
-        accelerator.choose("inference_weights", "auto")
+        accelerator.kernels.choose("inference_weights", "auto")
 
 
 def build(accelerator: Any, precision: str, zero_stage: int = 0, **lora: Any) -> TrainingEngine:

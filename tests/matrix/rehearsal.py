@@ -34,7 +34,7 @@ def rlhf_accelerators() -> list[AcceleratorSpec]:
     return [
         AcceleratorSpec(
             name="rehearsal",
-            api_version=1,
+            api_version=2,
             factory=f"{__name__}:Rehearsal",
             probe=lambda: Probe(True, "a CPU is always there", count=1, model="CPU"),
             priority=-10,
@@ -70,14 +70,14 @@ class Rehearsal(CPU):
     name = "rehearsal"
     absent = {}  # noqa: RUF012
 
-    def kernels(self) -> list[KernelImpl]:
+    def kernel_implementations(self) -> list[KernelImpl]:
         tape = KernelImpl(
             operation="graph_capture",
             name="tape",
             factory=lambda accelerator: partial(Graph, record=record),
             supported=lambda accelerator: Support(True, "operators are written down, and run again without Python"),
         )
-        return [*super().kernels(), tape]
+        return [*super().kernel_implementations(), tape]
 
     def precision(self, wish: str = "auto") -> Precision:
         if wish == "fp16":

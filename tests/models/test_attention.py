@@ -93,7 +93,7 @@ def test_a_registered_attention_is_for_architectures_that_ask_for_it_by_name(
     cpu: Any, registered: str, tmp_path: Path, name: str, takes: bool
 ) -> None:
     """Others would fail as they are built (Falcon), or take their own and say nothing (BLOOM)."""
-    cpu.contribute([offer(registered)])
+    cpu.kernels.add([offer(registered)])
     found = chosen(cpu, saved(tmp_path, name))
     assert (found.name == registered) == takes
     assert takes or found.refused[registered].endswith("ForCausalLM takes none that is registered with transformers")
@@ -119,7 +119,7 @@ def raises(model: Any) -> str:
 def test_what_an_implementation_refuses_gets_the_next_one(
     cpu: Any, registered: str, tmp_path: Path, refuses: Any, why: str
 ) -> None:
-    cpu.contribute([offer(registered, refuses=refuses)])
+    cpu.kernels.add([offer(registered, refuses=refuses)])
     found = chosen(cpu, saved(tmp_path, "mistral", sliding_window=8))
     assert found.name == OWN
     assert found.refused[registered].startswith(why)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accelerators import kernels
-from accelerators.types import AcceleratorError, KernelImpl, Support
+from accelerators import portable
+from accelerators.errors import AcceleratorError
+from accelerators.types import KernelImpl, Support
 
 ATTENTION = "cpu_composed"
 """Its name among transformers' attention implementations."""
@@ -39,7 +40,7 @@ _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
 
 def composed(accelerator: object) -> str:
     """The implementation, registered with transformers."""
-    return kernels.register_attention(ATTENTION, attend)
+    return portable.register_attention(ATTENTION, attend)
 
 
 def attend(
@@ -223,7 +224,7 @@ def _faster_than_sdpa(accelerator: object) -> Support:
 
 
 def _lacks(model: Any) -> str:
-    lacking = kernels.handed_over(model, _LACKING)
+    lacking = portable.handed_over(model, _LACKING)
     return f"it has no {', '.join(lacking)}" if lacking else ""
 
 

@@ -11,11 +11,13 @@ from typing import ClassVar
 
 import torch
 
-from accelerators import kernels, quantized
+from accelerators import portable, quantized
 from accelerators.accelerator import Accelerator
-from accelerators.backends.cpu import attention, info, malloc
+from accelerators.backends.cpu import attention, malloc
+from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import decode, layers, packed
-from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.errors import AcceleratorError
+from accelerators.types import DeviceInfo, KernelImpl, Precision, Support
 
 NO_FP16 = "DeepSpeed's CPU accelerator does not train in fp16"
 
@@ -24,7 +26,6 @@ class CPU(Accelerator):
     """The processor, with gloo between processes."""
 
     name = "cpu"
-    deepspeed_name = "cpu"
     absent: ClassVar[dict[str, str]] = {
         "graph_capture": "operators run on the calling thread of a CPU: there are no launches to record",
     }
@@ -34,18 +35,15 @@ class CPU(Accelerator):
         malloc.keep_freed()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, info.cores() // ranks))
+            torch.set_num_threads(max(1, cpu_info.cores() // ranks))
         return torch.device("cpu")
 
     def info(self) -> DeviceInfo:
-        return DeviceInfo(model=info.cpu_model(), count=1, software=f"torch {torch.__version__}")
-
-    def synchronize(self) -> None:
-        """Nothing to wait for: operators return when they are done."""
+        return DeviceInfo(model=cpu_info.cpu_model(), count=1, software=f"torch {torch.__version__}")
 
     def precision(self, wish: str = "auto") -> Precision:
-        native = info.native_bf16()
-        no_bf16 = f"this processor has no native bf16 ({' or '.join(info.BF16)}), and emulation is slower than fp32"
+        native = cpu_info.native_bf16()
+        no_bf16 = f"this processor has no native bf16 ({' or '.join(cpu_info.BF16)}), and emulation is slower than fp32"
         if wish == "fp16":
             raise AcceleratorError(f"precision fp16 on cpu: {NO_FP16}; use auto or fp32")
         if wish == "bf16" and not native:
@@ -58,7 +56,7 @@ class CPU(Accelerator):
             return Precision(torch.float32, "fp32", "asked for; every processor has it")
         raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
 
-    def kernels(self) -> Iterable[KernelImpl]:
+    def kernel_implementations(self) -> Iterable[KernelImpl]:
         own = (
             attention.COMPOSED,
             FUSED_ADAMW,
@@ -67,14 +65,7 @@ class CPU(Accelerator):
             decode.DECODE,
             layers.FUSED_LAYERS,
         )
-        return (*kernels.PORTABLE, *own)
-
-    def memory(self) -> Memory:
-        allocated, peak = info.resident_memory()
-        return Memory(allocated=allocated, peak=peak, total=info.total_memory())
-
-    def reset_peak(self) -> None:
-        info.reset_peak_memory()
+        return (*portable.KERNELS, *own)
 
     def empty_cache(self) -> None:
         malloc.trim()
@@ -85,7 +76,7 @@ class CPU(Accelerator):
 FUSED_ADAMW = KernelImpl(
     operation="adamw",
     name="torch-fused",
-    factory=kernels.fused_adamw,
+    factory=portable.fused_adamw,
     supported=lambda accelerator: Support(True, "one pass over memory, nothing to compile"),
     priority=10,
 )

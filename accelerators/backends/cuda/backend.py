@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from accelerators import kernels
+from accelerators import portable
 from accelerators.accelerator import Accelerator
-from accelerators.backends.cuda import info
+from accelerators.backends.cuda import info as cuda_info
 from accelerators.capture import Graph
+from accelerators.errors import AcceleratorError
 from accelerators.shapes import ShapePolicy
-from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Support
 
 NO_MEMORY = "_STATUS_ALLOC_FAILED"
 """As cuBLAS, cuDNN and cuSOLVER have it, each behind its own name."""
@@ -31,7 +32,6 @@ class CUDA(Accelerator):
     """One NVIDIA GPU, with NCCL between processes."""
 
     name = "cuda"
-    deepspeed_name = "cuda"
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "a GPU's matrix products read weights in the order that they are trained in",
         "fused_layers": "torch has no fused form of such layers for a GPU that trains; a plugin may bring one",
@@ -41,9 +41,9 @@ class CUDA(Accelerator):
         self._recordings = 0
 
     @functools.cached_property
-    def machine(self) -> info.Machine:
+    def machine(self) -> cuda_info.Machine:
         """The driver and the visible GPUs, read once and without a CUDA context."""
-        return info.machine()
+        return cuda_info.machine()
 
     def bind(self, local_rank: int) -> torch.device:
         """The GPU of this rank; refused where there is none, where torch has no code for it, or it is not NVIDIA's."""
@@ -51,22 +51,22 @@ class CUDA(Accelerator):
             other = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
             raise AcceleratorError(
                 f"cuda: torch {torch.__version__} is built {other}, whatever torch.cuda says; "
-                f"{info.torch_for(self.machine.weakest, self.machine.cuda)}"
+                f"{cuda_info.torch_for(self.machine.weakest, self.machine.cuda)}"
             )
         gpus = self.machine.gpus
         if local_rank >= len(gpus):
-            wish = os.environ.get(info.VISIBLE_ENV)
-            limit = "" if wish is None else f" ({info.VISIBLE_ENV}={wish})"
+            wish = os.environ.get(cuda_info.VISIBLE_ENV)
+            limit = "" if wish is None else f" ({cuda_info.VISIBLE_ENV}={wish})"
             raise AcceleratorError(
                 f"cuda: no GPU is left for local rank {local_rank}, this machine shows {len(gpus)}{limit}; "
                 f"start at most {len(gpus)} ranks per machine"
             )
         gpu = gpus[local_rank]
         architectures = torch.cuda.get_arch_list()
-        if not any(info.runs_on(architecture, gpu.capability) for architecture in architectures):
+        if not any(cuda_info.runs_on(architecture, gpu.capability) for architecture in architectures):
             raise AcceleratorError(
                 f"cuda: torch {torch.__version__} has no code for GPU {gpu.index}, {gpu}, but for "
-                f"{', '.join(architectures) or 'no GPU at all'}; {info.torch_for(gpu, self.machine.cuda)}"
+                f"{', '.join(architectures) or 'no GPU at all'}; {cuda_info.torch_for(gpu, self.machine.cuda)}"
             )
         torch.cuda.set_device(local_rank)
         if torch.cuda.get_device_capability(local_rank) < self.machine.weakest.capability:
@@ -120,8 +120,8 @@ class CUDA(Accelerator):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
         return Precision(dtype, name, reason, loss_scaling=name == "fp16")
 
-    def kernels(self) -> Iterable[KernelImpl]:
-        return (*kernels.PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
+    def kernel_implementations(self) -> Iterable[KernelImpl]:
+        return (*portable.KERNELS, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
         """Few lengths, since each is a recording of its own; multiples of 8, which tensor cores multiply fastest."""
@@ -149,13 +149,6 @@ class CUDA(Accelerator):
         """Libraries take memory past torch's allocator, and have words of their own where there is none."""
         return super().is_out_of_memory(error) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
 
-    def rng_state(self) -> dict[str, Any]:
-        return super().rng_state() | {"cuda": torch.cuda.get_rng_state(self.device())}
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        super().set_rng_state(state)
-        torch.cuda.set_rng_state(state["cuda"], self.device())
-
     def dist_backend(self) -> str:
         return "nccl"
 
@@ -173,7 +166,7 @@ class CUDA(Accelerator):
         return outputs, graph.replay
 
 
-def _precisions(chip: info.GPU) -> dict[str, Support]:
+def _precisions(chip: cuda_info.GPU) -> dict[str, Support]:
     """Which precisions a chip has, best first."""
     bf16 = Support(True, f"native on {chip}, and needs no loss scaling")
     if chip.capability < NATIVE_BF16:
@@ -204,7 +197,7 @@ def _cuda_graphs(accelerator: Accelerator) -> Callable[..., Any]:
 FUSED_ADAMW = KernelImpl(
     operation="adamw",
     name="torch-fused",
-    factory=kernels.fused_adamw,
+    factory=portable.fused_adamw,
     supported=lambda accelerator: Support(True, "one pass over memory, in few launches"),
     priority=10,
 )
@@ -225,7 +218,7 @@ CUDA_GRAPHS = KernelImpl(
 PACKED_PRODUCTS = KernelImpl(
     operation="quantized_weights",
     name="torch-cuda",
-    factory=kernels.quantized_weights,
+    factory=portable.quantized_weights,
     supported=lambda accelerator: Support(
         False,
         "torch's product of int8 weights on CUDA has a thread for each number and no tensor cores: unpacking first is "

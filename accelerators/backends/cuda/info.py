@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerators.backends.cpu import info as cpu_info
-from accelerators.types import AcceleratorError, HiddenError, Probe
+from accelerators import host_memory
+from accelerators.errors import AcceleratorError, HiddenError
+from accelerators.types import Probe
 
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
 DEV = Path("/dev")
@@ -266,7 +267,7 @@ def _gpu(nvml: Any, index: int, board: Any, unit: Any) -> GPU:
     except nvml.NVMLError as error:
         if error.value != _NOT_SUPPORTED:
             raise
-        memory = cpu_info.total_memory()  # chips without memory of their own, such as GB10
+        memory = host_memory.total_memory()  # chips without memory of their own, such as GB10
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
     name, uuid = _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit))
     return GPU(index, name, uuid, capability, memory, _bus(nvml, board, name))

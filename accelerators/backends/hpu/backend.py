@@ -13,13 +13,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accelerators import capture, kernels
+from accelerators import capture, portable
 from accelerators.accelerator import Accelerator
-from accelerators.backends.hpu import info
+from accelerators.backends.hpu import info as hpu_info
 from accelerators.backends.hpu.kernels import FUSED, runtime
-from accelerators.guard import text
+from accelerators.errors import AcceleratorError, describe
 from accelerators.shapes import ShapePolicy
-from accelerators.types import AcceleratorError, DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Support
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,7 +36,6 @@ class HPU(Accelerator):
     """Gaudi cards, one a process, with hccl between processes."""
 
     name = "hpu"
-    deepspeed_name = "hpu"
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "the graph compiler chooses the order of weights itself",
         "fused_layers": "the graph compiler fuses operators itself",
@@ -49,7 +48,7 @@ class HPU(Accelerator):
         if local_rank >= cards.count:
             raise AcceleratorError(
                 f"hpu: no card for rank {local_rank} of this machine, which has {cards.count} x {cards.model} "
-                f"({info.VISIBLE_MODULES} limits them); start at most {cards.count} processes on it"
+                f"({hpu_info.VISIBLE_MODULES} limits them); start at most {cards.count} processes on it"
             )
         try:
             hccl = runtime("distributed.hccl")
@@ -57,7 +56,7 @@ class HPU(Accelerator):
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             raise AcceleratorError(
-                f"hpu: {info.RUNTIME} cannot be imported ({text(error)}); "
+                f"hpu: {hpu_info.RUNTIME} cannot be imported ({describe(error)}); "
                 f"install the one for torch {torch.__version__} and driver {cards.driver}"
             ) from error
         try:
@@ -67,20 +66,20 @@ class HPU(Accelerator):
             runtime("hpu").init()
         except Exception as error:
             raise AcceleratorError(
-                f"hpu: the card of rank {local_rank} cannot be opened ({text(error)}); hl-smi shows who holds it; "
-                f"where a container has only some of the cards, set {info.VISIBLE_MODULES} to their module ids"
+                f"hpu: the card of rank {local_rank} cannot be opened ({describe(error)}); hl-smi shows who holds it; "
+                f"where a container has only some of the cards, set {hpu_info.VISIBLE_MODULES} to their module ids"
             ) from error
         return torch.device("hpu")
 
     def info(self) -> DeviceInfo:
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
-        if release := info.release():
+        if release := hpu_info.release():
             software += f", release {release}"
         return DeviceInfo(self._cards.model, self._cards.count, software, peak_flops=self._cards.peak_flops)
 
     @functools.cached_property
-    def _cards(self) -> info.Cards:
-        return info.cards()
+    def _cards(self) -> hpu_info.Cards:
+        return hpu_info.cards()
 
     # synchronization
 
@@ -141,13 +140,13 @@ class HPU(Accelerator):
         try:
             supported = runtime("utils.experimental")._is_fp16_supported()
         except (ImportError, AttributeError) as error:
-            return f"the runtime does not tell whether it has fp16 ({text(error)})"
+            return f"the runtime does not tell whether it has fp16 ({describe(error)})"
         return None if supported else f"the runtime says that {self._cards.model} does not compute in it"
 
     # kernels
 
-    def kernels(self) -> Iterable[KernelImpl]:
-        return (*kernels.PORTABLE, *FUSED, HPU_GRAPHS, TORCH_COMPILE)
+    def kernel_implementations(self) -> Iterable[KernelImpl]:
+        return (*portable.KERNELS, *FUSED, HPU_GRAPHS, TORCH_COMPILE)
 
     # shapes
 
@@ -174,12 +173,9 @@ class HPU(Accelerator):
         super().seed(n)
         runtime("hpu.random").manual_seed_all(n)
 
-    def rng_state(self) -> dict[str, Any]:
-        return super().rng_state() | {"hpu": runtime("hpu.random").get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        super().set_rng_state(state)
-        runtime("hpu.random").set_rng_state(state["hpu"])
+    def rng_module(self) -> Any:
+        """Return the bridge's module for random numbers."""
+        return runtime("hpu.random")
 
     # distributed
 
@@ -224,7 +220,7 @@ def _torch_compile_supported(accelerator: Accelerator) -> Support:
     if accelerator.is_lazy():
         return Support(False, f"the {COMPILER} of torch.compile exists in eager mode only")
     if COMPILER not in torch.compiler.list_backends(exclude_tags=()):
-        return Support(False, f"{info.RUNTIME} has not registered {COMPILER} with torch.compile")
+        return Support(False, f"{hpu_info.RUNTIME} has not registered {COMPILER} with torch.compile")
     return Support(True, f"eager mode: compiled by {COMPILER} for fixed shapes")
 
 

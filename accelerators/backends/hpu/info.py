@@ -17,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerators.types import AcceleratorError, HiddenError, Probe
+from accelerators.errors import AcceleratorError, HiddenError
+from accelerators.types import Probe
 
 RUNTIME = "habana_frameworks"
 BRIDGE = "habana-torch-plugin"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from accelerators import kernels
+from accelerators import portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.hpu import info
-from accelerators.guard import text
-from accelerators.types import AcceleratorError, KernelImpl, Support
+from accelerators.errors import AcceleratorError, describe
+from accelerators.types import KernelImpl, Support
 
 ATTENTION = "gaudi_fused_sdpa"
 """FusedSDPA's name among transformers' attention implementations."""
@@ -35,7 +35,7 @@ def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], 
         try:
             getattr(runtime(module), name)
         except Exception as error:
-            return Support(False, f"{info.RUNTIME}.torch.{module}.{name} cannot be imported ({text(error)})")
+            return Support(False, f"{info.RUNTIME}.torch.{module}.{name} cannot be imported ({describe(error)})")
         return Support(True, reason)
 
     return supported
@@ -149,12 +149,12 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling)
         return output.transpose(1, 2).contiguous(), None
 
-    return kernels.register_attention(ATTENTION, attend)
+    return portable.register_attention(ATTENTION, attend)
 
 
 def _beyond_fused_sdpa(model: Any) -> str:
     """What a model hands to its attention that FusedSDPA has not; told by its configuration and its code."""
-    lacking = kernels.handed_over(model, _LACKING)
+    lacking = portable.handed_over(model, _LACKING)
     return f"FusedSDPA has no {', '.join(lacking)}" if lacking else ""
 
 

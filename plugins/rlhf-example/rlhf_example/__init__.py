@@ -1,1 +1,1 @@
-"""An accelerator plugin for rlhf to copy: `plugin` offers the backend, `backend` is it."""
+"""An accelerator plugin for rlhf to copy: `plugin` offers the backend, `backend` implements it."""

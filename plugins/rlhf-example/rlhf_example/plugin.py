@@ -1,4 +1,4 @@
-"""The entry point. It must not import torch: rlhf loads it to find out what is there, before it chooses a backend."""
+"""The entry point. It must not import torch: rlhf loads it before it chooses a backend."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from accelerators import AcceleratorSpec, Probe, hookimpl
 
 
 def probe() -> Probe:
-    """Look for the device without opening it: at its driver's files, or with its vendor's command-line tool."""
+    """Look for the device in its driver's files or with its vendor's command-line tool, without opening it."""
     return Probe(ok=True, reason="this device needs no hardware", count=1, model="Example One")
 
 
 def environment(run: Mapping[str, Any]) -> dict[str, str]:
-    """What must be set before torch is imported; the user's own values win."""
+    """Return variables that must be set before torch is imported; values that the user has set take precedence."""
     return {
         "DS_ACCELERATOR": "cpu",  # so that DeepSpeed does not search for a device before it is given ours
         "RLHF_EXAMPLE_THREADS": str(os.cpu_count() or 1),
@@ -24,10 +24,11 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
 
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
+    """Offer the backend."""
     return [
         AcceleratorSpec(
             name="example",
-            api_version=1,
+            api_version=2,
             factory="rlhf_example.backend:Example",
             probe=probe,
             env=environment,

@@ -40,7 +40,7 @@ for title, (family, changes) in families.items():
     config = AutoConfig.for_model(family, **sizes, **special, bos_token_id=None, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     if "frozen" in title:
-        quantize(model, title[-4:], accelerator.kernel("quantized_weights"), exported=False)
+        quantize(model, title[-4:], accelerator.kernels.get("quantized_weights"), exported=False)
     model = model.to(accelerator.device())
     # In the first rollout every row ends at once, in the others none does.
     decoder = Decoder(

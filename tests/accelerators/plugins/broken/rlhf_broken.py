@@ -40,11 +40,11 @@ PROBES = {
 BACKENDS = {
     "rlhf_broken_backends": (
         *PROBES,
-        "operation-missing",
+        "flag-is-text",
+        "unknown-collectives",
+        "unknown-operation-absent",
         "any-error-is-lack",
         "lack-not-told",
-        "refusal-without-reason",
-        "refused-but-there",
         "factory-raises",
         "bucket-not-idempotent",
         "bucket-not-monotone",
@@ -117,7 +117,7 @@ def rlhf_accelerators():
         for name in names:
             yield AcceleratorSpec(
                 name=name,
-                api_version=1,
+                api_version=2,
                 factory=f"{module}:{''.join(part.capitalize() for part in name.split('-'))}",
                 probe=PROBES.get(name, usual_probe),
                 priority=-10,

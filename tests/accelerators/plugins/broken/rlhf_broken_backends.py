@@ -62,39 +62,34 @@ class LackNotTold(CPU):
 # operations
 
 
-class OperationMissing(CPU):
-    name = "operation-missing"
+class FlagIsText(CPU):
+    name = "flag-is-text"
 
-    def capabilities(self):
-        return {name: support for name, support in super().capabilities().items() if name != "graph_capture"}
-
-
-class RefusalWithoutReason(CPU):
-    name = "refusal-without-reason"
-
-    def capabilities(self):
-        refusal = object.__new__(Support)
-        for field, value in (("ok", False), ("reason", ""), ("implementation", "")):
-            object.__setattr__(refusal, field, value)
-        return super().capabilities() | {"quantized_weights": refusal}
+    def pins_memory(self):
+        return "no"
 
 
-class RefusedButThere(CPU):
-    name = "refused-but-there"
+class UnknownCollectives(CPU):
+    name = "unknown-collectives"
 
-    def capabilities(self):
-        return super().capabilities() | {"adamw_cpu_offload": Support(False, "not tested yet")}
+    def dist_backend(self):
+        return "hcll"
+
+
+class UnknownOperationAbsent(CPU):
+    name = "unknown-operation-absent"
+    absent = {"graph_captur": "none here"}  # noqa: RUF012
 
 
 class FactoryRaises(CPU):
     name = "factory-raises"
 
-    def kernels(self):
+    def kernel_implementations(self):
         def factory(accelerator):
             raise ImportError("libfast.so: no such file")
 
         return (
-            *super().kernels(),
+            *super().kernel_implementations(),
             KernelImpl(operation="adamw", name="fast", factory=factory, supported=always, priority=99),
         )
 

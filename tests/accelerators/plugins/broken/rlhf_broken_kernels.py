@@ -25,8 +25,8 @@ def kernel(operation, implementation):
 class BrokenAdamw(CPU):
     optimizer = torch.optim.AdamW
 
-    def kernels(self):
-        return (*super().kernels(), kernel("adamw", self.optimizer))
+    def kernel_implementations(self):
+        return (*super().kernel_implementations(), kernel("adamw", self.optimizer))
 
 
 class AdamwOtherEps(BrokenAdamw):
@@ -74,7 +74,7 @@ class OffloadNotPinned(CPU):
 class HostAdamwInBf16(CPU):
     name = "host-adamw-in-bf16"
 
-    def kernels(self):
+    def kernel_implementations(self):
         def optimizer(params, **options):
             made = torch.optim.AdamW(params, **options)
 
@@ -86,30 +86,33 @@ class HostAdamwInBf16(CPU):
             made.register_step_post_hook(rounded)
             return made
 
-        return (*super().kernels(), kernel("adamw_cpu_offload", optimizer))
+        return (*super().kernel_implementations(), kernel("adamw_cpu_offload", optimizer))
 
 
 class ClipOtherNorm(CPU):
     name = "clip-other-norm"
 
-    def kernels(self):
-        return (*super().kernels(), kernel("clip_grad_norm", partial(torch.nn.utils.clip_grad_norm_, norm_type=1)))
+    def kernel_implementations(self):
+        return (
+            *super().kernel_implementations(),
+            kernel("clip_grad_norm", partial(torch.nn.utils.clip_grad_norm_, norm_type=1)),
+        )
 
 
 class ClipGivesFloat(CPU):
     name = "clip-gives-float"
 
-    def kernels(self):
+    def kernel_implementations(self):
         def clip(parameters, max_norm):
             return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
-        return (*super().kernels(), kernel("clip_grad_norm", clip))
+        return (*super().kernel_implementations(), kernel("clip_grad_norm", clip))
 
 
 class BrokenAttention(CPU):
     """torch's, registered with transformers, but for what `attend` does wrong."""
 
-    def kernels(self):
+    def kernel_implementations(self):
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -119,7 +122,7 @@ class BrokenAttention(CPU):
 
         AttentionInterface.register(self.name, attend)
         AttentionMaskInterface.register(self.name, eager_mask)
-        return (*super().kernels(), kernel("attention", self.name))
+        return (*super().kernel_implementations(), kernel("attention", self.name))
 
 
 class AttentionSeesPadding(BrokenAttention):
@@ -173,9 +176,9 @@ class AttentionCannotBeAsked(CPU):
 
     name = "attention-cannot-be-asked"
 
-    def kernels(self):
+    def kernel_implementations(self):
         offered = replace(kernel("attention", "sdpa"), refuses=lambda model: model.soft_cap)
-        return (*super().kernels(), offered)
+        return (*super().kernel_implementations(), offered)
 
 
 # weights in few bits
@@ -209,8 +212,8 @@ class WithoutOffset(QuantizedWeights):
 
 
 class BrokenWeights(CPU):
-    def kernels(self):
-        return (*super().kernels(), kernel("quantized_weights", self.made()))
+    def kernel_implementations(self):
+        return (*super().kernel_implementations(), kernel("quantized_weights", self.made()))
 
 
 class WeightsTruncated(BrokenWeights):
@@ -285,8 +288,8 @@ def unmasked(module, keep):
 
 
 class BrokenReading(CPU):
-    def kernels(self):
-        return (*super().kernels(), kernel("inference_weights", self.made))
+    def kernel_implementations(self):
+        return (*super().kernel_implementations(), kernel("inference_weights", self.made))
 
 
 class ReadingLeavesAForward(BrokenReading):
@@ -325,8 +328,8 @@ def tied(module):
 
 
 class BrokenFusing(CPU):
-    def kernels(self):
-        return (*super().kernels(), kernel("fused_layers", self.made))
+    def kernel_implementations(self):
+        return (*super().kernel_implementations(), kernel("fused_layers", self.made))
 
 
 class FusingFreezesNorms(BrokenFusing):

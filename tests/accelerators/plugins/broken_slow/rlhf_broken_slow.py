@@ -13,5 +13,5 @@ def probe():
 @hookimpl
 def rlhf_accelerators():
     yield AcceleratorSpec(
-        name="slow-probe", api_version=1, factory="accelerators.backends.cpu.backend:CPU", probe=probe, priority=-10
+        name="slow-probe", api_version=2, factory="accelerators.backends.cpu.backend:CPU", probe=probe, priority=-10
     )

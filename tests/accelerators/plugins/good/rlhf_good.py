@@ -8,7 +8,7 @@ def rlhf_accelerators():
     return [
         AcceleratorSpec(
             name="good",
-            api_version=1,
+            api_version=2,
             factory="rlhf_good_backend:Good",
             probe=lambda: Probe(True, "found two", count=2, model="Good One"),
             priority=50,

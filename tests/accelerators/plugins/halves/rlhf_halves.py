@@ -8,7 +8,7 @@ def rlhf_accelerators():
     return [
         AcceleratorSpec(
             name="halves",
-            api_version=1,
+            api_version=2,
             factory="rlhf_halves_backend:Halves",
             probe=lambda: Probe(True, "found one", count=1, model="Halves"),
             priority=-10,

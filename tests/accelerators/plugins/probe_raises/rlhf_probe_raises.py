@@ -9,4 +9,4 @@ def probe():
 
 @hookimpl
 def rlhf_accelerators():
-    return [AcceleratorSpec(name="shaky", api_version=1, factory="nowhere:Nothing", probe=probe)]
+    return [AcceleratorSpec(name="shaky", api_version=2, factory="nowhere:Nothing", probe=probe)]

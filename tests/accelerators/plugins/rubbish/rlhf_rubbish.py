@@ -18,7 +18,7 @@ shout()
 @hookimpl
 def rlhf_accelerators():
     shout()
-    return [AcceleratorSpec(name="rubbish", api_version=1, factory="nowhere:Nothing", probe=shout)]
+    return [AcceleratorSpec(name="rubbish", api_version=2, factory="nowhere:Nothing", probe=shout)]
 
 
 @hookimpl

@@ -5,4 +5,4 @@ from accelerators import AcceleratorSpec, Probe, hookimpl
 
 @hookimpl
 def rlhf_accelerators():
-    return [AcceleratorSpec(name="twin", api_version=1, factory="nowhere:Nothing", probe=lambda: Probe(True, ""))]
+    return [AcceleratorSpec(name="twin", api_version=2, factory="nowhere:Nothing", probe=lambda: Probe(True, ""))]

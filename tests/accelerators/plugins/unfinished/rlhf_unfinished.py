@@ -14,4 +14,4 @@ def __getattr__(name):  # the class is made when it is asked for: this module mu
 @hookimpl
 def rlhf_accelerators():
     probe = lambda: Probe(True, "")  # noqa: E731
-    return [AcceleratorSpec(name="unfinished", api_version=1, factory="rlhf_unfinished:Unfinished", probe=probe)]
+    return [AcceleratorSpec(name="unfinished", api_version=2, factory="rlhf_unfinished:Unfinished", probe=probe)]

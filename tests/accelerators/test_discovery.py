@@ -1,4 +1,4 @@
-"""Every way in which one plugin could take down `rlhf accelerators list`, `explain` or a run on another backend."""
+"""A broken plugin is listed with its reason, and stops neither `rlhf accelerators list` nor other backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerators import (
     select,
 )
 from rlhf.cli.accelerators import list_backends
-from tests.accelerators.misbehaving import GOOD, altered, endless, forever, offers, plugin, raises, spec
+from tests.accelerators.misbehaving import GOOD, endless, forever, offers, plugin, raises, spec
 
 
 class Unspeakable(Exception):
@@ -40,66 +40,38 @@ class Incomparable:
 HOOK = "rlhf_accelerators failed "
 
 BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
-    # as it is imported
-    "import raises": (raises(ImportError("no library")), "its import failed (ImportError: no library)"),
+    # imported
+    "import raises": (raises(ImportError("one\n\ttwo\udc80")), "its import failed (ImportError: one two?)"),
     "import exits": (raises(SystemExit(3)), "its import failed (SystemExit: 3)"),
     "import is interrupted": (raises(KeyboardInterrupt()), "its import failed (KeyboardInterrupt)"),
     "import raises what cannot be printed": (raises(Unspeakable()), "its import failed (Unspeakable)"),
-    "import raises many lines": (raises(ImportError("one\n\ttwo\udc80")), "(ImportError: one two?)"),
     "import hangs": (forever, "its import did not answer within 0.3 s"),
     "a class": (lambda: Incomparable, "its entry point names a type instead of a module"),
     "an object": (Incomparable, "its entry point names a Incomparable instead of a module"),
-    "nothing": (lambda: None, "its entry point names a NoneType instead of a module"),
     "wrong arguments": (lambda: plugin(rlhf_accelerators=lambda run: []), "Argument(s) {'run'} are declared"),
-    # as it is asked
-    "hook raises": (lambda: plugin(rlhf_accelerators=raises(OSError("x"))), HOOK + "(OSError: x)"),
+    # asked for backends
     "hook exits": (lambda: plugin(rlhf_accelerators=raises(SystemExit(0))), HOOK + "(SystemExit: 0)"),
     "hook hangs": (lambda: plugin(rlhf_accelerators=forever), "rlhf_accelerators did not answer within 0.3 s"),
     "hook gives a str": (lambda: plugin(rlhf_accelerators=lambda: "npu"), "returned a str instead of a list"),
-    "hook gives a number": (lambda: plugin(rlhf_accelerators=lambda: 7), "'int' object is not iterable"),
     "hook gives one spec": (lambda: plugin(rlhf_accelerators=spec()), "'AcceleratorSpec' object is not iterable"),
     "hook has no end": (lambda: plugin(rlhf_accelerators=endless), "rlhf_accelerators gave more than 100 answers"),
     "hook raises halfway": (lambda: offers(spec(), raises(OSError("x"))), HOOK + "(OSError: x)"),
     "spec is a dict": (lambda: offers(lambda: GOOD), "rlhf_accelerators returned a dict instead of AcceleratorSpec"),
-    "spec is a duck": (lambda: offers(lambda: SimpleNamespace(**GOOD)), "a SimpleNamespace instead of"),
-    "spec is None": (lambda: offers(lambda: None), "a NoneType instead of AcceleratorSpec"),
-    # what it says
-    "name=None": (lambda: offers(spec(name=None)), "AcceleratorSpec: name is None, expected a str"),
-    "name=7": (lambda: offers(spec(name=7)), "AcceleratorSpec: name is 7, expected a str"),
-    "name empty": (lambda: offers(spec(name="")), "name is '', expected one word"),
+    "name is empty": (lambda: offers(spec(name="")), "name is '', expected one word"),
     "name=auto": (lambda: offers(spec(name="auto")), "name is 'auto', expected one word other than auto"),
-    "priority='50'": (lambda: offers(spec(priority="50")), "priority is '50', expected an int"),
     "priority=nan": (lambda: offers(spec(priority=float("nan"))), "priority is nan, expected an int"),
-    "priority=None": (lambda: offers(spec(priority=None)), "priority is None, expected an int"),
-    "priority changed": (
-        lambda: offers(altered(spec(), "priority", "50")),
-        "returned AcceleratorSpec with wrong fields (AcceleratorSpec: priority is '50', expected an int)",
-    ),
-    "name changed": (lambda: offers(altered(spec(), "name", None)), "with wrong fields (AcceleratorSpec: name is None"),
-    "api_version='1'": (lambda: offers(spec(api_version="1")), "api_version is '1', expected an int"),
-    "api_version=2": (lambda: offers(spec(api_version=2)), "written for version 2 of the accelerator interface"),
-    "probe is no function": (lambda: offers(spec(probe=Probe(True, ""))), "expected a function"),
+    "api_version='2'": (lambda: offers(spec(api_version="2")), "api_version is '2', expected an int"),
+    "api_version=1": (lambda: offers(spec(api_version=1)), "version 1 of the accelerator interface; rlhf supports 2"),
     "env is no function": (lambda: offers(spec(env={"A": "b"})), "env is {'A': 'b'}, expected a function"),
-    "factory is a class": (lambda: offers(spec(factory=Incomparable)), "expected a str"),
     "unknown field": (lambda: offers(spec(devices=3)), "unexpected keyword argument 'devices'"),
-    "a broken cpu": (lambda: offers(spec(name="cpu", api_version=2)), "written for version 2"),
     "a cpu that hangs": (lambda: offers(spec(name="cpu", probe=forever)), "its probe did not answer within 0.3 s"),
-    # as it is probed
+    # probed
     "probe raises": (lambda: offers(spec(probe=raises(OSError("x")))), "its probe failed (OSError: x)"),
     "probe exits": (lambda: offers(spec(probe=raises(SystemExit(0)))), "its probe failed (SystemExit: 0)"),
-    "probe is interrupted": (lambda: offers(spec(probe=raises(KeyboardInterrupt()))), "its probe failed (Keyboard"),
-    "probe hangs": (lambda: offers(spec(probe=forever)), "its probe did not answer within 0.3 s"),
     "probe gives True": (lambda: offers(spec(probe=lambda: True)), "a bool instead of Probe"),
-    "probe takes arguments": (lambda: offers(spec(probe=lambda rank: True)), "its probe failed (TypeError"),
     "count='3'": (lambda: offers(spec(probe=lambda: Probe(True, "", count="3"))), "count is '3', expected an int"),
     "count=-1": (lambda: offers(spec(probe=lambda: Probe(True, "", count=-1))), "count is -1, expected 0 or more"),
-    "model=None": (lambda: offers(spec(probe=lambda: Probe(True, "", model=None))), "model is None, expected a str"),
-    "reason=None": (lambda: offers(spec(probe=lambda: Probe(True, None))), "reason is None, expected a str"),
-    "ok=1": (lambda: offers(spec(probe=lambda: Probe(1, "yes"))), "ok is 1, expected a bool"),
-    "count changed": (
-        lambda: offers(spec(probe=altered(lambda: Probe(True, ""), "count", "3"))),
-        "Probe with wrong fields (Probe: count is '3', expected an int)",
-    ),
+    "no reason": (lambda: offers(spec(probe=lambda: Probe(False, ""))), "a refusal needs a reason"),
 }
 
 LATE = {name: "0.3" for name, (_, reason) in BROKEN.items() if "0.3 s" in reason}
@@ -113,7 +85,7 @@ def listed(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_plugin_is_listed_with_its_reason_and_stops_nobody(misbehaved, monkeypatch, capfd, case):
+def test_broken_plugin_is_listed_with_reason(misbehaved, monkeypatch, capfd, case):
     load, reason = BROKEN[case]
     monkeypatch.setenv("RLHF_PROBE_TIMEOUT", LATE.get(case, "30"))
     misbehaved(load)
@@ -133,20 +105,20 @@ def test_a_broken_plugin_is_listed_with_its_reason_and_stops_nobody(misbehaved, 
     assert select("cpu").provider == "rlhf 2.0"
 
 
-def test_what_else_a_plugin_offers_counts(misbehaved):
+def test_plugin_with_one_broken_probe_offers_the_others(misbehaved):
     misbehaved(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good")))
     found = {report.name: report.available for report in accelerators.available()}
     assert found == {"cpu": True, "cuda": False, "hpu": False, "bad_entry": False, "npu": False, "good": True}
 
 
-def test_a_name_that_a_plugin_offers_twice_is_broken_the_second_time(misbehaved):
+def test_name_offered_twice_is_broken_the_second_time(misbehaved):
     misbehaved(lambda: offers(spec(), spec(priority=-20)))
     found = [(report.priority, report.error) for report in accelerators.available() if report.name == "npu"]
     assert found == [(-10, None), (-20, "rlhf_accelerators offers this name twice")]
     assert select("npu").spec.priority == -10
 
 
-def test_an_odd_module_does_not_keep_others_from_being_asked(misbehaved):
+def test_module_with_failing_getattr_stops_nobody(misbehaved):
     module = ModuleType("bad")
     module.__getattr__ = raises(RuntimeError("ask me nothing"))  # type: ignore[method-assign]
     misbehaved(lambda: module)
@@ -163,7 +135,7 @@ class Damaged:
 
 @pytest.mark.parametrize("dist", [None, SimpleNamespace(name=None, version=None), Damaged()])
 @pytest.mark.parametrize("allowlist", ["", "bad_entry"])
-def test_a_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatch, dist, allowlist):
+def test_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatch, dist, allowlist):
     monkeypatch.setenv("RLHF_PLUGINS", allowlist)
     misbehaved(raises(ImportError("no library")), dist)
     (entry,) = [entry for entry in listed(capfd) if entry["broken"]]
@@ -171,7 +143,7 @@ def test_a_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatc
     assert entry["reason"] == "its import failed (ImportError: no library)"
 
 
-def test_entry_points_that_cannot_be_read_are_those_of_one_plugin(monkeypatch, tmp_path):
+def test_unreadable_entry_points_break_one_plugin(monkeypatch, tmp_path):
     # rlhf itself, as where a checkout and an installed copy are on the path
     again = "builtin = accelerators.backends.plugin"
     for name, written in (("damaged", "no value"), ("whole", "whole = nowhere"), ("rlhf", again)):
@@ -224,7 +196,7 @@ def loud(when: str, how: str) -> ModuleType:
 
 @pytest.mark.parametrize("how", ["print", "descriptor", "library", "child"])
 @pytest.mark.parametrize("when", ["import", "hook", "probe"])
-def test_json_is_json_whatever_a_plugin_prints(misbehaved, capfd, when, how):
+def test_plugin_that_prints_leaves_json_intact(misbehaved, capfd, when, how):
     misbehaved(lambda: loud(when, how))
     list_backends(as_json=True)
     ctypes.CDLL(None).fflush(None)
@@ -233,7 +205,7 @@ def test_json_is_json_whatever_a_plugin_prints(misbehaved, capfd, when, how):
     assert printed.err == "shouting\n"
 
 
-def test_a_second_cpu_is_an_error_that_names_the_way_out(misbehaved, monkeypatch):
+def test_second_cpu_is_an_error_with_remedy(misbehaved, monkeypatch):
     misbehaved(lambda: offers(spec(name="cpu")))
     for wish in ("cpu", "auto"):
         with pytest.raises(AcceleratorError, match=r"bad 2.0.*both offer.*named 'cpu'.*leave it out with RLHF_PLUGINS"):
