@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_recorded_is_a_note_only_where_one_would_be(accel
 
     ids, mask = prompts()
     expected = decoder(accelerator).generate(build("llama"), ids, mask, GREEDY)
-    monkeypatch.setattr(accelerator, "capabilities", lambda: {"graph_capture": Support(recording, "because")})
+    monkeypatch.setattr(accelerator.kernels, "capabilities", lambda: {"graph_capture": Support(recording, "because")})
     caplog.set_level("DEBUG", "rlhf")
     drawing, model = decoder(accelerator), reading_on_the_host(build("llama"))
     for _ in range(2):

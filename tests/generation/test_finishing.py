@@ -175,7 +175,7 @@ def test_a_row_of_the_cache_moves_once_at_most(accelerator: Any, narrow: int, mo
 def recording(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The accelerator records its steps; here are the recordings."""
     graphs: list[Graph] = []
-    monkeypatch.setattr(accelerator, "capabilities", lambda: {"graph_capture": Support(True, "it does")})
+    monkeypatch.setattr(accelerator.kernels, "capabilities", lambda: {"graph_capture": Support(True, "it does")})
     monkeypatch.setattr(accelerator, "capture", lambda fn, key: graphs.append(Graph(fn, key, record)) or graphs[-1])
     return graphs
 
