@@ -2,7 +2,7 @@
 
 Each function names the upstream code, as DeepSpeed 0.19.8 has it, and the issue if there is one.
 `tests/engine/test_deepspeed_patches.py` runs DeepSpeed without each of them and expects the fault, so that a release
-which mends it is noticed; the patch then goes.
+which fixes it is noticed; the patch then goes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Patches of DeepSpeed: the patched step is AdamW's, and DeepSpeed without each patch still has the fault.
 
-A test named `test_upstream_...` fails once DeepSpeed has mended the fault; then the patch goes.
+A test named `test_upstream_...` fails once DeepSpeed has fixed the fault; then the patch goes.
 """
 
 from __future__ import annotations
