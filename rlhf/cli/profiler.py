@@ -150,7 +150,7 @@ class Trial:
         Raises:
             Over: always.
         """
-        from rlhf.reporting.operators import found_in
+        from rlhf.reporting.timers import profile_operators
 
         stage, set_up = context.directory.name, time.perf_counter() - self.begun
         with progress(self._steps + _MORE, f"{stage}: profiling", unit="steps") as bar:
@@ -159,11 +159,11 @@ class Trial:
             parts, numbers = [], []
             for index in range(1, self._steps + 1):
                 numbers.append(take(index))
-                parts.append(context.phases.parts())
+                parts.append(context.phases.phase_times())
                 bar.advance()
             events = self._recorded(lambda: take(self._steps + 1))
             bar.advance()
-        operators = found_in(events)
+        operators = profile_operators(events)
         whole = sum(each["seconds"] for each in numbers)
         phases = {name: sum((each[name] for each in parts[1:]), parts[0][name]) for name in parts[0]}
         rates = [key for key in ("tflops", "peak_share", "tokens_per_second") if key in numbers[0]]

@@ -19,20 +19,10 @@ from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 PASSES = 50 * 2**20
 """Bytes that a process gains with its first passes: threads, kernels' own memory, modules that are imported late."""
 
-PHASES = {
-    "loading": "loading",
-    "generation": "generation",
-    "scoring": "scoring",
-    "actor": "update of the actor",
-    "critic": "update of the critic",
-    "update": "update",
-    "saving": "saving",
-}
-
 
 @dataclass(frozen=True)
-class Phase:
-    """What is there at one moment of a stage: the fullest of this kind."""
+class PhaseMemory:
+    """Memory at the fullest moment of a phase."""
 
     name: str
     items: tuple[Item, ...]
@@ -53,12 +43,12 @@ class StagePlan:
     """What one stage takes."""
 
     stage: Stage
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseMemory, ...]
     parameters: Mapping[RoleName, tuple[int, int]]
     """Of each role: all numbers that it holds, and those that are trained."""
 
     @property
-    def fullest(self) -> Phase:
+    def fullest(self) -> PhaseMemory:
         """The phase that takes most of a device."""
         return max(self.phases, key=lambda phase: phase.device)
 
@@ -86,7 +76,7 @@ def plan_stage(config: Config, stage: Stage, models: Mapping[RoleName, Model], a
     base.append(Item("process", "libraries", PASSES, host=not around.one_memory))
     moments += [(name, [*base, *resting, *items]) for name, items in stages[stage](config, stage, models, held, around)]
     moments.append(("saving", [*base, *resting, *models[next(iter(held))].saving(held[next(iter(held))], around)]))
-    phases = [Phase(PHASES[name], (*items, *lost)) for (name, items), lost in zip(moments, _lost(moments, around))]
+    phases = [PhaseMemory(name, (*items, *lost)) for (name, items), lost in zip(moments, _lost(moments, around))]
     fullest = {
         name: max((p for p in phases if p.name == name), key=lambda p: (p.device, p.host)) for name in _names(phases)
     }
@@ -109,7 +99,7 @@ def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
     return section.batch_size // (section.micro_batch(ranks, section=stage) * ranks)
 
 
-def _names(phases: Sequence[Phase]) -> list[str]:
+def _names(phases: Sequence[PhaseMemory]) -> list[str]:
     return list(dict.fromkeys(phase.name for phase in phases))
 
 
@@ -136,14 +126,14 @@ def _supervised(config: Config, stage: Stage, models: Models, held: Held, around
     micro = config.supervised(stage).micro_batch(around.ranks, section=stage)
     batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length, around.width, around.fused)
     columns = batch.length if stage == "sft" else 0
-    return [("update", items) for items in _update(name, models, held, around, batch, columns)]
+    return [("training", items) for items in _update(name, models, held, around, batch, columns)]
 
 
 def _dpo(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
     rows = 2 * config.dpo.micro_batch(around.ranks, section=stage)
     batch = Rows(rows, config.data.max_length, around.width, around.fused)
     columns = config.data.max_completion_length
-    moments = [("update", items) for items in _update("dpo", models, held, around, batch, columns)]
+    moments = [("training", items) for items in _update("dpo", models, held, around, batch, columns)]
     if "reference" in held:  # before the policy's own passes
         reference = models["reference"]
         scoring = [
@@ -183,12 +173,12 @@ def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surro
         columns, beside = (answer, critic) if name == "actor" else (0, [])
         between, *later = _update(name, models, held, around, batch, columns)
         others = _graphs(name, models, held, batch, columns, parts - 1)  # of its own, which go one by one
-        moments += [(name, [*rollout, *beside, *items]) for items in ([*between, *others], *later)]
+        moments += [(f"training of the {name}", [*rollout, *beside, *items]) for items in ([*between, *others], *later)]
     if settings.ptx_coef:
         length = settings.ptx_length or data.max_length
         texts = batch._replace(number=settings.pretraining(around.ranks)[1], length=length)
         updates = _update("actor", models, held, around, texts, length - 1)
-        moments += [("actor", [*rollout, *critic, *items]) for items in updates]
+        moments += [("training of the actor", [*rollout, *critic, *items]) for items in updates]
     return moments
 
 

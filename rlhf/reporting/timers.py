@@ -1,7 +1,8 @@
-"""How long the phases of a step take, how much arithmetic that is, and the memory that it takes.
+"""Phases of a stage: which one is running, how long those of a step take, and how much arithmetic and memory that is.
 
 A stage marks its phases and says what was done in them; seconds, rates, shares and sums over all steps flow out. The
-device is waited for at the end of a phase and nowhere else. A profiler sees each phase as a range of its name.
+device is waited for at the end of a step's phase and nowhere else. A profiler records each such phase as a range of its
+name, by which `profile_operators` assigns operators to phases.
 """
 
 from __future__ import annotations
@@ -9,58 +10,70 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch.profiler import record_function
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
 
+
+Phase = Literal[
+    "preparation",
+    "loading",
+    "set-up",
+    "generation",
+    "scoring",
+    "training",
+    "evaluation",
+    "reading a checkpoint",
+    "writing a checkpoint",
+    "saving",
+]
+"""What a stage is doing: the name in records, plans and messages."""
+
+STEP_PHASES: tuple[Phase, ...] = ("generation", "scoring", "training")
+"""Timed phases of a PPO step; steps of other stages are `training` only."""
+
 OTHER = "other"
-"""What is left of a step beside its phases."""
+"""The rest of a step outside its phases."""
 
-PHASES = ("generation", "scoring", "training")
-"""Those of a PPO step; the other stages' steps are `training` alone."""
-
-_OF_THE_MACHINE = re.compile(
-    rf"(\w+_)?(seconds|per_second|tflops)|peak_memory|peak_share|({'|'.join((*PHASES, OTHER))})_share"
+_RANGE, _STEP_RANGE = "rlhf/", "rlhf/step"
+_MACHINE_DEPENDENT = re.compile(
+    rf"(\w+_)?(seconds|per_second|tflops)|peak_memory|peak_share|({'|'.join((*STEP_PHASES, OTHER))})_share"
 )
 
 
-def of_the_machine(key: str) -> bool:
-    """Whether a recorded number tells how fast a step was, and not what came of it: it is never the same twice."""
-    return _OF_THE_MACHINE.fullmatch(key) is not None
+def is_machine_dependent(key: str) -> bool:
+    """Return whether a recorded number measures speed or memory, and so differs between equal runs."""
+    return _MACHINE_DEPENDENT.fullmatch(key) is not None
 
 
-class Part(NamedTuple):
-    """A phase of a step: how long it took, the tokens that it worked on, and its operations on one device.
-
-    None of what nobody has said.
-    """
+class PhaseTime(NamedTuple):
+    """Seconds of a phase of a step, the tokens it worked on, and its operations on one device; None if unknown."""
 
     seconds: float
     tokens: float | None = None
     flops: float | None = None
 
     def rates(self) -> dict[str, float]:
-        """Tokens, and 10^12 operations, a second."""
-        found = {} if self.tokens is None else {"tokens_per_second": self.tokens / self.seconds}
-        return found | ({} if self.flops is None else {"tflops": self.flops / self.seconds / 1e12})
+        """Return tokens, and 10^12 operations, a second."""
+        rates = {} if self.tokens is None else {"tokens_per_second": self.tokens / self.seconds}
+        return rates | ({} if self.flops is None else {"tflops": self.flops / self.seconds / 1e12})
 
-    def __add__(self, other: Part) -> Part:  # type: ignore[override]
-        """Both, one after the other."""
+    def __add__(self, other: PhaseTime) -> PhaseTime:  # type: ignore[override]
+        """Return the sum of two phases that follow each other."""
         tokens = None if self.tokens is None or other.tokens is None else self.tokens + other.tokens
         flops = None if self.flops is None or other.flops is None else self.flops + other.flops
-        return Part(self.seconds + other.seconds, tokens, flops)
+        return PhaseTime(self.seconds + other.seconds, tokens, flops)
 
 
-class Phases:
-    """The phases of a stage's steps.
+class PhaseTimers:
+    """Timers of a stage's phases.
 
     Attributes:
-        seconds: of the latest step, all of it.
+        current: the running phase; after an error, the one in which it was raised.
+        seconds: duration of the latest step.
         peak_memory: most bytes that were in use at one time in any step so far, or between them.
         totals: seconds of all steps by phase and as `step`; `flops`, of one device.
     """
@@ -68,81 +81,143 @@ class Phases:
     def __init__(self, accelerator: Accelerator, precision: Precision, ranks: int = 1) -> None:
         self._accelerator, self._ranks = accelerator, ranks
         self._peak_flops = accelerator.info().peak_flops.get(precision.name)
+        self.current: Phase = "preparation"
         self.seconds, self.peak_memory = 0.0, 0
         self.totals: dict[str, float] = {}
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._flops: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, float] = defaultdict(float)
         self._known = True
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """A phase of the step; what the device was given in it counts to it. Phases do not nest."""
-        begun = time.perf_counter()
-        with record_function(f"rlhf/{name}"):
+    def running(self, phase: Phase) -> Iterator[None]:
+        """Record the running phase, for messages; phases may nest, and the innermost counts."""
+        outer, self.current = self.current, phase
+        yield
+        self.current = outer  # not after an error, whose message names the phase
+
+    @contextmanager
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        """Time a phase of the step, until the device has finished its work. Timed phases do not nest."""
+        start = time.perf_counter()
+        with self.running(phase), _profiler_range(f"{_RANGE}{phase}"):
             yield
             self._accelerator.synchronize()
-        self._seconds[name] += time.perf_counter() - begun
+        self._seconds[phase] += time.perf_counter() - start
 
-    def did(self, name: str, *, tokens: float, flops: float | None) -> None:
-        """Say what was done in a phase, by all ranks together; `flops` None: a model's shape is not known."""
-        self._tokens[name] += tokens
-        self._flops[name] += flops or 0.0
+    def count_work(self, phase: Phase, *, tokens: float, flops: float | None) -> None:
+        """Add the work of all ranks in a phase; `flops` is None if a model's shape is not known."""
+        self._tokens[phase] += tokens
+        self._flops[phase] += flops or 0.0
         self._known = self._known and flops is not None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step, all of it."""
-        self._begin()
-        self.peak_memory = self.most_memory()
+        """Time a whole step."""
+        self._start()
+        self.peak_memory = self.highest_memory()
         self._accelerator.reset_peak()
-        begun = time.perf_counter()
-        with record_function("rlhf/step"):
+        start = time.perf_counter()
+        with _profiler_range(_STEP_RANGE):
             yield
             self._accelerator.synchronize()
-        self.seconds = time.perf_counter() - begun
+        self.seconds = time.perf_counter() - start
         step = {"step": self.seconds, "flops": sum(self._flops.values()) / self._ranks}
-        self.totals |= {name: self.totals.get(name, 0.0) + more for name, more in (self._seconds | step).items()}
+        self.totals |= {name: self.totals.get(name, 0.0) + value for name, value in (self._seconds | step).items()}
 
-    def most_memory(self) -> int:
-        """As `peak_memory`, up to now."""
+    def highest_memory(self) -> int:
+        """Return `peak_memory` up to now."""
         return max(self.peak_memory, self._accelerator.memory().peak)
 
-    def parts(self) -> dict[str, Part]:
-        """The latest step's phases, and what is left of it beside them."""
-        seconds = self._whole(self._seconds, self.seconds)
+    def phase_times(self) -> dict[str, PhaseTime]:
+        """Return the latest step's phases, and the rest of it as `other`."""
+        seconds = self._with_rest(self._seconds, self.seconds)
         flops = {name: value / self._ranks for name, value in self._flops.items()} if self._known else {}
-        return {name: Part(seconds[name], self._tokens.get(name), flops.get(name)) for name in seconds}
+        return {name: PhaseTime(seconds[name], self._tokens.get(name), flops.get(name)) for name in seconds}
 
-    def numbers(self) -> dict[str, float]:
-        """What is recorded of the latest step; see docs/metrics.md."""
-        found = {"seconds": self.seconds, "peak_memory": float(self._accelerator.memory().peak)}
+    def metrics(self) -> dict[str, float]:
+        """Return what is recorded of the latest step; docs/metrics.md defines the keys."""
+        metrics = {"seconds": self.seconds, "peak_memory": float(self._accelerator.memory().peak)}
         if len(self._seconds) > 1:
-            for name, part in self.parts().items():
-                found |= {f"{name}_seconds": part.seconds, f"{name}_share": part.seconds / self.seconds}
-                found |= {f"{name}_{rate}": value for rate, value in part.rates().items()}
+            for name, phase in self.phase_times().items():
+                metrics |= {f"{name}_seconds": phase.seconds, f"{name}_share": phase.seconds / self.seconds}
+                metrics |= {f"{name}_{rate}": value for rate, value in phase.rates().items()}
         elif self._tokens:
-            found["tokens_per_second"] = sum(self._tokens.values()) / self.seconds
-        return found | self._speed(sum(self._flops.values()) / self._ranks, self.seconds)
+            metrics["tokens_per_second"] = sum(self._tokens.values()) / self.seconds
+        return metrics | self._speed(sum(self._flops.values()) / self._ranks, self.seconds)
 
     def summary(self) -> dict[str, Any]:
-        """What a stage's summary says of all its steps."""
+        """Return what a stage's summary says of all its steps."""
         totals = self.totals
         if not totals:
             return {}
         seconds = {name: value for name, value in totals.items() if name not in ("step", "flops")}
-        found: dict[str, Any] = {"phases": self._whole(seconds, totals["step"])} if len(seconds) > 1 else {}
-        return found | self._speed(totals["flops"], totals["step"])
+        phases = {"phases": self._with_rest(seconds, totals["step"])} if len(seconds) > 1 else {}
+        return phases | self._speed(totals["flops"], totals["step"])
 
-    def _whole(self, seconds: dict[str, float], step: float) -> dict[str, float]:
+    def _with_rest(self, seconds: dict[str, float], step: float) -> dict[str, float]:
         return {**seconds, OTHER: max(step - sum(seconds.values()), 0.0)}
 
     def _speed(self, flops: float, seconds: float) -> dict[str, float]:
-        """Of `flops` on one device."""
+        """Return the rate of `flops` on one device, and its share of the device's peak."""
         if not (self._known and flops):
             return {}
         peak = {"peak_share": flops / seconds / self._peak_flops} if self._peak_flops else {}
         return {"tflops": flops / seconds / 1e12, **peak}
+
+
+def _profiler_range(name: str) -> AbstractContextManager[Any]:
+    from torch.profiler import record_function
+
+    return record_function(name)
+
+
+class OperatorTime(NamedTuple):
+    """Seconds of an operator, or of a device's kernel, in one phase, without those of the operators it calls."""
+
+    name: str
+    phase: str
+    seconds: float
+    calls: int
+
+
+class StepProfile(NamedTuple):
+    """Seconds of one recorded step, its operators, longest first, and the seconds in which none ran."""
+
+    seconds: float
+    operators: list[OperatorTime]
+    idle: float
+    on_device: bool
+
+
+def profile_operators(events: Iterable[Any]) -> StepProfile:
+    """Return the operators of one step by phase.
+
+    If a device works next to the processor, its kernels are counted, as the processor only hands them over.
+
+    Args:
+        events: of `torch.profiler.profile.events()`, times in microseconds, with the ranges of `PhaseTimers`.
+    """
+    recorded = list(events)
+    host = [event for event in recorded if event.device_type.name == "CPU"]
+    device = [event for event in recorded if event.device_type.name != "CPU"]
+    ranges = [event for event in host if event.name.startswith(_RANGE)]
+    (step,) = (event.time_range for event in ranges if event.name == _STEP_RANGE)
+    phases = [(event.name.removeprefix(_RANGE), event.time_range) for event in ranges if event.name != _STEP_RANGE]
+    seconds, calls = dict[tuple[str, str], float](), dict[tuple[str, str], int]()
+    for event in device or host:
+        start = event.time_range.start
+        if event.name.startswith(_RANGE) or event.is_user_annotation or not step.start <= start <= step.end:
+            continue
+        # A phase ends when the device is done, so all that starts within it is part of it, on any thread or stream.
+        key = event.name, next((name for name, span in phases if span.start <= start <= span.end), OTHER)
+        microseconds = event.self_device_time_total if device else event.self_cpu_time_total
+        seconds[key] = seconds.get(key, 0.0) + microseconds / 1e6
+        calls[key] = calls.get(key, 0) + 1
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    operators = [OperatorTime(*key, seconds[key], calls[key]) for key in longest]
+    duration = (step.end - step.start) / 1e6
+    return StepProfile(duration, operators, max(duration - sum(seconds.values()), 0.0), bool(device))

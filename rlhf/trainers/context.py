@@ -26,7 +26,7 @@ from rlhf.models.shape import Shape, shape_from
 from rlhf.models.shared_base import Base
 from rlhf.reporting.console import console
 from rlhf.reporting.recorder import Recorder
-from rlhf.reporting.timers import Phases
+from rlhf.reporting.timers import PhaseTimers
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class StageContext:
         return model_placements(self.config, self.directory.name)
 
     @cached_property
-    def phases(self) -> Phases:
+    def phases(self) -> PhaseTimers:
         """What the stage's steps take."""
-        return Phases(self.accelerator, self.precision, self.world.size)
+        return PhaseTimers(self.accelerator, self.precision, self.world.size)
 
     def configuration(self, name: RoleName) -> Any:
         """transformers' configuration of a role's model, once it is loaded; None: it is none of transformers'."""
@@ -145,17 +145,18 @@ class StageContext:
             add_adapters(model, lora, seed=self.config.seed)
             if self.directory.name == "ppo" and lora.share_base is not False and placement.zero_stage < 3:
                 self.bases[name] = Base(model)
-        engine = self.models[name] = TrainingEngine(
-            name,
-            ScalarHead(model) if placement.role.scalar_head else model,
-            accelerator=self.accelerator,
-            precision=self.precision,
-            placement=placement,
-            optimizer=optimizer,
-            total_steps=total_steps,
-            micro_batch_size=micro_batch_size,
-            accumulation=batch_size // (micro_batch_size * self.world.size) + more,
-        )
+        with self.phases.running("set-up"):
+            engine = self.models[name] = TrainingEngine(
+                name,
+                ScalarHead(model) if placement.role.scalar_head else model,
+                accelerator=self.accelerator,
+                precision=self.precision,
+                placement=placement,
+                optimizer=optimizer,
+                total_steps=total_steps,
+                micro_batch_size=micro_batch_size,
+                accumulation=batch_size // (micro_batch_size * self.world.size) + more,
+            )
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
@@ -173,18 +174,20 @@ class StageContext:
             if self.accelerator.host_device() != self.accelerator.device():
                 self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
             placement = replace(placement, engine=placement.engine.model_copy(update={"offload": "none"}))
-        self.models[name] = freeze(
-            ScalarHead(model) if placement.role.scalar_head else model,
-            accelerator=self.accelerator,
-            precision=self.precision,
-            placement=placement,
-            shared=shared,
-        )
+        with self.phases.running("set-up"):
+            self.models[name] = freeze(
+                ScalarHead(model) if placement.role.scalar_head else model,
+                accelerator=self.accelerator,
+                precision=self.precision,
+                placement=placement,
+                shared=shared,
+            )
         return self.models[name]
 
     def _loaded(self, placement: ModelPlacement, load: Loader) -> Any:
         """A role's model, its frozen weights quantized where they are to be."""
-        model = load(placement)
+        with self.phases.running("loading"):
+            model = load(placement)
         if kind := placement.quantization:
             packing = self.accelerator.kernels.get("quantized_weights", required=True)
             quantize(model, kind, packing, exported=placement.role.trained)  # what `load` has not packed yet

@@ -98,7 +98,8 @@ def _found(context: StageContext, policy: TrainingEngine, passes: Sequence[Pass]
     policy.engine.eval()
     table, met = (torch.zeros(pairs, columns, device=context.accelerator.device()) for columns in (2, 1))
     rows = sum(len(one.numbers) for one in passes)
-    with progress(rows, "dpo: reference log-probabilities", enabled=context.world.is_main) as bar:
+    bars = progress(rows, "dpo: reference log-probabilities", enabled=context.world.is_main)
+    with context.phases.running("scoring"), bars as bar:
         for batches, step in ((one.batches, step) for one in passes for step in range(one.steps)):
             for batch in map(context.accelerator.to_device, batches.step(step)):
                 with context.precision.autocast():

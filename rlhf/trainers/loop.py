@@ -95,7 +95,8 @@ def begin(
     context: StageContext, engines: dict[str, TrainingEngine], load_state: Callable[[dict[str, Any]], None]
 ) -> int:
     """Go on from the newest checkpoint, or seed the generators where there is none; gives the steps that are done."""
-    restored = training_state.restore(context.directory, engines)
+    with context.phases.running("reading a checkpoint"):
+        restored = training_state.restore(context.directory, engines)
     if not restored:
         context.accelerator.seed(_rank_seed(context))
         return 0
@@ -119,7 +120,7 @@ def measured(
     phases, skipped = context.phases, _skipped(engines)
     with phases.step():
         numbers = step(index)
-    numbers |= phases.numbers() | {f"{unit}_per_second": numbers[unit] / phases.seconds}
+    numbers |= phases.metrics() | {f"{unit}_per_second": numbers[unit] / phases.seconds}
     compilations = context.accelerator.compilations()
     if compilations is not None:
         numbers["compilations"] = float(compilations)
@@ -141,7 +142,8 @@ def save(
     """Write the checkpoint of a stage that has done `done` steps."""
     own = {"stage": save_state(), "rng": context.accelerator.rng_state(), "seconds": context.clock.seconds()}
     own["phases"] = dict(context.phases.totals)
-    training_state.save(context.directory, done, engines, own)
+    with context.phases.running("writing a checkpoint"):
+        training_state.save(context.directory, done, engines, own)
     context.commit()
 
 
@@ -157,7 +159,8 @@ def sum_over(
     name = context.directory.name
     engine.engine.eval()
     sums = Sums()
-    with progress(held_out.rows, f"{name}: {what}", enabled=context.world.is_main) as bar:
+    bars = progress(held_out.rows, f"{name}: {what}", enabled=context.world.is_main)
+    with context.phases.running("evaluation"), bars as bar:
         for index in range(len(held_out)):
             for batch in held_out.step(index):
                 batch = context.accelerator.to_device(batch)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,23 +28,7 @@ if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
     from rlhf.trainers.context import StageContext
 
-PHASES = {
-    "rlhf.models.loading._load": "loading",
-    "rlhf.models.weight_loading.fill": "loading",
-    "rlhf.trainers.context.engine": "set-up",
-    "rlhf.trainers.context.frozen": "set-up",
-    "rlhf.trainers.loop.sum_over": "evaluation",
-    "rlhf.trainers.ppo.trainer.generate": "generation",
-    "rlhf.trainers.ppo.trainer.score": "scoring",
-    "rlhf.engine.engine.backward": "update",
-    "rlhf.engine.engine.apply": "update",
-    "rlhf.checkpoint.training_state.restore": "reading a checkpoint",
-    "rlhf.checkpoint.training_state.save": "writing a checkpoint",
-    "rlhf.checkpoint.export.save_model": "saving the model",
-}
-"""What a stage does in a function; the innermost one on the way to an error says where that was."""
-
-_WITH_ROWS = ("evaluation", "scoring", "update")  # phases that take as many rows at a time as a micro-batch has
+_WITH_ROWS = ("evaluation", "scoring", "training")  # phases that take as many rows at a time as a micro-batch has
 _LORA_RANK = 8
 
 
@@ -78,7 +61,7 @@ def advice(situation: Situation) -> tuple[list[str], list[str]]:
     free, of_the_stage, of_the_run = [], [], []
     if phase in _WITH_ROWS and (rows := _smaller(_micro_batch(situation))):
         free.append(f"{stage}.micro_batch_size={rows}")
-    if phase == "update" and not config.model.gradient_checkpointing:
+    if phase == "training" and not config.model.gradient_checkpointing:
         free.append("model.gradient_checkpointing=true")
     if phase == "generation" and (rows := _fewer_at_a_time(situation)):
         free.append(f"ppo.generation_batch_size={rows}")
@@ -150,7 +133,7 @@ def explained(context: StageContext) -> Iterator[None]:
         situation = Situation(
             context.config,
             context.directory.name,
-            _phase(error),
+            context.phases.current,
             world.size,
             precision=context.precision.name,
             best=accelerator.precision().name,
@@ -165,6 +148,7 @@ def explained(context: StageContext) -> Iterator[None]:
         held = {role: count - on_host.get(role, 0) for role, count in held.items()}
         on_host = {role: count for role, count in on_host.items() if count}
         figures = _figures(accelerator)
+        context.phases.current = "preparation"
         raise OutOfMemory(rank + line(lack, where, figures, held, advice(situation), on_host)) from error
 
 
@@ -209,12 +193,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
-def _phase(error: BaseException) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in reversed(frames)]
-    return next((PHASES[name] for name in names if name in PHASES), "preparation")
 
 
 def _figures(accelerator: Accelerator) -> str:

@@ -34,12 +34,13 @@ def leave(
     models can stand on one base. Beside all that, the same of the weights' moving average where there is one, and the
     critic, if `ppo.save_critic` says so.
     """
-    if critic and context.config.ppo.save_critic:
-        save_model(critic, tokenizer, folder / CRITIC)
-    _write(context, engine, tokenizer, folder, "")
-    if engine.ema:
-        with engine.ema.in_place():
-            _write(context, engine, tokenizer, folder, AVERAGE)
+    with context.phases.running("saving"):
+        if critic and context.config.ppo.save_critic:
+            save_model(critic, tokenizer, folder / CRITIC)
+        _write(context, engine, tokenizer, folder, "")
+        if engine.ema:
+            with engine.ema.in_place():
+                _write(context, engine, tokenizer, folder, AVERAGE)
 
 
 def _write(

@@ -116,7 +116,7 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
     """Mark a stage as complete, with what it cost; every rank calls it."""
     stage = context.directory.name
     free(context.accelerator)
-    peak = max(distributed.all_gather_objects(context.phases.most_memory()))
+    peak = max(distributed.all_gather_objects(context.phases.highest_memory()))
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             took = {"seconds": context.clock.seconds(), "peak_memory": peak, **context.phases.summary()}

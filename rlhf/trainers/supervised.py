@@ -83,7 +83,7 @@ class Supervised:
                 sums.add(**read(batch), **padding(batch))
             found = sums.read()
             texts = Texts(*(found.pop(f"read_{name}") for name in Texts._fields))
-            context.phases.did("training", tokens=texts.tokens, flops=arithmetic(context, texts))
+            context.phases.count_work("training", tokens=texts.tokens, flops=arithmetic(context, texts))
             share = padding_share({key: found.pop(key) for key in ("present", "positions")})
             return objective.averages(found) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 

@@ -138,7 +138,7 @@ def test_failing_allocation_ends_with_advice(faulty, tokenizer, tmp_path):
     wishes = (f"model.path={tmp_path / 'model'}", "data.max_prompt_length=1000", "sft.batch_size=16")
     settings = [word for wish in wishes for word in ("--set", wish)]
     line = refusal(faulty("memory is limited", *faulty.sft, *settings, "--accelerator", "faulty"))
-    assert line.startswith("out of memory on the host in sft, update (RuntimeError: [enforce fail at")
+    assert line.startswith("out of memory on the host in sft, training (RuntimeError: [enforce fail at")
     assert re.search(r"; weights, gradients and optimizer: sft \d\.\d MiB; try, with --set and in this order: ", line)
     keys = line.partition("in this order: ")[2].partition(";")[0].replace("precision=auto, ", "").split(", ")
     assert keys == [

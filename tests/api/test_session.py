@@ -13,7 +13,7 @@ import torch
 
 import rlhf as package
 from rlhf.errors import ConfigError, RunError
-from rlhf.reporting.timers import of_the_machine
+from rlhf.reporting.timers import is_machine_dependent
 from tests.cells import ROOT, run_cells
 from tests.helpers import assert_same_weights, user_environment
 
@@ -151,7 +151,7 @@ def test_steps_by_hand_are_those_of_the_stage(found: dict[str, Any], folder: Pat
         kept = [json.loads(line) for line in lines]
         steps = [row for row in kept if "kl_coef" in row]
         unlike = {"time", "reward_ema"}
-        return [{k: v for k, v in row.items() if k not in unlike and not of_the_machine(k)} for row in steps]
+        return [{k: v for k, v in row.items() if k not in unlike and not is_machine_dependent(k)} for row in steps]
 
     assert records(folder / "mine") == records(finished_run)
     assert [row["policy_loss"] for row in records(folder / "mine")] == [step["policy_loss"] for step in steps]

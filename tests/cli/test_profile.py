@@ -15,7 +15,7 @@ from rlhf.cli.profiler import lengthened
 from rlhf.config.schema import Config
 from rlhf.memory.advice import changed
 from rlhf.memory.duration import steps_of
-from rlhf.reporting.operators import found_in
+from rlhf.reporting.timers import profile_operators
 
 PHASES = ("generation", "scoring", "training")
 
@@ -155,11 +155,11 @@ def test_an_operator_belongs_to_the_phase_that_it_begins_in():
         event("before", 5, 9, own=9e6),
         event("Optimizer.step", 61, 99, own=30e6, annotation=True),
     ]
-    found = found_in([*ranges, *work])
+    found = profile_operators([*ranges, *work])
     rows = [(one.name, one.phase, one.seconds, one.calls) for one in found.operators]
     assert sorted(rows) == [("add", "other", 1, 1), ("mm", "generation", 15, 1), ("mm", "training", 15, 2)]
     assert not found.on_device
     kernels = [event("gemm", 30, 40, device=True, own=10e6), event("rlhf/training", 62, 99, device=True, own=37e6)]
-    found = found_in([*ranges, *work, *kernels])
+    found = profile_operators([*ranges, *work, *kernels])
     assert [(one.name, one.phase, one.seconds) for one in found.operators] == [("gemm", "generation", 10)]
     assert found.on_device

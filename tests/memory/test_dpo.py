@@ -40,7 +40,7 @@ def test_an_update_of_pairs_is_one_of_twice_as_many_rows_whose_logits_are_of_rep
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rlhf.memory.activations._LARGE", 2**40)  # or else there are none
-    pairs, rows = sizes(phases("dpo")["update"], "dpo"), sizes(phases("sft")["update"], "sft")
+    pairs, rows = sizes(phases("dpo")["training"], "dpo"), sizes(phases("sft")["training"], "sft")
     assert pairs["activations"] == rows["activations"]
     assert pairs["logits"] == pytest.approx(rows["logits"] / 2, rel=0.05)  # half of a row may be its prompt
     assert all(pairs[kind] == rows[kind] for kind in ("weights", "masters", "moments", "gradients"))
@@ -48,22 +48,22 @@ def test_an_update_of_pairs_is_one_of_twice_as_many_rows_whose_logits_are_of_rep
 
 def test_a_reference_is_counted_where_one_is_held_beside_the_policy() -> None:
     alone, beside = phases("dpo"), phases("dpo", reference="beside")
-    assert "scoring" not in alone and not sizes(alone["update"], "reference")
-    weights = sizes(beside["update"], "reference")["weights"]
+    assert "scoring" not in alone and not sizes(alone["training"], "reference")
+    weights = sizes(beside["training"], "reference")["weights"]
     assert weights == pytest.approx(2 * 125e6, rel=0.01)
-    assert beside["update"].device - alone["update"].device == pytest.approx(weights, rel=0.2)
+    assert beside["training"].device - alone["training"].device == pytest.approx(weights, rel=0.2)
     assert sizes(beside["scoring"], "reference")["logits"]
 
 
 def test_where_a_reference_beside_the_policy_does_not_fit_it_is_found_beforehand() -> None:
     beside = configuration(reference="beside")
-    room = Room(phases("dpo")["update"].device + 2**20, None)
+    room = Room(phases("dpo")["training"].device + 2**20, None)
     (change,) = remedy(beside, ["dpo"], AROUND, room)
     assert change.settings == {"dpo.reference": "precomputed"}
-    assert advice(Situation(beside, "dpo", "update", 1))[0][2] == "dpo.reference=precomputed"
+    assert advice(Situation(beside, "dpo", "training", 1))[0][2] == "dpo.reference=precomputed"
     alone = configuration()
     assert not any("reference" in str(one) for one in changes(alone, ["dpo"], AROUND))
-    assert "dpo.reference=precomputed" not in advice(Situation(alone, "dpo", "update", 1))[0]
+    assert "dpo.reference=precomputed" not in advice(Situation(alone, "dpo", "training", 1))[0]
 
 
 def test_the_references_pass_is_counted_once_for_all_epochs_or_with_every_step() -> None:

@@ -77,7 +77,7 @@ def test_passes_that_are_reused_are_kept_beside_each_other() -> None:
             for role in ("actor", "critic"):
                 kept = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
                 sizes[reuse, phase.name, role] = sum(kept)
-    actor, critic = "update of the actor", "update of the critic"
+    actor, critic = "training of the actor", "training of the critic"
     once = sizes[False, actor, "actor"]
     assert once > 0 and sizes[False, actor, "critic"] == 0
     assert (sizes[True, actor, "actor"], sizes[True, actor, "critic"]) == (4 * once, 4 * once)

@@ -14,7 +14,7 @@ from rlhf.models.flops import Products, Texts, generated
 from rlhf.models.lora import add_adapters
 from rlhf.models.shape import shape_from
 from rlhf.reporting import timers as module
-from rlhf.reporting.timers import Phases, of_the_machine
+from rlhf.reporting.timers import PhaseTimers, is_machine_dependent
 from rlhf.trainers.ppo.flops import tell
 from rlhf.trainers.ppo.metrics import lengths
 from tests.helpers import llama
@@ -106,7 +106,7 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
     context = SimpleNamespace(
         config=config,
         products={"actor": actor, "critic": scalar, "reward": scalar},
-        phases=SimpleNamespace(did=lambda name, **said: told.update({name: said})),
+        phases=SimpleNamespace(count_work=lambda name, **said: told.update({name: said})),
     )
     raw = SimpleNamespace(texts=Texts.of([7], outputs=6))
     tell(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
@@ -144,8 +144,8 @@ class Clock:
     def reset_peak(self) -> None:
         self.peaks.append(10)
 
-    def phases(self, ranks: int = 1) -> Phases:
-        return Phases(self, SimpleNamespace(name="bf16"), ranks)  # type: ignore[arg-type]
+    def phases(self, ranks: int = 1) -> PhaseTimers:
+        return PhaseTimers(self, SimpleNamespace(name="bf16"), ranks)  # type: ignore[arg-type]
 
 
 def test_a_phase_lasts_until_the_device_is_done_and_shares_sum_to_one(monkeypatch):
@@ -157,9 +157,9 @@ def test_a_phase_lasts_until_the_device_is_done_and_shares_sum_to_one(monkeypatc
                 clock.queued = queued
         clock.now += 2.0
         clock.peaks[-1] = 70
-        phases.did("generation", tokens=50, flops=10e12)
-        phases.did("training", tokens=110, flops=22e12)
-    found = phases.numbers()
+        phases.count_work("generation", tokens=50, flops=10e12)
+        phases.count_work("training", tokens=110, flops=22e12)
+    found = phases.metrics()
     assert {key: found[key] for key in found if key.endswith("seconds")} == {
         "seconds": 20, "generation_seconds": 5, "scoring_seconds": 2, "training_seconds": 11, "other_seconds": 2,
     }  # fmt: skip
@@ -172,11 +172,23 @@ def test_a_phase_lasts_until_the_device_is_done_and_shares_sum_to_one(monkeypatc
     assert found["peak_memory"] == 70
     with phases.step():
         clock.now += 1.0
-    assert phases.numbers()["peak_memory"] == 10, "the peak of each step is its own"
-    assert phases.most_memory() == 100, "and the stage's is the highest there was, also before its steps"
+    assert phases.metrics()["peak_memory"] == 10, "the peak of each step is its own"
+    assert phases.highest_memory() == 100, "and the stage's is the highest there was, also before its steps"
     summary = phases.summary()
     assert summary.pop("phases") == {"generation": 5, "scoring": 2, "training": 11, "other": 3}
     assert summary == pytest.approx({"tflops": 16 / 21, "peak_share": 16 / 21})
+
+
+def test_current_phase_is_the_innermost_and_stays_after_an_error(monkeypatch):
+    phases = Clock(monkeypatch).phases()
+    assert phases.current == "preparation"
+    with phases.running("evaluation"):
+        with phases.running("generation"):
+            assert phases.current == "generation"
+        assert phases.current == "evaluation"
+    with pytest.raises(MemoryError), phases.step(), phases("training"):
+        raise MemoryError
+    assert phases.current == "training", "the message asks after the blocks were left"
 
 
 def test_nothing_is_said_of_arithmetic_that_is_not_known_or_a_peak_that_is_not_stated(monkeypatch):
@@ -184,17 +196,17 @@ def test_nothing_is_said_of_arithmetic_that_is_not_known_or_a_peak_that_is_not_s
     phases = clock.phases()
     with phases.step():
         clock.now += 2.0
-        phases.did("training", tokens=10, flops=4e12)
-    assert phases.numbers() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5, "tflops": 2}
+        phases.count_work("training", tokens=10, flops=4e12)
+    assert phases.metrics() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5, "tflops": 2}
     with phases.step():
         clock.now += 2.0
-        phases.did("training", tokens=10, flops=None)
-    assert phases.numbers() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5}
+        phases.count_work("training", tokens=10, flops=None)
+    assert phases.metrics() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5}
 
 
 def test_keys_of_the_machine_are_told_from_those_of_learning():
     keys = {key for _, key, _ in table("Numbers of a training step")}
-    told = {key for key in keys if of_the_machine(key)}
+    told = {key for key in keys if is_machine_dependent(key)}
     rates = {"tokens_per_second", "pairs_per_second", "seconds", "tflops", "peak_share", "peak_memory"}
     phases = ("generation", "scoring", "training", "other")
     measures = ("seconds", "share", "tokens_per_second", "tflops")

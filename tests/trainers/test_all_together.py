@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from rlhf.reporting.timers import of_the_machine
+from rlhf.reporting.timers import is_machine_dependent
 from tests.helpers import assert_same_weights, start, wait_for
 
 KEYS = (
@@ -74,4 +74,6 @@ def test_a_killed_run_of_everything_goes_on(rlhf, finished_run, tmp_path):
 
 def records(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time" and not of_the_machine(key)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key != "time" and not is_machine_dependent(key)} for line in lines
+    ]

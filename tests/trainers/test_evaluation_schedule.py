@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.reporting.timers import of_the_machine
+from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import sft
 from rlhf.trainers.loop import Found, run_steps
@@ -155,7 +155,7 @@ def test_a_measure_that_draws_random_numbers_leaves_those_of_training_alone(acce
 def same_training(one: Path, other: Path, stage: str) -> None:
     def steps(folder: Path) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in record.items() if key != "time" and not of_the_machine(key)}
+            {key: value for key, value in record.items() if key != "time" and not is_machine_dependent(key)}
             for record in records(folder, stage)
             if "learning_rate" in record
         ]

@@ -10,7 +10,7 @@ import pytest
 from conftest import Run, Runs
 from proof import STAGES
 
-from rlhf.reporting.timers import of_the_machine
+from rlhf.reporting.timers import is_machine_dependent
 
 CASES = [
     pytest.param(zero, lora, ranks, id=f"zero{zero}{'-lora' * (lora > 0)}-{ranks}", marks=marks)
@@ -67,7 +67,7 @@ def test_four_ranks_learn_what_one_does(finished: Runs) -> None:
 def test_in_fp32_every_number_is_that_of_the_cpu(finished: Runs, stage: str) -> None:
     found, expected = (finished(name, zero_stage=0, precision="fp32").steps(stage) for name in ("hpu", "cpu"))
     for own, other in zip(found, expected, strict=True):
-        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not of_the_machine(key)}
+        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
 
 
@@ -78,7 +78,7 @@ def test_what_waits_on_the_host_changes_no_number(finished: Runs, zero_stage: in
     found = finished("hpu", zero_stage=zero_stage, precision="fp32", offload="all").steps(stage)
     expected = finished("cpu", zero_stage=0, precision="fp32").steps(stage)
     for own, other in zip(found, expected, strict=True):
-        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not of_the_machine(key)}
+        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
 
 
@@ -87,7 +87,7 @@ def test_adapters_on_quantized_weights_learn_what_they_do_on_the_cpu(finished: R
     how = {"zero_stage": 1, "precision": "fp32", "lora": 4, "frozen": "int4"}
     found, expected = (finished(name, **how).steps(stage) for name in ("hpu", "cpu"))
     for own, other in zip(found, expected, strict=True):
-        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not of_the_machine(key)}
+        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
     proof.assert_nothing_compiled_late(finished("hpu", **how), stage)
 

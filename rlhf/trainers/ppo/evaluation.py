@@ -31,7 +31,8 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
     context.accelerator.seed(context.config.seed + context.world.rank)
     sums = Sums()
     mine: list[list[int]] = []
-    with progress(len(examples), f"ppo: held-out prompts {when}", enabled=context.world.is_main) as bar:
+    bars = progress(len(examples), f"ppo: held-out prompts {when}", enabled=context.world.is_main)
+    with context.phases.running("evaluation"), bars as bar:
         for index in range(len(ppo.held_out)):
             (prompts,) = (context.accelerator.to_device(batch) for batch in ppo.held_out.step(index))
             sequences = ppo.generate(prompts)

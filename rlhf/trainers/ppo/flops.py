@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rlhf.engine.metric_sums import Numbers
 from rlhf.models.flops import Texts, generated
+from rlhf.reporting.timers import Phase
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.pretraining_loss import Pretraining
 
@@ -26,11 +27,11 @@ def tell(
         pretraining: raw text that each update has beside the rollout's.
         reused: the update differentiates the passes that have scored policy and critic, and makes none of its own.
     """
-    settings, products, did = context.config.ppo, context.products, context.phases.did
+    settings, products = context.config.ppo, context.products
     texts = Texts(found["text_tokens"], found["text_pairs"], found["tokens"])
     passes = settings.ppo_epochs * updates / settings.updates
     beside = pretraining.texts if pretraining else Texts(0, 0, 0)
-    flops: dict[str, float] = {}
+    flops: dict[Phase, float] = {}
     if products is not None:
         values = texts._replace(outputs=texts.tokens)  # a scalar head is read at every token
         read = {name: values if name in ("critic", "reward") else texts for name in (*products, "reference")}
@@ -45,10 +46,10 @@ def tell(
             "scoring": sum(scored.values()),
             "training": passes * updated + updates * actor.update(beside),
         }
-    tokens = {
+    tokens: dict[Phase, float] = {
         "generation": texts.outputs,
         "scoring": texts.tokens,
         "training": passes * texts.tokens + updates * beside.tokens,
     }
     for phase, count in tokens.items():
-        did(phase, tokens=count, flops=flops.get(phase))
+        context.phases.count_work(phase, tokens=count, flops=flops.get(phase))

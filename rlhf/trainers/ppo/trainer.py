@@ -170,7 +170,7 @@ class PPO:
             batch have no actions. `ended` [B]: 1 where the last action is an end token. Where padding is to be left
             out of passes over them, `lengths` (see `rlhf.generation.micro_batches`).
         """
-        with generating(self.actor, self.decoder.team) as model:
+        with self.context.phases.running("generation"), generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )
@@ -200,7 +200,8 @@ class PPO:
         Raises:
             RewardError: a reward function failed.
         """
-        return self.rewards(self.scorer(sequences, keep), sequences, examples)
+        with self.context.phases.running("scoring"):
+            return self.rewards(self.scorer(sequences, keep), sequences, examples)
 
     def collect(
         self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
