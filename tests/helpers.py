@@ -31,7 +31,7 @@ def user_environment() -> dict[str, str]:
 
 
 def build_tokenizer() -> Any:
-    from rlhf.data.toy_tokenizer import build_tokenizer
+    from rlhf.data.toy_world import build_tokenizer
 
     rng = random.Random(0)
     return build_tokenizer((" ".join(rng.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)

@@ -83,7 +83,7 @@ def _drawn(key: str, like: Any, seed: int) -> Any:
 
 
 def _tokenizer() -> Any:
-    from rlhf.data.toy_tokenizer import build_tokenizer
+    from rlhf.data.toy_world import build_tokenizer
 
     draw = random.Random(0)
     return build_tokenizer((" ".join(draw.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)

@@ -76,7 +76,7 @@ def measured(way: str, folder: Path, *, world: bool) -> dict[str, object]:
     from rlhf.data.cache import StageCache
     from rlhf.data.load_sources import read_sources
     from rlhf.data.stage_dataset import load_stage
-    from rlhf.data.toy_tokenizer import build_tokenizer, world_tokenizer
+    from rlhf.data.toy_world import build_tokenizer, world_tokenizer
 
     path = "world" if world else str(folder / "rows.jsonl")
     config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}])

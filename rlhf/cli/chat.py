@@ -14,8 +14,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.errors import ModelError
-from rlhf.evaluation.adapters import base_of
-from rlhf.evaluation.resolve import model_folder
+from rlhf.evaluation.resolve import base_of, model_folder
 
 if TYPE_CHECKING:
     from rlhf.data.records import Message

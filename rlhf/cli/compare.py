@@ -18,11 +18,9 @@ from rlhf.cli.tables import print_json, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
-from rlhf.evaluation.adapters import base_of
 from rlhf.evaluation.models import Device
-from rlhf.evaluation.prompts import drawn, has_lines, held_out, read_lines, read_prompts
-from rlhf.evaluation.resolve import model_folder, reward_model_folder, run_of
-from rlhf.evaluation.rows import HELDOUT, overrides
+from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder, run_of
+from rlhf.evaluation.rows import HELDOUT, drawn, has_lines, held_out, overrides, read_lines, read_prompts
 from rlhf.models.folder import check_model_folder
 from rlhf.utils.atomic_io import atomic_write, check_writable
 
@@ -118,7 +116,7 @@ def compare(
         rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
         device = Device.chosen(config, options.accelerator)
         from rlhf.evaluation import compare as comparing
-        from rlhf.evaluation.comparison_stats import figures, records
+        from rlhf.evaluation.compare import figures, records
         from rlhf.evaluation.generate import Manner
 
         found = comparing.compare(

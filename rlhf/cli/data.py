@@ -13,7 +13,7 @@ import typer
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json
 from rlhf.config.schema import EVERY_STAGE, STAGES, Stage
-from rlhf.data.drop_reasons import remedy
+from rlhf.data.report import remedy
 from rlhf.errors import ConfigError
 
 _AT_A_BORDER = 4  # tokens that are shown on either side, and at the end

@@ -138,8 +138,7 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
-    from rlhf.evaluation.adapters import base_of
-    from rlhf.evaluation.resolve import model_folder, reward_model_folder
+    from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder
     from rlhf.models.folder import check_model_folder
 
     for model in models:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from rlhf.data.examples import Example, TokenCounts
-from rlhf.data.records import Row
-from rlhf.data.transcripts import Message
+from rlhf.data.records import Message, Row
 
 if TYPE_CHECKING:
     import numpy as np

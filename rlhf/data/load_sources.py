@@ -14,15 +14,11 @@ from dataclasses import dataclass, field, replace
 from rlhf.config.data import Cleaning, PreferenceLabelConfig
 from rlhf.config.paths import is_path, make_absolute
 from rlhf.config.schema import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage, share_of
-from rlhf.data.drop_reasons import EMPTY_PROMPT
-from rlhf.data.formats import Columns, keys_of, recognize
-from rlhf.data.known_datasets import Known, known
-from rlhf.data.nested_columns import Values, lay_flat
+from rlhf.data.formats import Columns, Known, Values, keys_of, known, lay_flat, recognize
 from rlhf.data.preference_labels import check_wanted, decision
 from rlhf.data.readers import check, content, has_parts, read
-from rlhf.data.records import Rejected, Row, parse
-from rlhf.data.report import Dropped, count
-from rlhf.data.transcripts import is_led
+from rlhf.data.records import Rejected, Row, is_led, parse
+from rlhf.data.report import EMPTY_PROMPT, Dropped, count
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.data import PreferenceLabelConfig, normalize_label
-from rlhf.data.drop_reasons import EQUAL_SCORES, UNUSABLE_LABEL, UNUSABLE_SCORE
+from rlhf.data.report import EQUAL_SCORES, UNUSABLE_LABEL, UNUSABLE_SCORE
 from rlhf.errors import DataError
 
 _DECIDING = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}

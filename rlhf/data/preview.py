@@ -11,7 +11,7 @@ from rlhf.config.schema import STAGES, Config, DataConfig, Stage
 from rlhf.data.examples import Demonstration, Pair, parts, percentiles, token_counts, typical
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import SHARES, StageData
-from rlhf.data.truncation import longest_completion
+from rlhf.data.tokenize_rows import longest_completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

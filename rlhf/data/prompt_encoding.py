@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from rlhf.data.records import Message, Row
-from rlhf.data.transcripts import plain_prompt, transcript
+from rlhf.data.records import Message, Row, plain_prompt, transcript
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf.config.paths import WORLD, is_path, missing_path_hint
 from rlhf.data import toy_world
-from rlhf.data.drop_reasons import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
+from rlhf.data.report import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
 from rlhf.errors import DataError
 from rlhf.models import hub
 

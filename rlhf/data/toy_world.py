@@ -8,8 +8,13 @@ answers the question. `approves` asks that grammar; training never does.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 RECORDS = 16_000
 GOOD_DEMONSTRATIONS = 0.45  # the part of demonstrations that the rule approves
@@ -205,3 +210,38 @@ def _polite(text: str, rng: random.Random) -> str:
 def _sentence(opener: str, text: str, closer: str) -> str:
     sentence = ", ".join(part for part in (opener, text, closer) if part)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+_SPECIAL = ("<pad>", "<eos>", "<system>", "<user>", "<assistant>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with pad and end-of-sequence tokens and a chat template.
+
+    The same texts give the same tokenizer. Any text can be encoded, since single bytes are tokens too.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=_CHAT_TEMPLATE
+    )
+
+
+def world_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the embedded world; the same for every seed."""
+    return build_tokenizer(text for record in records(seed=0, count=4000) for text in record.values())

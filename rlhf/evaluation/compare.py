@@ -1,6 +1,6 @@
 """Several models complete the same prompts, and a reward model scores what they wrote: `rlhf compare`.
 
-Names of models and rows with prompts flow in; a `Comparison` flows out, of which `rlhf.evaluation.comparison_stats`
+Names of models and rows with prompts flow in; a `Comparison` flows out, of which `rlhf.evaluation.compare`
 makes
 numbers. One model is held at a time.
 """
@@ -11,6 +11,7 @@ import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import Config
@@ -19,15 +20,15 @@ from rlhf.data.prompt_encoding import PromptFormat, conversation_row, encode_pro
 from rlhf.data.records import Row
 from rlhf.data.report import Dropped, count
 from rlhf.errors import ConfigError, DataError, ModelError
-from rlhf.evaluation.adapters import base_of
 from rlhf.evaluation.generate import Ids, Manner, log_probs, write
 from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer, prompt_format
-from rlhf.evaluation.resolve import model_folder, reward_model_folder
+from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder
 from rlhf.models.attention import choose_attention
 from rlhf.models.compatibility import max_positions
 from rlhf.models.folder import check_model_folder
 from rlhf.models.loading import load_model_tokenizer, outline
 from rlhf.reporting.progress import progress
+from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, expected_best, repeated, wilson, win_share
 
 
 @dataclass
@@ -247,3 +248,118 @@ def _by_text(found: Comparison, column: Column, judge: Judge) -> list[Ids]:
             raise ModelError(f"{judge.name}: its chat template refuses the reply {text[:60]!r}; name another model")
         sequences.append(ids if ended else ids[:-1])
     return sequences
+
+
+_GRAMS = (1, 2, 3)
+
+
+def figures(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
+    """All numbers of a comparison, as docs/metrics.md defines them.
+
+    Args:
+        best_of: the n of which the best is asked for, at most the samples of a prompt.
+    """
+    first, *others = found.columns
+    sampling = found.manner.sampling
+    told: dict[str, Any] = {
+        "prompts": len(found.rows),
+        "left_out": {reason: rows for reason, (rows, _) in found.left_out.items()},
+        "samples": found.samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": found.manner.max_tokens,
+        "seed": found.manner.seed,
+        "reward_model": found.reward_model,
+        "notes": found.notes,
+        "models": [_of_model(found, column) for column in found.columns],
+    }
+    if best_of:
+        told["best_of"] = [_best_of(found, number) for number in best_of]
+        told["best_of_at_kl"] = [
+            _at_same_kl(found, first, column, told["models"][place]["kl"]["mean"])
+            for place, column in enumerate(others, 1)
+            if "kl" in told["models"][place]
+        ]
+    return told
+
+
+def kl_name(found: Comparison) -> str:
+    """`kl` where the mean log-ratio estimates KL(model || first), `log_ratio` where tokens were not drawn from all of
+    the model's distribution: greedily, or from its likeliest part alone."""
+    sampling = found.manner.sampling
+    return "kl" if sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0 else "log_ratio"
+
+
+def _of_model(found: Comparison, column: Column) -> dict[str, Any]:
+    first = found.columns[0]
+    numbers: dict[str, Any] = {"model": column.name}
+    if column.scores is not None and first.scores is not None:
+        own, base = _by_prompt(found, column.scores), _by_prompt(found, first.scores)
+        numbers["reward"] = _told([fmean(scores) for scores in own])
+        if column is not first:
+            shares = [win_share(mine, theirs) for mine, theirs in zip(own, base)]
+            low, high = wilson(sum(shares), len(shares))
+            numbers["win_rate"] = {"mean": fmean(shares), "low": low, "high": high}
+            numbers["reward_difference"] = _told([fmean(mine) - fmean(theirs) for mine, theirs in zip(own, base)])
+    lengths = [len(ids) for ids in column.ids]
+    if column.log_ratios is not None:
+        per_prompt = [fmean(ratios) for ratios in _by_prompt(found, column.log_ratios)]
+        numbers[kl_name(found)] = _told(per_prompt) | {"per_token": sum(column.log_ratios) / sum(lengths)}
+    elif column.no_ratios:
+        numbers["no_log_ratio"] = column.no_ratios
+    numbers |= {f"distinct_{length}": distinct(column.counted, length) for length in _GRAMS}
+    numbers["length"] = fmean(lengths)
+    numbers["truncated_share"] = 1 - fmean(column.ended)
+    numbers["repeated_share"] = repeated(column.texts)
+    return numbers
+
+
+def _best_of(found: Comparison, number: int) -> dict[str, Any]:
+    """The score that the best of `number` samples is expected to have, of each model."""
+    rewards = {
+        column.name: _told([expected_best(scores, number) for scores in _by_prompt(found, column.scores)])
+        for column in found.columns
+        if column.scores is not None
+    }
+    return {"best_of": number, "kl_at_most": best_of_kl(number), "reward": rewards}
+
+
+def _at_same_kl(found: Comparison, first: Column, column: Column, kl: float) -> dict[str, Any]:
+    """The most samples of the first model of which the best is no farther from it than a model is; and its score.
+
+    `reward` is None where more samples would be needed than were drawn.
+    """
+    number = best_of_at(kl)
+    scores = _by_prompt(found, first.scores or [])
+    reward = _told([expected_best(own, number) for own in scores]) if number <= found.samples else None
+    return {"model": column.name, "kl": kl, "best_of": number, "kl_at_most": best_of_kl(number), "reward": reward}
+
+
+def _by_prompt(found: Comparison, values: Sequence[float]) -> list[Sequence[float]]:
+    return [values[start : start + found.samples] for start in range(0, len(values), found.samples)]
+
+
+def _told(values: Sequence[float]) -> dict[str, float | None]:
+    mean, error, interval = estimate(values)
+    low, high = interval or (None, None)
+    return {"mean": mean, "error": error, "low": low, "high": high}
+
+
+def records(found: Comparison) -> list[dict[str, Any]]:
+    """A record for each prompt: the completions of each model and their scores, in the order of drawing."""
+    lines: list[dict[str, Any]] = []
+    for place, row in enumerate(found.rows):
+        part = slice(place * found.samples, (place + 1) * found.samples)
+        lines.append(
+            {
+                "prompt": row.text,
+                "source": row.source,
+                "completions": {column.name: column.texts[part] for column in found.columns},
+                "scores": {column.name: column.scores[part] for column in found.columns if column.scores is not None},
+                "truncated": {column.name: [not ended for ended in column.ended[part]] for column in found.columns},
+                "log_ratios": {
+                    column.name: column.log_ratios[part] for column in found.columns if column.log_ratios is not None
+                },
+            }
+        )
+    return lines

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import Config, ModelConfig
 from rlhf.errors import ModelError, OutOfMemory
-from rlhf.evaluation.adapters import base_of, merged
-from rlhf.evaluation.resolve import model_folder, reward_model_folder, trained_ends, trained_format
+from rlhf.evaluation.resolve import base_of, merged, model_folder, reward_model_folder, trained_ends, trained_format
 from rlhf.models import hub
 from rlhf.models.folder import check_model_folder
 from rlhf.reporting.progress import progress

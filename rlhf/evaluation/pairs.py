@@ -5,10 +5,11 @@ Rows flow in; for each model the scores of both replies flow out, and what they 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.evaluation import calibration
 from rlhf.evaluation.rows import Measured, Rows, examples
 from rlhf.utils.statistics import wilson
 
@@ -54,7 +55,7 @@ def numbers(scored: Sequence[Scored], bins: int) -> dict[str, Any]:
     """What the scores say of the model."""
     margins = [one.margin for one in scored]
     right = sum(margin > 0 for margin in margins)
-    table = calibration.reliability(margins, bins)
+    table = reliability(margins, bins)
     return {
         "pairs": len(scored),
         "accuracy": right / len(scored),
@@ -63,9 +64,96 @@ def numbers(scored: Sequence[Scored], bins: int) -> dict[str, Any]:
         "chosen_score": fmean(one.chosen for one in scored),
         "rejected_score": fmean(one.rejected for one in scored),
         "margin": fmean(margins),
-        "log_loss": calibration.log_loss(margins),
-        "brier": calibration.brier(margins),
-        "calibration_error": calibration.calibration_error(table),
-        "temperature": calibration.temperature(margins),
+        "log_loss": log_loss(margins),
+        "brier": brier(margins),
+        "calibration_error": calibration_error(table),
+        "temperature": temperature(margins),
         "bins": [one._asdict() for one in table],
     }
+
+
+_HALVINGS = 200
+
+
+class Bin(NamedTuple):
+    """Pairs of about the same confidence: how sure the model is of them, and of what part it is right."""
+
+    low: float
+    high: float
+    pairs: int
+    confidence: float
+    accuracy: float
+
+
+def sigmoid(value: float) -> float:
+    """1 / (1 + exp(-value)), of any size."""
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value))
+
+
+def reliability(margins: Sequence[float], bins: int) -> list[Bin]:
+    """The pairs by confidence, in `bins` of equal width between 0.5 and 1; those without a pair are left out.
+
+    A bin has its lower bound, the last its upper one too. Equal scores are not right, as in `accuracy`.
+    """
+    groups: dict[int, list[float]] = {}
+    for margin in margins:
+        place = min(int((sigmoid(abs(margin)) - 0.5) * 2 * bins), bins - 1)
+        groups.setdefault(place, []).append(margin)
+    return [
+        Bin(
+            0.5 + place / bins / 2,
+            0.5 + (place + 1) / bins / 2,
+            len(group),
+            fmean(sigmoid(abs(margin)) for margin in group),
+            fmean(margin > 0 for margin in group),
+        )
+        for place, group in sorted(groups.items())
+    ]
+
+
+def calibration_error(found: Sequence[Bin]) -> float:
+    """The expected calibration error (arXiv:1706.04599): the mean over pairs of their bins' |accuracy - confidence|."""
+    pairs = sum(one.pairs for one in found)
+    return sum(one.pairs / pairs * abs(one.accuracy - one.confidence) for one in found)
+
+
+def brier(margins: Sequence[float]) -> float:
+    """The mean of (1 - P(the better reply))^2 (Brier, 1950): 0 of one that is sure and right, 0.25 of a coin."""
+    return fmean(sigmoid(-margin) ** 2 for margin in margins)
+
+
+def log_loss(margins: Sequence[float], scale: float = 1.0) -> float:
+    """The mean of -log P(the better reply), in nats; log 2 of a coin.
+
+    Args:
+        scale: what margins are multiplied by.
+    """
+    return fmean(_softplus(-margin * scale) for margin in margins)
+
+
+def temperature(margins: Sequence[float]) -> float | None:
+    """What scores would have to be divided by for the least `log_loss`: above 1 the model is too sure of itself.
+
+    None where no finite one is best: the model is right of all pairs, or no better than a coin. The loss is convex in
+    the inverse temperature, so that where its slope is 0 it is least.
+    """
+    if min(margins) >= 0 or _slope(margins, 0.0) >= 0:
+        return None
+    low, high = 0.0, 1.0
+    while _slope(margins, high) < 0:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _slope(margins, middle) < 0 else (low, middle)
+    return 2 / (low + high)
+
+
+def _slope(margins: Sequence[float], scale: float) -> float:
+    """The derivative of `log_loss` after its scale."""
+    return fmean(-margin * sigmoid(-margin * scale) for margin in margins)
+
+
+def _softplus(value: float) -> float:
+    return max(value, 0.0) + math.log1p(math.exp(-abs(value)))

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from accelerators import CaptureError
 from rlhf.config.schema import SamplingConfig
-from rlhf.generation.gpt_neo import LocalAttention
-from rlhf.generation.kv_cache import ViewedCache
+from rlhf.generation.kv_cache import LocalAttention, ViewedCache
 from rlhf.generation.rank_groups import Alone, Prompts
 from rlhf.generation.sampling import sample
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids

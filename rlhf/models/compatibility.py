@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _STATIC_ALL_THE_SAME = frozenset(("ctrl", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
 """Architectures of which transformers says that a static cache stops their compilation, and which are right with one
-(tests/families); GPT-Neo with the help of `rlhf.generation.gpt_neo`."""
+(tests/families); GPT-Neo with the help of `rlhf.generation.kv_cache`."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 

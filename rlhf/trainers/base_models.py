@@ -31,7 +31,7 @@ class Tokenizers:
             ConfigError: `model.eos_token` is set for the embedded model.
             ModelError: the tokenizer cannot be loaded.
         """
-        from rlhf.data.toy_tokenizer import world_tokenizer
+        from rlhf.data.toy_world import world_tokenizer
         from rlhf.models.loading import load_model_tokenizer
 
         # `model.tokenizer` belongs to the model that fine-tuning starts from; SFT saves it next to its model.

@@ -15,7 +15,7 @@ from rich.text import Text
 from rlhf.config.schema import Config, Stage
 from rlhf.data.preview import example, learned, lengths
 from rlhf.data.report import lines
-from rlhf.data.truncation import longest_completion
+from rlhf.data.tokenize_rows import longest_completion
 from rlhf.reporting.summary import STAGE_NAMES
 from rlhf.roles.lineage import base_models
 

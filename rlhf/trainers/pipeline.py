@@ -17,7 +17,7 @@ from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
 from rlhf.data.readers import WORLD
 from rlhf.data.stage_dataset import StageData
-from rlhf.data.toy_tokenizer import world_tokenizer
+from rlhf.data.toy_world import world_tokenizer
 from rlhf.engine import cpu_offload, distributed
 from rlhf.engine.deepspeed_config import deepspeed_config
 from rlhf.memory import auto

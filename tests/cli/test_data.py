@@ -96,7 +96,7 @@ def test_a_stage_shows_its_rows_their_lengths_and_one_as_the_model_sees_it(recip
 
 def test_percentiles_are_of_the_rows_that_are_used(tmp_path: Path, recipe: Path) -> None:
     """With a token a letter, lengths are counted by hand: texts of 1 to 100 letters and their end."""
-    from rlhf.data.toy_tokenizer import build_tokenizer
+    from rlhf.data.toy_world import build_tokenizer
 
     build_tokenizer([], vocab_size=261).save_pretrained(tmp_path / "model")
     rows = [{"text": "x" * n} for n in range(1, 101)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import DataConfig, Stage
-from rlhf.data.known_datasets import known, table
+from rlhf.data.formats import known, table
 from rlhf.data.load_sources import SourceRows, read_sources
 from rlhf.data.records import Message
 from rlhf.errors import DataError

@@ -12,8 +12,7 @@ import pytest
 from rlhf.config.schema import STAGES, DataConfig, Stage
 from rlhf.data.examples import Demonstration, Pair, Prompt
 from rlhf.data.prompt_encoding import encode_conversation
-from rlhf.data.splits import prompt_key
-from rlhf.data.stage_dataset import StageData, load_stage
+from rlhf.data.stage_dataset import StageData, load_stage, prompt_key
 from rlhf.errors import DataError
 
 PAIRS = [{"prompt": f"Question {n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(100)]

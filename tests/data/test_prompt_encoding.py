@@ -15,9 +15,8 @@ from rlhf.data.prompt_encoding import (
     has_control_tokens,
     prompt_format,
 )
-from rlhf.data.records import Message, Row
-from rlhf.data.toy_tokenizer import build_tokenizer
-from rlhf.data.transcripts import plain_prompt
+from rlhf.data.records import Message, Row, plain_prompt
+from rlhf.data.toy_world import build_tokenizer
 from rlhf.errors import DataError
 
 CHATML = (

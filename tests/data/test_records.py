@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import ColumnsConfig
-from rlhf.data.drop_reasons import remedy
 from rlhf.data.formats import Columns, recognize
-from rlhf.data.records import Message, Rejected, Row, parse
-from rlhf.data.transcripts import plain_prompt, transcript
+from rlhf.data.records import Message, Rejected, Row, parse, plain_prompt, transcript
+from rlhf.data.report import remedy
 from rlhf.errors import DataError
 
 USER, ASSISTANT = "user", "assistant"

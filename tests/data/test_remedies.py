@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import DataConfig, Stage
-from rlhf.data import drop_reasons
-from rlhf.data.drop_reasons import REMEDIES, remedy
+from rlhf.data import report as drop_reasons
 from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
+from rlhf.data.report import REMEDIES, remedy
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
 

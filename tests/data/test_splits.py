@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.data.records import Message, Row
-from rlhf.data.splits import blend, prompt_key, split
+from rlhf.data.stage_dataset import blend, prompt_key, split
 
 SHARES = {"sft": 2.0, "reward": 4.0, "ppo": 4.0}
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlhf.data import toy_world
-from rlhf.data.toy_tokenizer import world_tokenizer
+from rlhf.data.toy_world import world_tokenizer
 
 RECORDS = list(toy_world.records(seed=0, count=2000))
 QUESTION = "Hello! What does the cow say?"

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.config.schema import DataConfig, Stage
 from rlhf.data.stage_dataset import StageData, load_stage
-from rlhf.data.toy_tokenizer import build_tokenizer
+from rlhf.data.toy_world import build_tokenizer
 from rlhf.errors import DataError
 
 # Without merges each letter is a token: <user>Hi<eos><assistant> has 5.

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rlhf.evaluation.calibration import brier, calibration_error, log_loss, reliability, sigmoid, temperature
+from rlhf.evaluation.pairs import brier, calibration_error, log_loss, reliability, sigmoid, temperature
 
 
 def margin(probability: float) -> float:

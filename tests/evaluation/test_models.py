@@ -15,8 +15,8 @@ import torch
 from accelerators import Precision, ShapePolicy
 from rlhf.config.schema import Config, build_config
 from rlhf.data.prompt_encoding import conversation_row
+from rlhf.data.records import Message
 from rlhf.data.stage_dataset import load_stage
-from rlhf.data.transcripts import Message
 from rlhf.errors import ModelError, OutOfMemory, RunError
 from rlhf.evaluation.models import Device, load_judge, load_writer
 from rlhf.evaluation.resolve import model_folder as folder_of
@@ -164,7 +164,7 @@ def test_a_score_that_is_no_number_is_an_error(
 def test_the_tokenizer_of_another_model_is_refused(
     device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
-    from rlhf.data.toy_tokenizer import world_tokenizer
+    from rlhf.data.toy_world import world_tokenizer
 
     other = world_tokenizer()
     other.save_pretrained(tmp_path / "other")

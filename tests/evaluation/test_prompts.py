@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.config.schema import Config, build_config
 from rlhf.errors import DataError
-from rlhf.evaluation.prompts import drawn, read_lines, read_prompts
+from rlhf.evaluation.rows import drawn, read_lines, read_prompts
 
 
 def of(path: Path) -> Config:

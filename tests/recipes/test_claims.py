@@ -10,8 +10,8 @@ import yaml
 
 from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
-from rlhf.data.known_datasets import known
-from rlhf.data.splits import blend
+from rlhf.data.formats import known
+from rlhf.data.stage_dataset import blend
 from rlhf.memory.environment import described
 from rlhf.memory.report import told
 from rlhf.utils.units import parse_bytes

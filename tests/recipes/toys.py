@@ -15,7 +15,7 @@ import yaml
 
 from rlhf.config.data import DatasetConfig
 from rlhf.config.schema import Config, load_config
-from rlhf.data.known_datasets import known
+from rlhf.data.formats import known
 from rlhf.roles.lineage import ALL
 from tests.data.test_known_datasets import SETS
 from tests.helpers import WORDS, build_tokenizer
