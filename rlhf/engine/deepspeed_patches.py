@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from torch import Tensor
 
 from rlhf.errors import DependencyError
 
@@ -48,6 +50,21 @@ def clear_process_groups() -> None:
 
     comm.cdb = None
     importlib.reload(groups)
+
+
+def round_linear_once() -> None:
+    """Round linear layers with a bias as they are rounded below ZeRO-3: the sum of product and bias, once.
+
+    At ZeRO-3 DeepSpeed replaces `torch.nn.functional.linear` in the whole process by a function that adds the bias to
+    a product already rounded to 16 bits (`LinearFunctionForZeroStage3.forward`). It saves the same tensors for the
+    backward pass with this patch.
+    """
+    LinearFunctionForZeroStage3.forward = staticmethod(_linear)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    output: Tensor = torch._C._nn.linear(input, weight, bias)  # torch.nn.functional.linear before DeepSpeed
+    return output
 
 
 def undo_setup_step(engine: Any) -> None:

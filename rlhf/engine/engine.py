@@ -81,6 +81,8 @@ class TrainingEngine:
         fuse_layers(model, accelerator)
         place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
+        if self.zero_stage == 3:
+            patches.round_linear_once()
         # Where the optimizer's state waits on the host, its step is taken there too.
         on_host = placement.offloads_optimizer
         adamw = accelerator.kernels.get("adamw_cpu_offload" if on_host else "adamw", required=True)
@@ -251,6 +253,7 @@ def freeze(
             prepare(getattr(model, "base_model", model), keep=False)
         return model
     place_buffers(model, accelerator.device())
+    patches.round_linear_once()
     frozen, *_ = deepspeed.initialize(
         model=model, config=deepspeed_config(placement, accelerator, precision, micro_batch_size=1, accumulation=1)
     )

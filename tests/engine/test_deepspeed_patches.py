@@ -5,6 +5,7 @@ A test named `test_upstream_...` fails once DeepSpeed has fixed the fault; then 
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -122,6 +123,34 @@ def test_check_version_of_the_known_series_passes(version):
 def test_check_version_of_another_series_names_it(version):
     with pytest.raises(DependencyError, match=f"deepspeed: .*0.19, got {version}; install"):
         patches.check_version(version)
+
+
+def linear_tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 32), (8, 32), (8,)]  # inputs, weight, bias
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_at_zero_3_equals_torch(dtype):
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    patches.round_linear_once()
+    tensors = linear_tensors(dtype)
+    expected, actual = torch._C._nn.linear(*tensors), zero3_linear_wrap(*tensors)
+    assert torch.equal(actual, expected)
+    gradients = [torch.autograd.grad(output.float().square().sum(), tensors) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_upstream_rounds_a_product_before_it_adds_the_bias():
+    spec = importlib.util.find_spec("deepspeed.runtime.zero.linear")
+    upstream = importlib.util.module_from_spec(spec)  # another copy of the module, which no test has patched
+    spec.loader.exec_module(upstream)
+    inputs, weight, bias = linear_tensors(torch.bfloat16)
+    output = upstream.zero3_linear_wrap(inputs, weight, bias)
+    assert torch.equal(output, inputs.matmul(weight.t()) + bias)
+    assert not torch.equal(output, torch._C._nn.linear(inputs, weight, bias))
 
 
 def test_upstream_takes_a_step_while_it_sets_up(accelerator, monkeypatch):
