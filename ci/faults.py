@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "ci" / "mutants"
@@ -88,7 +88,7 @@ def read_faults(folder: Path = FAULTS) -> list[Fault]:
     return [
         Fault(**entry | {"symbol": entry.get("symbol", ""), "tests": tuple(shlex.split(entry["tests"]))})
         for path in sorted(folder.glob("*.yaml"))
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
+        for entry in YAML(typ="safe").load(path)
     ]
 
 

@@ -120,10 +120,8 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="session")
 def rlhf(recipe: dict[str, Any], forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Rlhf:
     """Run the command line as a user would: rlhf("sft", "--output", path) with the tiny recipe, or another, or none."""
-    import yaml
-
     tiny = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    tiny.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    tiny.write_text(json.dumps(recipe), encoding="utf-8")
 
     def run(
         *arguments: object, check: bool = True, timeout: float = 300, recipe: Path | None = tiny

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
@@ -36,7 +36,7 @@ def make(
 
     if (folder / "config.json").is_file():
         return folder
-    values = yaml.safe_load((ROOT / "rlhf" / "planning" / "known.yaml").read_text())[name]
+    values = YAML(typ="safe").load(ROOT / "rlhf" / "models" / "known.yaml")[name]
     kind = values.pop("model_type")
     if layers:
         values["n_layer" if "n_layer" in values else "num_hidden_layers"] = layers

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import yaml
-
+from rlhf.config.dump import format_scalar
 from rlhf.config.schema import STAGES, Config, Stage, load_config
 from rlhf.errors import RunError
 from rlhf.utils.process_info import current_process
@@ -202,7 +201,7 @@ class Session:
 def _overrides(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:
     """Settings as the command line's `--set` takes them."""
     if isinstance(settings, Mapping):
-        return [f"{key}={_yaml(value)}" for key, value in _flat(settings)]
+        return [f"{key}={format_scalar(value)}" for key, value in _flat(settings)]
     return [settings] if isinstance(settings, str) else list(settings)
 
 
@@ -212,8 +211,3 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
-
-
-def _yaml(value: Any) -> str:
-    text: str = yaml.safe_dump(str(value) if isinstance(value, Path) else value, default_flow_style=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("...").strip()

@@ -127,7 +127,7 @@ def _weight(value: Any) -> Any:
             return value
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"expected a number above 0, or all, found {short_repr(value)}")
+    raise ValueError(f"expected a number above 0, or all, got {short_repr(value)}")
 
 
 class DatasetConfig(ConfigModel):

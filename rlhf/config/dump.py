@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel
+from ruamel.yaml import YAML
 
 from rlhf.config.schema import build_config
 from rlhf.utils.atomic_io import atomic_write
@@ -76,8 +77,10 @@ def format_scalar(value: Any) -> str:
     """A value as YAML on one line, as it is read back."""
     if value is None:
         return ""
-    # Digits included: what is read back is what was printed.
-    return yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    yaml, text = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style, yaml.width = True, 10**6
+    yaml.dump(_plain(value), text)
+    return text.getvalue().removesuffix("...\n").strip()
 
 
 def _plain(value: Any) -> Any:

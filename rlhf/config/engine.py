@@ -56,7 +56,7 @@ class LoraConfig(ConfigModel):
     def _names(cls, value: Any) -> Any:
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], found {short_repr(value)}")
+            raise ValueError(f"expected auto or names of layers, e.g. [q_proj, v_proj], got {short_repr(value)}")
         for name in names:
             if name.startswith("re:"):
                 try:

@@ -1,43 +1,43 @@
-"""Nested values, before the schema judges them: what a YAML file holds, and what the command line changes in it.
+"""Read YAML recipes and command-line overrides into nested values that remember where they were written.
 
-They remember where they come from: mappings and lists the line or the option that gave each entry, so that an error
-names it; texts of a file the file's folder, because paths in a recipe start from there.
+Mappings and lists know the file line or the option of each entry, so that an error can name it. Texts from a file know
+the file's folder, because paths in a recipe are relative to it. The schema validates the values afterwards.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from rlhf.config import paths as names
+from rlhf.config import paths
 from rlhf.errors import ConfigError
 
-_LONGEST = 100  # characters of an override that are shown
-_TEXT, _MERGE, _DATE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"
-_SOURCES = ("data.datasets", "data.pretraining")  # lists, of which one item may stand alone
-# YAML 1.1 without its numbers of base 60; nothing more, or what is printed would not be what is read back.
-_NUMBERS = {
-    "tag:yaml.org,2002:int": r"^[-+]?(?:0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$",
-    "tag:yaml.org,2002:float": r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?"
-    r"|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
-}
+_MAX_SHOWN = 100  # characters of an override in an error
+_SOURCE_KEYS = ("data.datasets", "data.pretraining")  # lists that may be written as their only item
 
 
 class Origin(NamedTuple):
-    """Where a value was given."""
+    """Where a value was written.
+
+    Attributes:
+        text: `recipe.yaml:12`, or the option.
+        key: the key that `text` names itself, as an option does.
+    """
 
     text: str
-    key: str | None = None  # the one that `text` names itself, as an option does
+    key: str | None = None
 
 
 class TrackedDict(dict[str, Any]):
-    """A mapping, and where each of its keys was given."""
+    """A mapping with the origin of each of its keys."""
 
     def __init__(self, values: Mapping[str, Any] = {}, origins: Mapping[Any, Origin] = {}) -> None:
         super().__init__(values)
@@ -45,7 +45,7 @@ class TrackedDict(dict[str, Any]):
 
 
 class TrackedList(list[Any]):
-    """A list, and where each of its items was given."""
+    """A list with the origin of each of its items."""
 
     def __init__(self, values: Sequence[Any] = (), origins: Mapping[Any, Origin] = {}) -> None:
         super().__init__(values)
@@ -53,189 +53,191 @@ class TrackedList(list[Any]):
 
 
 class TrackedStr(str):
-    """A text in a file of `folder`."""
+    """A text from a file in `folder`."""
 
     folder: str
 
 
-def read_yaml(path: Path, named: str = "--config") -> TrackedDict:
-    """The keys and values in a YAML file; none in an empty one.
+def read_yaml(path: Path, option: str = "--config") -> TrackedDict:
+    """Return the keys and values in a YAML file; none if it is empty.
 
     Args:
-        named: what named the file, for errors.
+        option: the option or key that names the file, for errors.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else, or a key twice.
+        ConfigError: the file cannot be read, is not a mapping, or has a key twice.
     """
     try:
         file = Path(os.path.expanduser(path))
-        folder = str(file.parent) if file.is_file() else ""  # a pipe, /dev/fd/63, has none
-        values = _parsed(file.read_text(encoding="utf-8"), lambda line: Origin(f"{path}:{line}"), folder)
+        folder = str(file.parent) if file.is_file() else ""  # a pipe, /dev/fd/63, has no folder
+        values = _parse(file.read_text(encoding="utf-8"), lambda line: Origin(f"{path}:{line}"), folder)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check {named}") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check {option}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a UTF-8 text file; check {named}") from error
-    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not a UTF-8 text file; check {option}") from error
+    except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not readable as YAML ({_first_line(error)}); fix this line") from error
+        raise ConfigError(f"{where}: not valid YAML ({_first_line(error)}); fix this line") from error
     if values is None:
         return TrackedDict()
     if not isinstance(values, TrackedDict):
-        raise ConfigError(
-            f"{path}: expected keys and values, found a {'list' if isinstance(values, TrackedList) else 'single value'}"
-        )
+        kind = "list" if isinstance(values, TrackedList) else "single value"
+        raise ConfigError(f"{path}: expected keys and values, got a {kind}")
     return values
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain values in a YAML 1.2 text, without their origins.
+
+    Raises:
+        YAMLError: the text is not YAML, or has a key twice.
+    """
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def apply_overrides(
     values: TrackedDict, overrides: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> TrackedDict:
-    """`values`, changed in place by what the command line says.
+    """Change `values` in place as the command line says, and return them.
 
     Args:
         overrides: `key.path=value` texts whose values are YAML; digits in a path index lists.
-        options: values of the options that are keys themselves; None where one is not given.
+        options: values of the options that are keys themselves; None for those that are not given.
 
     Raises:
-        ConfigError: a text is not of this form, or a key of its path is none here.
+        ConfigError: a text does not have this form, or a part of its path is not a key.
     """
     for override in overrides:
         key, equals, text = override.partition("=")
-        origin = Origin(_in_one_line(f"--set {override}"), key)
+        origin = Origin(_on_one_line(f"--set {override}"), key)
         if not equals or not key:
             raise ConfigError(f"{origin.text}: expected key=value, for example --set ppo.steps=50")
         try:
-            value = _parsed(text, lambda line, origin=origin: origin)  # type: ignore[misc]
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{origin.text}: the value is not YAML ({_first_line(error)})") from error
+            value = _parse(text, lambda line, origin=origin: origin)  # type: ignore[misc]
+        except YAMLError as error:
+            raise ConfigError(f"{origin.text}: the value is not valid YAML ({_first_line(error)})") from error
         _set(values, key.split("."), value, origin)
     for key, value in (options or {}).items():
         if value is not None:
-            _set(values, [key], value, Origin(_in_one_line(f"--{key} {value}"), key))
+            _set(values, [key], value, Origin(_on_one_line(f"--{key} {value}"), key))
     return values
 
 
 def overlay(values: TrackedDict, above: TrackedDict, origin: Origin | None = None) -> TrackedDict:
-    """`values`, changed in place by nested keys that stand above them; a key may name a section's own: `engine.nvme`.
+    """Change `values` in place by the nested keys of `above`, and return them; `engine.nvme` may be one key.
 
     Args:
-        origin: where all that is above was given; else where each key of it was.
+        origin: where all of `above` was written; if None, each key's own origin counts.
 
     Raises:
-        ConfigError: a key of a path is none here.
+        ConfigError: a part of a key's path is not a key.
     """
 
-    def put(below: TrackedDict, before: str, from_above: Origin) -> None:
+    def put_all(below: TrackedDict, prefix: str, inherited: Origin) -> None:
         for name, value in below.items():
-            key, where = before + name, origin or below.origins.get(name, from_above)
-            if isinstance(value, TrackedDict) and key not in _SOURCES:
-                put(value, f"{key}.", where)
+            key, where = prefix + name, origin or below.origins.get(name, inherited)
+            if isinstance(value, TrackedDict) and key not in _SOURCE_KEYS:
+                put_all(value, f"{key}.", where)
             else:
                 _set(values, key.split("."), value, where)
 
-    put(above, "", Origin("the configuration"))
+    put_all(above, "", Origin("the configuration"))
     return values
 
 
 def find_origin(values: Any, location: Sequence[str | int]) -> Origin | None:
-    """Where what stands at `location` was given, or what it is missing from; None where that is not known."""
-    found = None
+    """Return where the value at `location` was written, or what it is missing from; None if that is not known."""
+    origin = None
     for part in location:
         if isinstance(values, TrackedDict | TrackedList):
-            found = values.origins.get(part, found)
+            origin = values.origins.get(part, origin)
         if isinstance(values, list) and isinstance(part, int) and part < len(values):
             values = values[part]
-        elif isinstance(values, dict) and not isinstance(part, int):  # a mapping may stand for a list of it alone
+        elif isinstance(values, dict) and not isinstance(part, int):  # a mapping may stand for a list of itself
             values = values.get(part)
-    return found
+    return origin
 
 
 def names_model_or_data(values: TrackedDict) -> bool:
-    """Whether nested values name another model or other data than the embedded ones."""
+    """Return whether nested values name a model or data other than the embedded ones."""
 
-    def at(value: Any, key: str) -> Any:
+    def get(value: Any, key: str) -> Any:
         return value.get(key) if isinstance(value, dict) else None
 
-    paths = [at(source, "path") for source in as_source_list(at(at(values, "data"), "datasets"))]
-    return bool(at(at(values, "model"), "path")) or any(path not in (None, names.WORLD) for path in paths)
+    names = [get(source, "path") for source in as_source_list(get(get(values, "data"), "datasets"))]
+    return bool(get(get(values, "model"), "path")) or any(name not in (None, paths.WORLD) for name in names)
 
 
 def as_source_list(value: Any, key: str = "path") -> TrackedList:
-    """What `data.datasets` or `.pretraining` is given: a path, a mapping, or a list of either; as a list of mappings.
+    """Return `data.datasets` or `.pretraining`, a path, a mapping or a list of either, as a list of mappings.
 
     Args:
-        key: what a text alone is the value of.
+        key: the key that a text stands for.
     """
-    several = isinstance(value, list | tuple)
-    items = value if several else [] if value is None else [value]
-    origins = getattr(value, "origins", {}) if several else {}
+    is_list = isinstance(value, list | tuple)
+    items = value if is_list else [] if value is None else [value]
+    origins = getattr(value, "origins", {}) if is_list else {}
     return TrackedList([TrackedDict({key: item}) if isinstance(item, str) else item for item in items], origins)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 2:4:4 is no number of base 60, 2024-01-01 no date, and no key stands twice."""
+class _Constructor(SafeConstructor):
+    """Build tracked values from YAML 1.2; dates stay texts, and a key may stand only once."""
 
-    place: Callable[[int], Origin]  # of a line
+    locate: Callable[[int], Origin]  # of a line
     folder: str | None
 
-    def at(self, node: yaml.Node) -> Origin:
-        return self.place(node.start_mark.line + 1)
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node: Any = super().compose_mapping_node(anchor)
-        seen: dict[str, yaml.Node] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-                continue
-            key.tag = _TEXT  # of `on: 1` and `1: 1` too
-            if first := seen.get(key.value):
-                where = f" (first in line {first.start_mark.line + 1})" if self.folder is not None else ""
-                raise ConfigError(f"{self.at(key).text}: {key.value!r} is given a second time{where}; keep one of them")
-            seen[key.value] = key
-        return node
-
-    def text(self, node: Any) -> str:
+    def build_text(self, node: ScalarNode) -> str:
         if self.folder is None:
             return str(node.value)
         text = TrackedStr(node.value)
         text.folder = self.folder
         return text
 
-    def keys(self, node: Any) -> Iterator[TrackedDict]:
-        keys = TrackedDict()
-        yield keys  # what refers to itself is made in two steps
-        keys.update((str(key), value) for key, value in self.construct_mapping(node).items())
-        keys.origins = {key.value: self.at(key) for key, _ in node.value}
+    def build_mapping(self, node: MappingNode) -> Iterator[TrackedDict]:
+        mapping = TrackedDict()
+        yield mapping  # first empty: the node may refer to itself
+        first: dict[str, Node] = {}
+        for key, _ in node.value[len(node.merge or ()) :]:  # keys merged by << may be given again
+            if not isinstance(key, ScalarNode):
+                raise ConstructorError(None, None, "a list or mapping cannot be a key", key.start_mark)
+            if key.value in first:
+                where = f" (first in line {first[key.value].start_mark.line + 1})" if self.folder is not None else ""
+                message = f"{key.value!r} is given a second time{where}; remove one of them"
+                raise ConfigError(f"{self._locate_node(key).text}: {message}")
+            first[key.value] = key
+        mapping.update((str(key), value) for key, value in self.construct_mapping(node).items())
+        mapping.origins = {key.value: self._locate_node(key) for key, _ in node.value}
 
-    def items(self, node: Any) -> Iterator[TrackedList]:
+    def build_list(self, node: SequenceNode) -> Iterator[TrackedList]:
         items = TrackedList()
         yield items
         items.extend(self.construct_sequence(node))
-        items.origins = {position: self.at(item) for position, item in enumerate(node.value)}
+        items.origins = {index: self._locate_node(item) for index, item in enumerate(node.value)}
+
+    def _locate_node(self, node: Node) -> Origin:
+        return self.locate(node.start_mark.line + 1)
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, re.compile(_NUMBERS.get(tag, form.pattern), re.VERBOSE)) for tag, form in forms if tag != _DATE]
-    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_constructor(_TEXT, _Loader.text)
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.keys)
-_Loader.add_constructor("tag:yaml.org,2002:seq", _Loader.items)
+_Constructor.add_constructor("tag:yaml.org,2002:str", _Constructor.build_text)
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.build_text)
+_Constructor.add_constructor("tag:yaml.org,2002:map", _Constructor.build_mapping)
+_Constructor.add_constructor("tag:yaml.org,2002:seq", _Constructor.build_list)
 
 
-def _parsed(text: str, place: Callable[[int], Origin], folder: str | None = None) -> Any:
-    """The values in a YAML text; `place` is the origin of one of its lines."""
+def _parse(text: str, locate: Callable[[int], Origin], folder: str | None = None) -> Any:
+    """Return the tracked values in a YAML text; `locate` returns the origin of a line."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    yaml.constructor.locate, yaml.constructor.folder = locate, folder
     try:
-        loader = _Loader(text)
-        loader.place, loader.folder = place, folder
-        return loader.get_single_data()
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists without end
-        raise yaml.YAMLError(str(error)) from error
+        return yaml.load(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless nesting
+        raise YAMLError(str(error)) from error
 
 
 def _set(values: TrackedDict, keys: list[str], value: Any, origin: Origin) -> None:
-    """Set a nested value; digits index lists (data.datasets.0.weight)."""
+    """Set a nested value; digits index lists (`data.datasets.0.weight`)."""
     node: Any = values
     for done, (part, following) in enumerate(itertools.pairwise(keys), start=1):
         try:
@@ -243,14 +245,12 @@ def _set(values: TrackedDict, keys: list[str], value: Any, origin: Origin) -> No
             below = (node[key] if key != len(node) else None) if isinstance(node, TrackedList) else node.get(key)
         except (ValueError, IndexError, AttributeError) as error:
             raise ConfigError(f"{origin.text}: {part!r} is not a key here") from error
-        if ".".join(keys[:done]) in _SOURCES:
+        if ".".join(keys[:done]) in _SOURCE_KEYS:
             below = as_source_list(below)
         if below is None:
             below = TrackedList() if following.isdigit() else TrackedDict()
             _put(node, key, below, origin)
-        elif isinstance(
-            below, TrackedDict | TrackedList
-        ):  # a copy: through an alias, the file may have it in another place too
+        elif isinstance(below, TrackedDict | TrackedList):  # a copy: an alias may use it too
             below = node[key] = type(below)(below, below.origins)  # type: ignore[arg-type]
         node = below
     try:
@@ -269,10 +269,10 @@ def _put(node: Any, key: Any, value: Any, origin: Origin) -> None:
     node.origins[key] = origin
 
 
-def _in_one_line(text: str) -> str:
+def _on_one_line(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
-def _first_line(error: yaml.YAMLError) -> str:
+def _first_line(error: YAMLError) -> str:
     return str(getattr(error, "problem", None) or error).splitlines()[0]

@@ -27,7 +27,7 @@ def _function(value: Any) -> Any:
     """
     found = _PARTS.fullmatch(value) if isinstance(value, str) else None
     if not found:
-        raise ValueError(f"expected module:function, rewards.py:function or plugin:name, found {short_repr(value)}")
+        raise ValueError(f"expected module:function, rewards.py:function or plugin:name, got {short_repr(value)}")
     where = found["where"]
     if where.endswith(_PYTHON):
         where = paths.join_path(value.folder, where) if isinstance(value, TrackedStr) else os.path.expanduser(where)
@@ -46,7 +46,7 @@ def _label(value: Any) -> Any:
         ValueError: it cannot.
     """
     if isinstance(value, str) and not _LABEL.fullmatch(value):
-        raise ValueError(f"expected letters, digits and any of _.-, found {short_repr(value)}")
+        raise ValueError(f"expected letters, digits and any of _.-, got {short_repr(value)}")
     return value
 
 

@@ -35,7 +35,7 @@ class OptimizerConfig(ConfigModel):
 def _every(value: Any) -> Any:
     """Steps or a word, so that the error is not that of one of them alone."""
     if value != "epoch" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"expected a number of steps, at least 0, or epoch, found {short_repr(value)}")
+        raise ValueError(f"expected a number of steps, at least 0, or epoch, got {short_repr(value)}")
     return value
 
 
@@ -74,7 +74,7 @@ class TrainingConfig(ConfigModel):
     @model_validator(mode="after")
     def _keeps(self) -> TrainingConfig:
         if self.keep != "last" and not re.fullmatch(r"best\(\w+\)", self.keep):
-            raise error_at("keep", f"expected last or best(MEASURE), found {short_repr(self.keep)}")
+            raise error_at("keep", f"expected last or best(MEASURE), got {short_repr(self.keep)}")
         if self.selection_metric and self.selection_metric not in self.better:
             raise error_at(
                 "keep",

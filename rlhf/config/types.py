@@ -41,9 +41,9 @@ class ConfigModel(BaseModel):
             annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
             kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
             if isinstance(value, bool) and (int in kinds or float in kinds):
-                raise error_at(str(name), f"expected a number, found {short_repr(value)}")
+                raise error_at(str(name), f"expected a number, got {short_repr(value)}")
             if isinstance(value, int) and abs(value) > _MOST:
-                raise error_at(str(name), f"expected a number of at most {_MOST:,}, found {short_repr(value)}")
+                raise error_at(str(name), f"expected a number of at most {_MOST:,}, got {short_repr(value)}")
         return values
 
 
@@ -84,7 +84,7 @@ def _shares(value: Any) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError):
         shares = ()
     if len(shares) != 3:
-        raise ValueError(f"expected shares of sft, reward and ppo, for example 2:4:4, found {short_repr(value)}")
+        raise ValueError(f"expected shares of sft, reward and ppo, for example 2:4:4, got {short_repr(value)}")
     if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
         raise ValueError(f"{short_repr(value)} needs shares >= 0, one of them positive; for example 2:4:4")
     return shares

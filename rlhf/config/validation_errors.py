@@ -82,12 +82,12 @@ def _text(problem: ErrorDetails, key: str, schema: type[BaseModel]) -> str:
     if kind == "missing" and isinstance(location[-1], str):
         return "missing; give it a value"
     if kind == "missing":
-        return f"expected more items, found {short_repr(given)}"
+        return f"expected more items, got {short_repr(given)}"
     if kind not in _EXPECTED:
-        return f"{problem['msg']}, found {short_repr(given)}"
-    expected = _EXPECTED[kind].format(**problem.get("ctx", {}))
+        return f"{problem['msg']}, got {short_repr(given)}"
+    expected = _EXPECTED[kind].format(**problem.get("ctx", {})).replace("True", "true").replace("False", "false")
     quote = "; put it in quotes" if expected in ("text", "a path") and isinstance(given, bool | int | float) else ""
-    return f"expected {expected}, found {short_repr(given)}{quote}"
+    return f"expected {expected}, got {short_repr(given)}{quote}"
 
 
 def _known_keys(section: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf.config.data import Cleaning, ColumnsConfig, PreferenceLabelConfig
+from rlhf.config.loader import parse_yaml
 from rlhf.config.paths import is_path
 from rlhf.config.types import ConfigModel
 from rlhf.data.preference_labels import Decision, overlooked
@@ -247,5 +246,5 @@ def known(name: str) -> Known | None:
 @cache
 def table() -> dict[str, Known]:
     """All of `known.yaml`, by names without letter case."""
-    entries = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
+    entries = parse_yaml(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
     return {name.casefold(): Known(name=name, **entry) for name, entry in entries.items()}

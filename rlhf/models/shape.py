@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from rlhf.config.loader import parse_yaml
 from rlhf.errors import ConfigError
 from rlhf.models.hf_errors import reason
 
@@ -146,7 +145,7 @@ def config_values(model: str) -> tuple[Mapping[str, Any], str]:
 
 @cache
 def _known_models() -> dict[str, dict[str, Any]]:
-    known: dict[str, dict[str, Any]] = yaml.safe_load(_KNOWN.read_text(encoding="utf-8"))
+    known: dict[str, dict[str, Any]] = parse_yaml(_KNOWN.read_text(encoding="utf-8"))
     return known
 
 

@@ -9,13 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from rlhf.cli.app import app
 from rlhf.cli.options import Options
 from rlhf.cli.tables import print_table
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, build_config, load_config
 from rlhf.errors import RunError
 from rlhf.launchers import local
@@ -120,13 +120,13 @@ def test_a_list_that_is_no_order_of_stages_is_refused_in_one_line(given: list[st
 
 def test_options_may_stand_before_and_after_a_command(rlhf: Command) -> None:
     done = rlhf("--seed", "3", "--set", "ppo.steps=5", "config", "--set", "ppo.kl_coef=0.25", "--output", "2024")
-    config = yaml.safe_load(done.stdout)
+    config = parse_yaml(done.stdout)
     assert (config["seed"], config["ppo"]["steps"], config["ppo"]["kl_coef"]) == (3, 5, 0.25)
     assert config["output"] == "2024"
 
 
 def test_an_option_after_the_command_stands_above_one_before(rlhf: Command) -> None:
-    assert yaml.safe_load(rlhf("--seed", "3", "config", "--seed", "4").stdout)["seed"] == 4
+    assert parse_yaml(rlhf("--seed", "3", "config", "--seed", "4").stdout)["seed"] == 4
 
 
 def printed(*arguments: str, before: Sequence[str] = ()) -> str:
@@ -147,7 +147,7 @@ def test_a_folder_may_have_any_name() -> None:
 
 
 def config_of(text: str) -> Config:
-    return build_config(yaml.safe_load(text))
+    return build_config(parse_yaml(text))
 
 
 def test_the_printed_recipe_can_be_given_back(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
         (["sft", "--seed", "x"], "Invalid value for '--seed'"),
         (["--set", "ppo.stepz=5"], "unknown key 'ppo.stepz'; did you mean 'steps'?"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
-        (["--precision", "bf8"], "--precision bf8: expected 'auto', 'bf16', 'fp16' or 'fp32', found 'bf8'"),
+        (["--precision", "bf8"], "--precision bf8: expected 'auto', 'bf16', 'fp16' or 'fp32', got 'bf8'"),
         (["--set", "seed=x"], "--set seed=x: expected a whole number"),
         (["--accelerator", "tpu9"], "accelerator 'tpu9'"),
         (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be shared among 2 ranks"),

@@ -165,7 +165,7 @@ def test_what_are_no_shares_is_told_with_an_example(shares: str) -> None:
         lambda: loaded(f"data:\n  stage_split: {shares}\n"),
         lambda: load_config(None, [f"data.stage_split={shares}"]),
     ):
-        with pytest.raises(ConfigError, match=r"data\.stage_split.*: expected shares of .*, for example 2:4:4, found"):
+        with pytest.raises(ConfigError, match=r"data\.stage_split.*: expected shares of .*, for example 2:4:4, got"):
             load()
 
 

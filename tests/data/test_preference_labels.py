@@ -211,7 +211,7 @@ def test_that_nothing_decides_is_no_part_of_a_fingerprint(tmp_path: Path) -> Non
         ({"prefer": {"label": "x", "first": 1, "scores": ["y", "z"]}}, "one thing decides"),
         ({"prefer": {"label": "x", "first": 1, "second": "1"}}, "prefer.second: the same as prefer.first"),
         ({"prefer": {"label": "x", "first": 1}, "columns": {"prompt": "q"}}, "name both in columns"),
-        ({"prefer": "nonsense"}, "expected keys and values, found 'nonsense'"),
+        ({"prefer": "nonsense"}, "expected keys and values, got 'nonsense'"),
         ({"columns": {"text": "t", "prompt": "p"}}, "a text has no prompt and no replies"),
     ],
 )

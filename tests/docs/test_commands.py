@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 from pydantic import BaseModel
 from typer.main import get_command
 
 from rlhf.cli.app import app
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, load_config
 from tests.docs import pages
 
@@ -113,7 +113,7 @@ def test_keys_in_code_spans_of_a_page_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", pages.PAGES, ids=pages.name)
 def test_keys_in_yaml_blocks_of_a_page_exist(page: Path, tmp_path: Path) -> None:
     for block in pages.blocks(page, "yaml"):
-        values = yaml.safe_load(block)
+        values = parse_yaml(block)
         if set(values) <= set(Config.model_fields):
             (tmp_path / "recipe.yaml").write_text(block, encoding="utf-8")
             load_config(tmp_path / "recipe.yaml")

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
+from rlhf.config.loader import parse_yaml
 from tests.docs import pages
 
 DOCS = pages.ROOT / "docs"
@@ -26,7 +26,7 @@ def navigation() -> list[str]:
 def test_page_has_front_matter_and_one_title(page: Path) -> None:
     match = re.match(r"---\n(.*?)\n---\n\n# \S", pages.text(page), re.DOTALL)
     assert match, "begin with front matter, then the title"
-    matter = yaml.safe_load(match[1])
+    matter = parse_yaml(match[1])
     assert set(matter) == {"title", "description"} and all(matter.values())
     assert len(re.findall(r"^# ", pages.prose(page), re.MULTILINE)) == 1
 

@@ -112,15 +112,15 @@ def test_what_rlhf_tells_deepspeed_is_its_own(accelerator):
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": "large"}},
-            "zero_optimization.reduce_bucket_size: expected a whole number, found 'large'",
+            "zero_optimization.reduce_bucket_size: expected a whole number, got 'large'",
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": 0}},
-            "zero_optimization.reduce_bucket_size: expected a number above 0, found 0",
+            "zero_optimization.reduce_bucket_size: expected a number above 0, got 0",
         ),
-        ({"zero_optimization": True}, "zero_optimization: expected keys and values, found true"),
+        ({"zero_optimization": True}, "zero_optimization: expected keys and values, got true"),
         ({"aio": {"blocksize": 1}}, "unknown key 'aio.blocksize'; did you mean 'block_size'?"),
-        ({"prescale_gradients": "perhaps"}, "prescale_gradients: expected true or false, found 'perhaps'"),
+        ({"prescale_gradients": "perhaps"}, "prescale_gradients: expected true or false, got 'perhaps'"),
     ],
 )
 def test_what_deepspeed_would_not_take_is_one_line(own, said):

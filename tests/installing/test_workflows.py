@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from rlhf.config.loader import parse_yaml
 from tests.installing.places import ROOT
 
 FOLDER = ROOT / ".github" / "workflows"
@@ -18,7 +18,7 @@ FILES = sorted(FOLDER.glob("*.yml"))
 
 
 def workflow(path: Path) -> dict[Any, Any]:
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = parse_yaml(path.read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 

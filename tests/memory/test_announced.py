@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from accelerators import Accelerator, Memory
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import build_config
 from rlhf.memory import auto as announced
 from rlhf.memory.advice import changed
@@ -98,7 +98,7 @@ def test_what_will_not_fit_is_said_with_the_cheapest_change(accelerator: Acceler
     assert re.fullmatch(
         r"sft: plan: it will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
     )
-    settings = {key: yaml.safe_load(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
+    settings = {key: parse_yaml(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
     _, (again,) = announced.stage_plan(changed(opt(), settings), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
     assert again.startswith("sft: plan: peak about "), (line, again)
 

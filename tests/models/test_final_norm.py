@@ -193,7 +193,7 @@ def test_under_lora_the_reset_norm_is_trained_as_the_head_is(tmp_path: Path) -> 
 def test_the_setting_is_auto_true_or_false() -> None:
     for value in ("auto", True, False):
         assert build_config({"reward": {"reset_final_norm": value}}).reward.reset_final_norm is value
-    with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: expected 'auto', True or False, found 'never'"):
+    with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: expected 'auto', true or false, got 'never'"):
         build_config({"reward": {"reset_final_norm": "never"}})
 
 

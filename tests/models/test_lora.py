@@ -252,9 +252,9 @@ def test_a_model_without_linear_layers_is_refused():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("lora.rank=-1", "expected a number of at least 0, found -1"),
-        ("lora.alpha=0", "expected a number above 0, found 0"),
-        ("lora.dropout=1", "expected a number below 1, found 1"),
+        ("lora.rank=-1", "expected a number of at least 0, got -1"),
+        ("lora.alpha=0", "expected a number above 0, got 0"),
+        ("lora.dropout=1", "expected a number below 1, got 1"),
         ("lora.target_modules=[]", r"expected auto or names of layers, .* found \[\]"),
         ("lora.target_modules=7", "expected auto or names of layers, .* found 7"),
         ("lora.target_modules=re:(", r"'re:\(' holds no regular expression \(missing \)"),

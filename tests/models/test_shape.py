@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from rlhf.config.loader import parse_yaml
 from rlhf.errors import ConfigError
 from rlhf.models.shape import Shape, shape_from, shape_of
 from tests.families.table import BY_NAME, FAMILIES, Family
 
-KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(
+KNOWN: dict[str, dict[str, Any]] = parse_yaml(
     (Path(__file__).parents[2] / "rlhf" / "models" / "known.yaml").read_text()
 )
 

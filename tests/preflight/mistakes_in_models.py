@@ -219,7 +219,7 @@ def no_end_token(bench: Bench) -> tuple[list[str], list[str]]:
 
 @mistake
 def an_end_token_for_the_embedded_model(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(model__path="", model__eos_token="</s>"), ["model.eos_token: the embedded model has one of its own"]
+    return settings(model__path="", model__eos_token="</s>"), ["model.eos_token: the embedded model has its own"]
 
 
 @mistake

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
+from rlhf.config.loader import parse_yaml
 from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
 from rlhf.data.formats import known
@@ -134,4 +134,4 @@ def test_the_pages_list_every_recipe_of_their_folder() -> None:
 
 def test_a_recipe_of_opt_holds_all_stages_and_dpo() -> None:
     for recipe in OF_OPT:
-        assert set(yaml.safe_load(recipe.read_text())) >= {"output", "seed", "model", "data", *EVERY_STAGE}
+        assert set(parse_yaml(recipe.read_text())) >= {"output", "seed", "model", "data", *EVERY_STAGE}

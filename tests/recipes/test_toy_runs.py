@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import STAGES, Config, Stage, load_config
 from tests.forks import Forks
 from tests.recipes import toys
@@ -35,7 +35,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parameters(stage: str) -> Iterator[object]:
     for recipe in toys.recipes():
-        if stage in yaml.safe_load(recipe.read_text(encoding="utf-8")):
+        if stage in parse_yaml(recipe.read_text(encoding="utf-8")):
             name = toys.name_of(recipe)
             slow = name in LIKE_OTHERS or (stage == "dpo" and name not in IN_DEFAULT_SUITE)
             yield pytest.param(recipe, id=name, marks=[pytest.mark.slow] if slow else [])
@@ -44,7 +44,7 @@ def parameters(stage: str) -> Iterator[object]:
 @pytest.mark.parametrize("recipe", parameters("sft"))
 def test_a_recipe_runs_at_toy_size(recipe: Path, forks: Forks, toy_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    described = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    described = parse_yaml(recipe.read_text(encoding="utf-8"))
     stages = [stage for stage in STAGES if stage in described]
     config = run(forks, recipe, toy_folder, output, *(() if len(stages) == len(STAGES) else stages))
     for stage in stages:

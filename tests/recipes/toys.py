@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf.config.data import DatasetConfig
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, load_config
 from rlhf.data.formats import known
 from rlhf.roles.lineage import ALL
@@ -72,7 +71,7 @@ def toy_model(shape: str, folder: Path) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        values: dict[str, Any] = yaml.safe_load((ROOT / "rlhf/models/known.yaml").read_text())[shape]
+        values: dict[str, Any] = parse_yaml((ROOT / "rlhf/models/known.yaml").read_text())[shape]
         small = values | {key: value for key, value in SMALL.items() if key in values}
         if small.get("word_embed_proj_dim") and not small["do_layer_norm_before"]:
             small["word_embed_proj_dim"] = 8  # narrower than the rest, as in OPT-350M alone

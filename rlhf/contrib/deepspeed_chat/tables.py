@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from rlhf.config.loader import parse_yaml
 
 HERE = Path(__file__).parent
 
@@ -130,5 +130,5 @@ def _renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((HERE / name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = parse_yaml((HERE / name).read_text(encoding="utf-8"))
     return found

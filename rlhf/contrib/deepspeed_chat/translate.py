@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from rlhf.config.dump import format_scalar
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import STAGES, Config, build_config, share_of
 from rlhf.contrib.deepspeed_chat.command import Command, parsed, unknown_variable
 from rlhf.contrib.deepspeed_chat.given import Flags, Given, Remark, Setting
@@ -239,7 +238,7 @@ def _varied(variables: Mapping[str, str], stages: Sequence[str], recipe: Recipe)
     for option, value in zip(more[::2], more[1::2]):
         if option == "--set":
             key, _, text = value.partition("=")
-            found.append(Setting(key, yaml.safe_load(text), next(name for name in names if f"{key}=" in names[name])))
+            found.append(Setting(key, parse_yaml(text), next(name for name in names if f"{key}=" in names[name])))
         else:
             recipe.options += [option, value]
     recipe.remarks += [Remark(*pair.split(": ", 1)) for pair in said if "=" not in pair.partition(": ")[2]]

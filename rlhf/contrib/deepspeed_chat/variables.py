@@ -70,7 +70,7 @@ def _read(row: Variable, value: str) -> Any:
     try:
         return READERS[row.reader](value.strip())
     except ValueError as error:
-        raise ConfigError(f"{row.name}: expected {error}, found {value!r}; correct it, or unset it") from error
+        raise ConfigError(f"{row.name}: expected {error}, got {value!r}; correct it, or unset it") from error
 
 
 def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], str]:

@@ -297,10 +297,10 @@ def _label(axis: str, value: Any, named: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML has it."""
+    """Return a value as people write it in YAML: `true`, `null`, `1e-5`."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    return re.sub(r"e([-+])0(?=\d)", r"e\1", str(value)) if isinstance(value, float) else str(value)
 
 
 def _unknown(axis: str, axes: Sequence[str], raw: TrackedDict) -> str:

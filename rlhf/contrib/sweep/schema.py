@@ -56,12 +56,10 @@ class GridFile(ConfigModel):
     def _axes(cls, grid: dict[str, Any]) -> dict[str, Any]:
         for axis, values in grid.items():
             if not isinstance(values, list | dict) or not values:
-                raise ValueError(
-                    f"{axis} needs a list of values, or labels with keys of their own, found {_of(values)}"
-                )
+                raise ValueError(f"{axis} needs a list of values, or labels with keys of their own, got {_of(values)}")
             for label, keys in values.items() if isinstance(values, dict) else ():
                 if keys is not None and not isinstance(keys, dict):
-                    raise ValueError(f"{axis}.{label} needs keys and values, found {short_repr(keys)}")
+                    raise ValueError(f"{axis}.{label} needs keys and values, got {short_repr(keys)}")
         return grid
 
     @field_validator("names")
@@ -70,7 +68,7 @@ class GridFile(ConfigModel):
         for axis, named in names.items():
             words = named.values() if isinstance(named, dict) else [named]
             if not all(isinstance(word, str) for word in words):
-                raise ValueError(f"{axis} needs a word, or a label for each value, found {short_repr(named)}")
+                raise ValueError(f"{axis} needs a word, or a label for each value, got {short_repr(named)}")
         return names
 
     @field_validator("points", mode="before")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, load_config
 from rlhf.contrib.deepspeed_chat.text import text_of
 from rlhf.contrib.deepspeed_chat.translate import translated
@@ -21,7 +21,7 @@ MAIN = {
     "dpo": "step2_dpo_finetuning/main.py --model_name_or_path m",
     "ppo": "step3_rlhf_finetuning/main.py --actor_model_name_or_path a --critic_model_name_or_path c",
 }
-REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+REFUSALS = parse_yaml(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 BESIDE = ["norms", "biases", "embeddings"]
 ALWAYS = {"data.chat_template": False, "data.datasets": ["Dahoas/rm-static"]}
 FP16 = {"engine.loss_scale_window": 100}
@@ -40,7 +40,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def keys(*texts: str, devices: int | None = None, **environment: str) -> dict[str, Any]:
     """What the recipe holds, as a reader of YAML finds it."""
-    return flat(yaml.safe_load(text(*texts, devices=devices, **environment)))
+    return flat(parse_yaml(text(*texts, devices=devices, **environment)))
 
 
 def of(stage: str, rest: str = "", **more: Any) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def test_devices_are_the_launchers_else_said_else_one_with_a_note() -> None:
     assert keys(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")["sft.batch_size"] == 64
     assert keys(f"deepspeed --num_nodes 2 {script}", devices=16)["sft.batch_size"] == 64
     alone = text(f"deepspeed {script}")
-    assert flat(yaml.safe_load(alone))["sft.batch_size"] == 4
+    assert flat(parse_yaml(alone))["sft.batch_size"] == 4
     assert "here 1 is taken; say how many with" in alone
     assert "--nodes 2 --node-rank R" in text(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")
 

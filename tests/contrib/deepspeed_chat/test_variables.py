@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
+from rlhf.config.dump import format_scalar
 from rlhf.config.schema import load_config
 from rlhf.contrib.deepspeed_chat.tables import scripts, variables
 from rlhf.contrib.deepspeed_chat.variables import arguments
@@ -146,9 +146,9 @@ def test_what_each_was_taken_as_is_said() -> None:
             {"HL_QWERTZUIOPQWERTZ": "1"},
             "HL_QWERTZUIOPQWERTZ: no variable of the fork's scripts; docs/deepspeed-chat.md lists them",
         ),
-        ({"HL_MBS": "two"}, "HL_MBS: expected a whole number, found 'two'; correct it, or unset it"),
-        ({"HL_DROPOUT": "inf"}, "HL_DROPOUT: expected a number, found 'inf'; correct it, or unset it"),
-        ({"HL_ACTOR_CP_ACT": "yes"}, "HL_ACTOR_CP_ACT: expected 0 or 1, found 'yes'; correct it, or unset it"),
+        ({"HL_MBS": "two"}, "HL_MBS: expected a whole number, got 'two'; correct it, or unset it"),
+        ({"HL_DROPOUT": "inf"}, "HL_DROPOUT: expected a number, got 'inf'; correct it, or unset it"),
+        ({"HL_ACTOR_CP_ACT": "yes"}, "HL_ACTOR_CP_ACT: expected 0 or 1, got 'yes'; correct it, or unset it"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(environment: dict[str, str], line: str) -> None:
@@ -177,7 +177,5 @@ def test_as_a_program_arguments_are_apart_from_what_is_said() -> None:
 
 def test_the_scripts_defaults_can_be_read_themselves() -> None:
     for script in scripts().values():
-        environment = {
-            name: yaml.safe_dump(value).splitlines()[0] for name, value in script.defaults.items() if value is not None
-        }
+        environment = {name: format_scalar(value) for name, value in script.defaults.items() if value is not None}
         arguments(environment, [script.stage])

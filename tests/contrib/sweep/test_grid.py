@@ -164,32 +164,32 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         ("grd: {}", "grid.yaml:1: unknown key 'grd'; did you mean 'grid'?"),
         ("stages: [ppo]", "grid.yaml: grid: has no axis; give it a key with values, e.g. engine.zero_stage: [2, 3]"),
         ("grid: {lora.rank: []}", "grid.yaml:1: grid: lora.rank needs a list of values, or labels with keys of their"),
-        ("grid: {lora.rank: 8}", "lora.rank needs a list of values, or labels with keys of their own, found 8"),
-        ("grid: {a: {b: 3}}", "grid.yaml:1: grid: a.b needs keys and values, found 3"),
+        ("grid: {lora.rank: 8}", "lora.rank needs a list of values, or labels with keys of their own, got 8"),
+        ("grid: {a: {b: 3}}", "grid.yaml:1: grid: a.b needs keys and values, got 3"),
         (
             "grid:\n  engine.zero_stge: [2]",
             "grid.yaml:2: unknown key 'engine.zero_stge'; did you mean 'zero_stage'? (po",
         ),
         (
             "grid:\n  engine.zero_stage: [2,\n    5]",
-            "grid.yaml:3: engine.zero_stage: expected 'auto', 0, 1, 2 or 3, found 5 (point zero_stage5)",
+            "grid.yaml:3: engine.zero_stage: expected 'auto', 0, 1, 2 or 3, got 5 (point zero_stage5)",
         ),
         (
             AXIS + "  a:\n    b: {}\n    c: {lora.rank: x}",
-            "grid.yaml:5: grid.a.c: lora.rank: expected a whole number, found 'x' (point zero_stage2-c)",
+            "grid.yaml:5: grid.a.c: lora.rank: expected a whole number, got 'x' (point zero_stage2-c)",
         ),
         (
             "base: {ppo.kl_coef: 0}\ngrid: {ppo.kl_target: [3]}",
             "grid.yaml:2: ppo.kl_target: does nothing without ppo.kl_",
         ),
         (AXIS + "base: {sft: {bach_size: 1}}", "grid.yaml:3: unknown key 'sft.bach_size'; did you mean 'batch_size'?"),
-        ("points:\n  a: {sft.max_steps: no}", "grid.yaml:2: sft.max_steps: expected a number, found false (point a)"),
+        ("points:\n  a: {sft.max_steps: false}", "grid.yaml:2: sft.max_steps: expected a number, got false (point a)"),
         (
             AXIS + "names: {lora: x}",
             "grid.yaml:3: names: 'lora' is no axis with a list of values; there is: engine.zero",
         ),
         (AXIS + "names: {engine.zero_stag: x}", "no axis with a list of values; did you mean 'engine.zero_stage'?"),
-        (AXIS + "names: {engine.zero_stage: 3}", "engine.zero_stage needs a word, or a label for each value, found 3"),
+        (AXIS + "names: {engine.zero_stage: 3}", "engine.zero_stage needs a word, or a label for each value, got 3"),
         ("grid: {seed: [1, 1]}", "grid.yaml: two points are called seed1; give their values different labels"),
         (
             "grid: {seed: [1, 2], other: {a: {seed: 3}}}",
@@ -219,8 +219,8 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
             "absent.yaml: cannot be read (No such file or directory); check `recipe` in gri",
         ),
         (AXIS + "memory: much", "grid.yaml: memory: must be a size, got much; write e.g. 80GiB or 24GB"),
-        (AXIS + "stages: [sft, pp]", "grid.yaml:3: stages.1: expected 'sft', 'reward', 'dpo' or 'ppo', found 'pp'"),
-        (AXIS + "ranks: 0", "grid.yaml:3: ranks: expected a number of at least 1, found 0"),
+        (AXIS + "stages: [sft, pp]", "grid.yaml:3: stages.1: expected 'sft', 'reward', 'dpo' or 'ppo', got 'pp'"),
+        (AXIS + "ranks: 0", "grid.yaml:3: ranks: expected a number of at least 1, got 0"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
