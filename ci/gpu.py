@@ -145,7 +145,7 @@ def rollout(name: str) -> dict[str, Any]:
 
     selection = accelerators.select(name, environ={})
     selection.export(os.environ)
-    with distributed.session(selection) as accelerator:
+    with distributed.start_process_group(selection) as accelerator:
         return {family: _rollout(accelerator, family, changes) for family, changes in FAMILIES.items()}
 
 
@@ -165,7 +165,7 @@ def _rollout(
     import accelerators
     from rlhf.config.schema import SamplingConfig
     from rlhf.generation.decoder import Decoder
-    from rlhf.models.placement import place
+    from rlhf.models.placement import place_model
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -173,7 +173,7 @@ def _rollout(
     config = AutoConfig.for_model(family, vocab_size=32_000, num_hidden_layers=8, **sizes, **changes)
     precision = accelerator.precision("auto")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    place(model, accelerator.device(), precision.dtype)
+    place_model(model, accelerator.device(), precision.dtype)
     ids = torch.randint(3, 32_000, (rows, prompt))
     mask = (torch.arange(prompt) >= torch.arange(rows).unsqueeze(1) * 4).long()  # padding of different lengths
     ids, mask = accelerator.to_device((ids * mask, mask))

@@ -38,7 +38,7 @@ def accelerator() -> Iterator[Accelerator]:
     from rlhf.engine import distributed
 
     selection = accelerators.select("cpu", environ={})
-    with distributed.session(selection) as bound:
+    with distributed.start_process_group(selection) as bound:
         yield bound
 
 

@@ -9,7 +9,7 @@ from accelerators import Accelerator, Precision, ShapePolicy
 from rlhf.config.schema import Stage, build_config
 from rlhf.data.records import Message, Row
 from rlhf.engine import distributed
-from rlhf.models.lora import plain_name
+from rlhf.models.lora import to_plain_name
 from rlhf.reporting.recorder import Recorder
 from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
@@ -78,4 +78,4 @@ def bytes_held(model: Any, place: Any = None) -> int:
 
 def plain_state_dict(model: Any) -> dict[str, Any]:
     """A model's state under the names that it had before adapters were added, theirs left out."""
-    return {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    return {to_plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}

@@ -80,16 +80,16 @@ def measure(arguments: argparse.Namespace) -> int:
     import accelerators
     from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
     from rlhf.engine import distributed
-    from rlhf.engine.deepspeed_config import deepspeed_config
-    from rlhf.engine.engine import TrainingEngine, freeze
+    from rlhf.engine.deepspeed_config import build_deepspeed_config
+    from rlhf.engine.engine import TrainingEngine, freeze_model
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
-    from rlhf.models.zero3_loading import shards
+    from rlhf.models.zero3_loading import place_sharded
     from rlhf.roles.roles import model_placements
 
     held = model_placements(build_config({"engine": {"zero_stage": 3}}), "ppo")
     models: list[Any] = []
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         precision = accelerator.precision("bf16")
         paths = {kind: str(arguments.folder / arguments.shape / kind) for kind in ("causal", "scalar")}
         tokenizer = load_model_tokenizer(ModelConfig(path=paths["causal"]))[0]
@@ -106,14 +106,14 @@ def measure(arguments: argparse.Namespace) -> int:
                 tokenizer,
                 attention="sdpa",
                 path=paths["scalar" if placement.role.scalar_head else "causal"],
-                put=shards(deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype),
+                put=place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype),
             )
             size = sum(parameter.ds_numel for parameter in model.parameters())
             numbers += 2 * size
             model = ScalarHead(model) if placement.role.scalar_head else model
             common = {"accelerator": accelerator, "precision": precision, "placement": placement}
             if not placement.role.trained:
-                model = freeze(model, **common)
+                model = freeze_model(model, **common)
             elif arguments.engines:
                 settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "micro_batch_size": 1, "accumulation": 1}
                 model = TrainingEngine(role, model, **common, **settings)

@@ -17,7 +17,7 @@ from typing import Any
 from channel import Channel
 
 from rlhf.config.schema import build_config
-from rlhf.engine.select import select
+from rlhf.engine.select import select_accelerator
 from rlhf.runs.directory import RunDirectory
 
 LARGE = 2e9  # parameters; above that, rollouts are those of a policy that is trained by LoRA
@@ -28,11 +28,11 @@ def main() -> None:
     channel = Channel()
     with tempfile.TemporaryDirectory() as output:
         config = build_config(settings(work, output))
-        selection = select(config)
-        # These import torch and DeepSpeed, which must find the environment that `select` has set.
+        selection = select_accelerator(config)
+        # These import torch and DeepSpeed, which must find the environment that `select_accelerator` has set.
         from rlhf.engine import distributed
 
-        with distributed.session(selection) as accelerator:
+        with distributed.start_process_group(selection) as accelerator:
             serve(channel, work, config, accelerator)
 
 

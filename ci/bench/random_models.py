@@ -32,7 +32,7 @@ def make(
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from rlhf.checkpoint.safetensors_writer import Writer
+    from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 
     if (folder / "config.json").is_file():
         return folder
@@ -49,7 +49,7 @@ def make(
     config.architectures = [type(model).__name__]
     folder.mkdir(parents=True, exist_ok=True)
     outlines = dict(model.named_parameters())  # tied ones once
-    with Writer(folder, outlines, file_size=file_size) as writer:
+    with SafetensorsWriter(folder, outlines, file_size=file_size) as writer:
         for key, outline in outlines.items():
             writer.write(key, _drawn(key, outline, seed))
     _tokenizer().save_pretrained(folder)

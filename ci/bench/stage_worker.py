@@ -10,7 +10,7 @@ from typing import Any
 from channel import Channel
 
 from rlhf.config.schema import EMBEDDED_RECIPE, load_config
-from rlhf.engine.select import select
+from rlhf.engine.select import select_accelerator
 from rlhf.runs.directory import RunDirectory
 
 
@@ -19,11 +19,11 @@ def main() -> None:
     channel = Channel()
     recipe = Path(work["recipe"]) if work["recipe"] else EMBEDDED_RECIPE
     config = load_config(recipe, [*work["settings"], f"output={work['output']}"])
-    selection = select(config, work["accelerator"])
-    # These import torch and DeepSpeed, which must find the environment that `select` has set.
+    selection = select_accelerator(config, work["accelerator"])
+    # These import torch and DeepSpeed, which must find the environment that `select_accelerator` has set.
     from rlhf.engine import distributed
 
-    with distributed.session(selection) as accelerator:
+    with distributed.start_process_group(selection) as accelerator:
         import torch
 
         from rlhf.trainers import pipeline, supervised

@@ -21,7 +21,7 @@ from rlhf.config.schema import Config
 from rlhf.data.examples import Prompt
 from rlhf.data.records import Row
 from rlhf.engine.engine import Batch
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import DataError, RunError
 from rlhf.launchers.exit_status import as_resource_error
 from rlhf.losses.log_probs import masked
@@ -94,7 +94,7 @@ class PPOLearner:
                 context.bases.clear()
                 pipeline.free(accelerator)
 
-    def step(self, index: int | None = None, *, reward: Reward | None = None) -> Numbers:
+    def step(self, index: int | None = None, *, reward: Reward | None = None) -> Metrics:
         """One rollout of `ppo.batch_size` completions and the updates that follow from it; recorded.
 
         Args:
@@ -187,7 +187,7 @@ class PPOLearner:
             batches = self._texts.batches(examples)
             return [score for place, batch in batches for score in self._judged(batch, examples[place], replies[place])]
 
-    def evaluate(self) -> Numbers:
+    def evaluate(self) -> Metrics:
         """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
 
         Returns:

@@ -12,7 +12,7 @@ from rlhf.data.prompt_encoding import PromptFormat, conversation_row, encode_con
 from rlhf.data.records import Message
 from rlhf.engine.engine import Batch
 from rlhf.errors import DataError
-from rlhf.models.tokenizers import end_tokens
+from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.ppo.trainer import PPO
 
 Conversation = str | Sequence[Mapping[str, str]]
@@ -25,7 +25,7 @@ class Texts:
     def __init__(self, trainer: PPO, form: PromptFormat) -> None:
         self._trainer, self._tokenizer, self._form = trainer, trainer.tokenizer, form
         self._lengths = trainer.context.config.data
-        self._ends = end_tokens(trainer.tokenizer, trainer.actor.module.generation_config)
+        self._ends = find_end_tokens(trainer.tokenizer, trainer.actor.module.generation_config)
 
     def prompt(self, conversation: Conversation) -> Prompt:
         """A conversation up to where the policy replies.

@@ -16,9 +16,9 @@ from deepspeed.runtime.zero import GatheredParameters
 from safetensors.torch import save_file
 
 from rlhf.engine import distributed
-from rlhf.models.adapter_files import WEIGHTS, peft_name
+from rlhf.models.adapter_files import ADAPTER_WEIGHTS, to_peft_name
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import peft_config, trained_modules
+from rlhf.models.lora import build_peft_config, list_trained_modules
 from rlhf.roles.base_sharing import record_base
 from rlhf.utils.atomic_io import atomic_directory
 
@@ -45,19 +45,19 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: s
         if main:
             host = engine.accelerator.host_device()
             # Tied weights are one tensor with two names; safetensors takes no tensor twice.
-            tensors = {peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
+            tensors = {to_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
             with atomic_directory(path) as folder:
-                save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+                save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
                 _config(model, engine, base).save_pretrained(str(folder))
                 record_base(folder, base, merged)
 
 
 def _config(model: Any, engine: TrainingEngine, base: str | None) -> LoraConfig:
     lora = engine.placement.lora
-    config = peft_config(model, lora)
+    config = build_peft_config(model, lora)
     config.task_type = "SEQ_CLS" if engine.placement.role.scalar_head else "CAUSAL_LM"
     config.base_model_name_or_path = base
-    config.modules_to_save = trained_modules(model) or None
+    config.modules_to_save = list_trained_modules(model) or None
     config.bias = "all" if "biases" in lora.also_train else "none"
     config.inference_mode = True
     return config

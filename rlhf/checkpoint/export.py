@@ -18,12 +18,12 @@ from deepspeed.runtime.zero import GatheredParameters
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from rlhf.checkpoint.safetensors_writer import Writer
+from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.engine import distributed
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import adapted_layers, merged_weight, plain_name
-from rlhf.models.quantized import exported_weight, quantized_layers
-from rlhf.models.scalar_head import write_note
+from rlhf.models.lora import compute_merged_weight, find_adapted_layers, to_plain_name
+from rlhf.models.quantized import compute_export_weight, find_quantized_layers
+from rlhf.models.scalar_head import write_readme
 from rlhf.models.zero3_loading import is_sharded
 from rlhf.utils.atomic_io import atomic_directory
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorToSave:
     """A tensor to be saved: what it is like, and how it is made once `parameters` are whole."""
 
     outline: Tensor
@@ -52,13 +52,13 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
     groups = _groups(model, {name: piece.outline for name, piece in pieces.items()})
     # Whatever fails on rank 0, the others gather to the end, and so does rank 0: they would wait for it.
     failed: list[BaseException] = []
-    with distributed.together(f"saving {path}"), contextlib.ExitStack() as stack:
+    with distributed.on_all_ranks(f"saving {path}"), contextlib.ExitStack() as stack:
         writer = None
         if distributed.world().is_main:
             with _kept(failed):
                 folder = stack.enter_context(atomic_directory(path))
                 _write_the_rest(model, tokenizer, folder)
-                writer = stack.enter_context(Writer(folder, _outlines(model, pieces, groups)))
+                writer = stack.enter_context(SafetensorsWriter(folder, _outlines(model, pieces, groups)))
         for names in groups:
             group = {name: pieces[name] for name in names}
             with _whole(group.values()), _kept(failed), torch.no_grad():
@@ -70,14 +70,14 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
             raise failed[0]
 
 
-def _pieces(model: Any) -> dict[str, Piece]:
+def _pieces(model: Any) -> dict[str, TensorToSave]:
     """What is saved of a model, by its names: the state that it would have without adapters, tied weights once."""
-    layers = {f"{path}.weight": layer for path, layer in adapted_layers(model).items()}
+    layers = {f"{path}.weight": layer for path, layer in find_adapted_layers(model).items()}
     dtype = model.dtype
     ignored = set(model._keys_to_ignore_on_save or ())
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorToSave] = {}
     for name, tensor in _once(model).items():
-        plain = plain_name(name)
+        plain = to_plain_name(name)
         if ".lora_" in name or plain in ignored:
             continue
         make, parameters = tensor.detach, [tensor]
@@ -85,10 +85,10 @@ def _pieces(model: Any) -> dict[str, Piece]:
             make = partial(_merged, layer, tensor.dtype)
             parameters += _factors(layer)
         outline = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
-        found[plain] = Piece(outline, make, tuple(parameters))
-    for path, layer in quantized_layers(model).items():
+        found[plain] = TensorToSave(outline, make, tuple(parameters))
+    for path, layer in find_quantized_layers(model).items():
         outline = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
-        found[plain_name(f"{path}.weight")] = Piece(outline, partial(_unquantized, model, path, dtype), ())
+        found[to_plain_name(f"{path}.weight")] = TensorToSave(outline, partial(_unquantized, model, path, dtype), ())
     return found
 
 
@@ -102,7 +102,7 @@ def _once(model: Any) -> dict[str, Any]:
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
-    kept = {min(same, key=lambda name: plain_name(name) in targets) for same in names.values()}
+    kept = {min(same, key=lambda name: to_plain_name(name) in targets) for same in names.values()}
     return {name: tensor for name, tensor in state.items() if name in kept}
 
 
@@ -111,11 +111,11 @@ def _factors(layer: LoraLayer) -> list[nn.Parameter]:
 
 
 def _merged(layer: LoraLayer, dtype: torch.dtype) -> Tensor:
-    return merged_weight(layer).to(dtype)
+    return compute_merged_weight(layer).to(dtype)
 
 
 def _unquantized(model: Any, path: str, dtype: torch.dtype) -> Tensor:
-    return exported_weight(model, path).to(dtype)
+    return compute_export_weight(model, path).to(dtype)
 
 
 def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def _groups(model: Any, outlines: dict[str, Tensor]) -> list[list[str]]:
     raise AssertionError("all together are the whole")
 
 
-def _outlines(model: Any, pieces: Mapping[str, Piece], groups: list[list[str]]) -> dict[str, Tensor]:
+def _outlines(model: Any, pieces: Mapping[str, TensorToSave], groups: list[list[str]]) -> dict[str, Tensor]:
     return {
         name: tensor
         for names in groups
@@ -147,7 +147,7 @@ def _outlines(model: Any, pieces: Mapping[str, Piece], groups: list[list[str]]) 
     }
 
 
-def _whole(pieces: Iterable[Piece]) -> Any:
+def _whole(pieces: Iterable[TensorToSave]) -> Any:
     """A context in which the parameters of `pieces` are whole."""
     return GatheredParameters([each for piece in pieces for each in piece.parameters if is_sharded(each)])
 
@@ -169,4 +169,4 @@ def _write_the_rest(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
     finally:
         model.config.use_cache = False
     tokenizer.save_pretrained(folder)
-    write_note(model, folder)
+    write_readme(model, folder)

@@ -26,7 +26,7 @@ FILE_SIZE = 4 * 2**30
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # safetensors 0.8 has them nowhere else
 
 
-class Writer:
+class SafetensorsWriter:
     """Files in a folder that tensors are written to; a context, which ends when all of them are there."""
 
     def __init__(self, folder: Path, outlines: Mapping[str, Tensor], *, file_size: int | None = None) -> None:
@@ -46,7 +46,7 @@ class Writer:
             metadata = {"total_parameters": numbers, "total_size": total}
             atomic_write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": index})
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

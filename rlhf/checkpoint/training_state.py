@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _KEPT = 2
 
 
-def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine], state: dict[str, Any]) -> None:
+def save_checkpoint(
+    directory: StageDirectory, step: int, engines: dict[str, TrainingEngine], state: dict[str, Any]
+) -> None:
     """Write the checkpoint of `step` and remove all but the newest two; every rank calls it.
 
     Args:
@@ -38,7 +40,7 @@ def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine
             shutil.rmtree(_partial(final), ignore_errors=True)
             _partial(final).mkdir(parents=True)
     # Published only when the files of all ranks are there: one that still wrote would find its folder gone.
-    with distributed.together("writing the checkpoint"):
+    with distributed.on_all_ranks("writing the checkpoint"):
         for name, engine in engines.items():
             engine.engine.save_checkpoint(
                 str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
@@ -51,7 +53,9 @@ def save(directory: StageDirectory, step: int, engines: dict[str, TrainingEngine
                 shutil.rmtree(older)
 
 
-def restore(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> tuple[int, dict[str, Any]] | None:
+def restore_checkpoint(
+    directory: StageDirectory, engines: dict[str, TrainingEngine]
+) -> tuple[int, dict[str, Any]] | None:
     """Load the newest complete checkpoint of a stage into its engines.
 
     Returns:

@@ -142,7 +142,7 @@ app.add_typer(accelerators.app, name="accelerators", short_help="Show and check 
 
 
 def _start(options: Options, stages: tuple[Stage, ...]) -> None:
-    from rlhf.engine.select import select
+    from rlhf.engine.select import select_accelerator
     from rlhf.launchers import local, multinode
     from rlhf.trainers import preflight
     from rlhf.trainers import run as launch
@@ -158,7 +158,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
         # What is wrong with the command line shows here, once, and not on every rank.
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
-            select(config, options.accelerator)
+            select_accelerator(config, options.accelerator)
             ending = RunTermination(RunDirectory(config.output), stages)
             _end(local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
@@ -176,7 +176,7 @@ def _start(options: Options, stages: tuple[Stage, ...]) -> None:
 
 def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks, those of the other machines beside them. The first machine checks the run for all."""
-    from rlhf.engine.select import select
+    from rlhf.engine.select import select_accelerator
     from rlhf.launchers import local, multinode
     from rlhf.trainers import preflight
     from rlhf.trainers import run as launch
@@ -191,7 +191,7 @@ def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...])
         wishes = {"resume": options.resume, "overwrite": options.overwrite}
         try:
             pending = preflight.check(config, stages, count * machine.count, **wishes)
-            select(config, options.accelerator)
+            select_accelerator(config, options.accelerator)
         except USER_ERRORS as error:
             with suppress(*USER_ERRORS, RemoteRankError):
                 multinode.join_rendezvous(machine, count, timeout, refusal=ExitStatus.summarize(error))

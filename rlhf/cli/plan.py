@@ -97,10 +97,10 @@ def _where(config: Config, options: Options, devices: int, memory: str | None, h
             )
         return environment.described(config, devices, parse_bytes(memory, "--memory"), given)
     from accelerators import stdout_to_stderr
-    from rlhf.engine.select import select
+    from rlhf.engine.select import select_accelerator
 
     with stdout_to_stderr():  # a device's software may print as it likes
-        accelerator = select(config, options.accelerator).create()
+        accelerator = select_accelerator(config, options.accelerator).create()
         accelerator.bind(0)
         return environment.found(accelerator, config, devices, local=devices)
 

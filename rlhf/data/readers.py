@@ -240,7 +240,7 @@ def _saved_folder(path: Path, split: str) -> Any:
 def _hub(name: str, subset: str | None, split: str, revision: str | None) -> Any:
     from datasets import load_dataset
 
-    hub.ask(name, "dataset")
+    hub.check_available(name, "dataset")
     # In the hub's own conversion of a data set, subsets are folders.
     converted = {"data_dir": subset} if revision == _CONVERSION and subset else {}
     try:

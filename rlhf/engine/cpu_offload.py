@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def describe(held: Iterable[ModelPlacement], accelerator: Accelerator) -> str:
+def describe_offload(held: Iterable[ModelPlacement], accelerator: Accelerator) -> str:
     """One line about what waits on the host in a stage; empty where nothing does."""
     held = list(held)
     parts = {
@@ -32,30 +32,30 @@ def describe(held: Iterable[ModelPlacement], accelerator: Accelerator) -> str:
     return f"offload: {said} wait on the host" if said else ""
 
 
-def park(model: Model, accelerator: Accelerator) -> Model:
+def offload(model: Model, accelerator: Accelerator) -> Model:
     """Keep the weights of a model, which are on the host, there between its uses; where that is the device, do nothing.
 
-    Each forward pass brings them and leaves them; in a block of `at_hand` the first of several does, and its end.
+    Each forward pass brings them and leaves them; in a block of `on_device` the first of several does, and its end.
     """
     if accelerator.host_device() != accelerator.device():
-        vars(model)["parked"] = parked = Parked(model, accelerator)
-        model.register_forward_pre_hook(parked.before)
-        model.register_forward_hook(parked.after, always_call=True)
+        vars(model)["offloaded"] = offloaded = OffloadedModel(model, accelerator)
+        model.register_forward_pre_hook(offloaded.before)
+        model.register_forward_hook(offloaded.after, always_call=True)
     return model
 
 
 @contextmanager
-def at_hand(*models: nn.Module | None) -> Iterator[None]:
-    """The weights of those of `models` that are parked stay on the device, once brought, until the block ends."""
+def on_device(*models: nn.Module | None) -> Iterator[None]:
+    """The weights of those of `models` that are offloaded stay on the device, once brought, until the block ends."""
     with ExitStack() as stack:
         for model in models:
-            parked = getattr(model, "parked", None)
-            if isinstance(parked, Parked):
-                stack.enter_context(parked.kept())
+            offloaded = getattr(model, "offloaded", None)
+            if isinstance(offloaded, OffloadedModel):
+                stack.enter_context(offloaded.kept())
         yield
 
 
-class Parked:
+class OffloadedModel:
     """Where a model's weights are now."""
 
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
@@ -89,7 +89,7 @@ class Parked:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What `at_hand` does for one model."""
+        """What `on_device` does for one model."""
         self._blocks += 1
         try:
             yield

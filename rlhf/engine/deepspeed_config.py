@@ -1,7 +1,7 @@
-"""What DeepSpeed is told of one model: its stage of ZeRO, what waits on the host, and the user's own settings last.
+"""DeepSpeed's configuration of one model: its ZeRO stage, what is offloaded, and the user's own settings last.
 
-How a model is held flows in; DeepSpeed's configuration flows out. `check` refuses, before a run, settings of
-`engine.deepspeed` that rlhf decides itself, and such as DeepSpeed does not know.
+`check_deepspeed_keys` refuses, before a run, settings of `engine.deepspeed` that rlhf decides itself, and settings that
+DeepSpeed does not know.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHECKPOINT = "rlhf writes the checkpoints; set <stage>.checkpoint_every"
 _NOT_USED = "rlhf does without; leave it out"
 _OFFLOAD = "set engine.offload, and engine.nvme for a disk"
 
-OWN: Mapping[str, str] = {
+MANAGED_KEYS: Mapping[str, str] = {
     "train_batch_size": _BATCH,
     "train_micro_batch_size_per_gpu": _BATCH,
     "gradient_accumulation_steps": _BATCH,
@@ -127,11 +127,11 @@ class _Free(BaseModel):
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
 
 
-def check(config: Config) -> None:
+def check_deepspeed_keys(config: Config) -> None:
     """Raise `ConfigError` where `engine.deepspeed` says what rlhf decides, or what DeepSpeed does not know."""
     own = config.engine.deepspeed
     for path in _paths(_named_as_deepspeed_writes(own)):
-        if reason := OWN.get(path):
+        if reason := MANAGED_KEYS.get(path):
             raise ConfigError(f"engine.deepspeed.{path}: is decided by rlhf; {reason}")
     try:
         _Free.model_validate(own)
@@ -139,7 +139,7 @@ def check(config: Config) -> None:
         raise ConfigError(format_validation_error(error, _Free, own, "engine.deepspeed")) from error
 
 
-def check_disk(config: Config, accelerator: Accelerator) -> None:
+def check_nvme(config: Config, accelerator: Accelerator) -> None:
     """Raise `ConfigError` where `engine.nvme` cannot be used: DeepSpeed's asynchronous I/O or the folder is missing."""
     folder = config.engine.nvme
     if folder is None:
@@ -155,7 +155,7 @@ def check_disk(config: Config, accelerator: Accelerator) -> None:
         raise ConfigError(f"engine.nvme: {folder} is no folder to write to; make it, or name one on a fast disk")
 
 
-def deepspeed_config(
+def build_deepspeed_config(
     placement: ModelPlacement,
     accelerator: Accelerator,
     precision: Precision,

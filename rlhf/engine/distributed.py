@@ -1,6 +1,6 @@
 """The process group of a run, and the few collectives that the stages need.
 
-`session` starts it on the selected accelerator and takes it down again; a single process needs no
+`start_process_group` starts it on the selected accelerator and takes it down again; a single process needs no
 launcher. The helpers work alike with one rank and with many.
 """
 
@@ -49,7 +49,7 @@ class World:
 
 
 @contextmanager
-def session(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accelerator]:
+def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accelerator]:
     """Bind this process to its device, start the process group, and end it when the block is left.
 
     Args:
@@ -163,7 +163,7 @@ def _waiting() -> Iterator[None]:
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def on_all_ranks(what: str) -> Iterator[None]:
     """Do something on every rank; no rank goes on before all have done it, and if it fails on one, it fails on all.
 
     Raises:
@@ -189,7 +189,7 @@ def together(what: str) -> Iterator[None]:
 
 @contextmanager
 def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
-    """`together`, for what rank 0 alone does: the block receives True there, and False on the others.
+    """`on_all_ranks`, for what rank 0 alone does: the block receives True there, and False on the others.
 
     Args:
         takes_long: longer perhaps than a collective waits (downloads, reading); the others wait while rank 0 lives.
@@ -208,7 +208,7 @@ def on_each_machine(what: str) -> Iterator[bool]:
 
 @contextmanager
 def _only(ranks: Sequence[int], what: str, *, takes_long: bool) -> Iterator[bool]:
-    with together(what):
+    with on_all_ranks(what):
         chosen = world().rank in ranks
         key = f"rlhf/{next(_WAITS)}" if takes_long and world().size > 1 else None
         if key and not chosen:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.engine.fp32_weights import masters, round_masters
+from rlhf.engine.fp32_weights import get_fp32_weights, round_fp32_weights
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -39,14 +39,14 @@ class EMA:
         self._optimizer = optimizer
         self._host = accelerator.host_device()
         place = self._host if on_host else accelerator.device()
-        self.tensors = [master.to(place, copy=True) for master in masters(optimizer)]
+        self.tensors = [master.to(place, copy=True) for master in get_fp32_weights(optimizer)]
         if on_host and accelerator.pins_memory():
             self.tensors = [average.pin_memory() for average in self.tensors]
 
     @torch.no_grad()
     def follow(self) -> None:
         """Follow a step that the optimizer has taken."""
-        for average, master in _pieces(self.tensors, masters(self._optimizer)):
+        for average, master in _pieces(self.tensors, get_fp32_weights(self._optimizer)):
             average.lerp_(master.to(average.device), 1 - self.decay)
 
     @contextmanager
@@ -71,11 +71,11 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, master in _pieces(self.tensors, masters(self._optimizer)):
+        for average, master in _pieces(self.tensors, get_fp32_weights(self._optimizer)):
             kept = average.to(master.device, copy=True)
             average.copy_(master)
             master.copy_(kept)
-        round_masters(self._optimizer)
+        round_fp32_weights(self._optimizer)
 
 
 def _pieces(averages: list[Tensor], of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""A model under DeepSpeed: trained (`TrainingEngine`) or frozen (`freeze`).
+"""A model under DeepSpeed: trained (`TrainingEngine`) or frozen (`freeze_model`).
 
 The engine turns a list of micro-batches and a loss into one optimizer step. Losses arrive already
 divided by the totals of the global batch, so the gradient is a sum over micro-batches and ranks and does
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from rlhf.config.schema import OptimizerConfig
 from rlhf.engine import deepspeed_patches as patches
 from rlhf.engine import distributed
-from rlhf.engine.cpu_offload import park
-from rlhf.engine.deepspeed_config import deepspeed_config
+from rlhf.engine.cpu_offload import offload
+from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.fp32_weights import keep_precision, restore_precision
-from rlhf.engine.metric_sums import Sums
-from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
+from rlhf.engine.metric_sums import MetricSums
+from rlhf.engine.optimizer import compute_adapter_factor, compute_learning_rate, group_parameters
 from rlhf.models import quantized
-from rlhf.models.placement import place, place_buffers
-from rlhf.models.weight_loading import forget
+from rlhf.models.placement import place_buffers, place_model
+from rlhf.models.weight_loading import clear_sources
 from rlhf.reporting import verbosity
 from rlhf.roles.roles import ModelPlacement
 
@@ -63,7 +63,7 @@ class TrainingEngine:
         self.accelerator = accelerator
         self.placement = placement
         self.optimizer_config = optimizer
-        self._adapter_factor = adapter_factor(optimizer, placement.lora)
+        self._adapter_factor = compute_adapter_factor(optimizer, placement.lora)
         self.total_steps = total_steps
         self.left_out = 0  # steps of the schedule that were not taken
         self.zero_stage = placement.zero_stage
@@ -90,13 +90,13 @@ class TrainingEngine:
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=adamw(
-                    parameter_groups(model, optimizer.weight_decay, self._adapter_factor),
+                    group_parameters(model, optimizer.weight_decay, self._adapter_factor),
                     # 0 while DeepSpeed sets up: see patches.undo_setup_step. Each step sets its own.
                     lr=0.0,
                     betas=optimizer.betas,
                     eps=optimizer.eps,
                 ),
-                config=deepspeed_config(
+                config=build_deepspeed_config(
                     placement,
                     accelerator,
                     precision,
@@ -136,7 +136,7 @@ class TrainingEngine:
     def scheduled_rate(self) -> float:
         """Learning rate of the next step; like Adam's moments it knows nothing of steps that were skipped."""
         steps = self.steps + self.left_out - self.skipped
-        return learning_rate(self.optimizer_config, steps, self.total_steps)
+        return compute_learning_rate(self.optimizer_config, steps, self.total_steps)
 
     @property
     def rates(self) -> dict[str, float]:
@@ -152,7 +152,7 @@ class TrainingEngine:
             patches.restart_trace(self.engine)
         self._trained = True
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
+    def step(self, micro_batches: Sequence[Any], loss: Loss) -> MetricSums:
         """One optimizer step over this rank's micro-batches of one global batch.
 
         Returns:
@@ -162,7 +162,7 @@ class TrainingEngine:
         self.apply()
         return sums
 
-    def backward(self, micro_batches: Sequence[Any], loss: Loss) -> Sums:
+    def backward(self, micro_batches: Sequence[Any], loss: Loss) -> MetricSums:
         """The first part of `step`: the gradients, for `apply` to use.
 
         A loss may be of forward passes that were made before (`train`), with these weights: below ZeRO-3 of all
@@ -173,7 +173,7 @@ class TrainingEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = group["factor"] * self.scheduled_rate
         self.train()
-        sums = Sums()
+        sums = MetricSums()
         for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches):
             boundary(f"{self.name}/before-forward")
             with self.precision.autocast():
@@ -231,7 +231,7 @@ class TrainingEngine:
             yield self.module
 
 
-def freeze(
+def freeze_model(
     model: nn.Module, *, accelerator: Accelerator, precision: Precision, placement: ModelPlacement, shared: bool = False
 ) -> nn.Module:
     """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3.
@@ -242,12 +242,12 @@ def freeze(
         shared: weights of it are those of another model, and stay as they are.
     """
     model.requires_grad_(False).eval()
-    forget(model)
+    clear_sources(model)
     fuse_layers(model, accelerator)
     if placement.zero_stage < 3 and placement.offloads_parameters:
-        return park(place(model, accelerator.host_device(), precision.dtype), accelerator)
+        return offload(place_model(model, accelerator.host_device(), precision.dtype), accelerator)
     if placement.zero_stage < 3:
-        place(model, accelerator.device(), precision.dtype)
+        place_model(model, accelerator.device(), precision.dtype)
         if not shared and (prepare := accelerator.kernels.get("inference_weights")):
             # Not the output layer: its product may be made in parts, together with what is made of it.
             prepare(getattr(model, "base_model", model), keep=False)
@@ -255,7 +255,8 @@ def freeze(
     place_buffers(model, accelerator.device())
     patches.round_linear_once()
     frozen, *_ = deepspeed.initialize(
-        model=model, config=deepspeed_config(placement, accelerator, precision, micro_batch_size=1, accumulation=1)
+        model=model,
+        config=build_deepspeed_config(placement, accelerator, precision, micro_batch_size=1, accumulation=1),
     )
     frozen.eval()
     return frozen
@@ -275,5 +276,5 @@ def _parameter_counts(model: nn.Module) -> dict[str, int]:
     ]  # of a sharded one, the whole
     return {
         "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
-        "all": sum(sizes) + quantized.count(model),
+        "all": sum(sizes) + quantized.count_quantized(model),
     }

@@ -13,13 +13,13 @@ from typing import Any
 
 from rlhf.engine.deepspeed_patches import gradients_overflow, override_overflow
 from rlhf.engine.engine import Loss, TrainingEngine
-from rlhf.engine.metric_sums import Sums
+from rlhf.engine.metric_sums import MetricSums
 
 Work = tuple[TrainingEngine, Loss, Sequence[Any]]
 """(engine, loss, micro-batches): what one optimizer step is made of."""
 
 
-def step_together(work: Sequence[Work]) -> list[Sums]:
+def step_together(work: Sequence[Work]) -> list[MetricSums]:
     """One optimizer step of each engine over its micro-batches, or with loss scaling perhaps of none.
 
     Without it each engine steps before the next one's gradients are there: those of one model are in memory at a time.

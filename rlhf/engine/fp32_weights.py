@@ -17,16 +17,16 @@ from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 
 from rlhf.models import lazy_tensors
-from rlhf.models.weight_loading import remember, source_of
-from rlhf.models.zero3_loading import is_sharded, kept
+from rlhf.models.weight_loading import get_source, set_source
+from rlhf.models.zero3_loading import is_sharded, local_range
 
 
 def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
     """Round what is trained, and was made with more digits (adapters), to `dtype`, and remember what it was."""
     for parameter in model.parameters():
         if parameter.requires_grad and not is_sharded(parameter) and _is_wider(parameter.dtype, dtype):
-            if source_of(parameter) is None:
-                remember(parameter, lazy_tensors.Held(parameter.detach()))
+            if get_source(parameter) is None:
+                set_source(parameter, lazy_tensors.InMemory(parameter.detach()))
             parameter.data = parameter.detach().to(dtype)
 
 
@@ -34,16 +34,16 @@ def restore_precision(engine: Any) -> None:
     """Set the masters of a new DeepSpeed engine; what its parameters were made from is let go of."""
     whole = _whole_masters(engine.optimizer)
     for parameter in engine.module.parameters():
-        found = source_of(parameter)
+        found = get_source(parameter)
         if found is None:
             continue
         if parameter.requires_grad and _is_wider(found.dtype, parameter.dtype):
             _set(parameter, found, whole.get(id(parameter)))
-        if parameter.requires_grad or isinstance(found, lazy_tensors.Held):
-            remember(parameter, None)
+        if parameter.requires_grad or isinstance(found, lazy_tensors.InMemory):
+            set_source(parameter, None)
 
 
-def masters(optimizer: Any) -> list[Tensor]:
+def get_fp32_weights(optimizer: Any) -> list[Tensor]:
     """The float32 numbers that a DeepSpeed optimizer updates on this rank, each tensor contiguous.
 
     They are flat shares of groups of parameters at ZeRO 1-3; at ZeRO 0 one for each parameter: a copy of it, or in fp32
@@ -56,7 +56,7 @@ def masters(optimizer: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def round_masters(optimizer: Any) -> None:
+def round_fp32_weights(optimizer: Any) -> None:
     """Compute from now on with the weights that the masters are when rounded; every rank calls it.
 
     As a step of deepspeed 0.19.8 does it, whose own means these are.
@@ -80,14 +80,14 @@ def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
 
 def _set(parameter: nn.Parameter, found: lazy_tensors.Source, master: Tensor | None) -> None:
     if master is not None:
-        lazy_tensors.copy(found, master)
+        lazy_tensors.copy_source(found, master)
     elif is_sharded(parameter):
         part = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
-        start, stop = kept(parameter)
-        lazy_tensors.copy(found, part[: stop - start], start)
+        start, stop = local_range(parameter)
+        lazy_tensors.copy_source(found, part[: stop - start], start)
         safe_set_local_fp32_param(parameter, part)
     elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:  # None too where other ranks have all of it
-        lazy_tensors.copy(found, fragment.hp_fragment, fragment.lp_fragment_address.start)
+        lazy_tensors.copy_source(found, fragment.hp_fragment, fragment.lp_fragment_address.start)
 
 
 def _whole_masters(optimizer: Any) -> dict[int, Tensor]:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from rlhf.engine import distributed
 
-Numbers = dict[str, float]
+Metrics = dict[str, float]
 """Numbers of a step or an evaluation, by the names under which they are recorded."""
 
 
-class Sums:
+class MetricSums:
     """Named running sums of this rank."""
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class Sums:
             number = number.detach().float()
             self._sums[name] = self._sums[name] + number if name in self._sums else number
 
-    def extend(self, other: Sums, *names: str) -> None:
+    def extend(self, other: MetricSums, *names: str) -> None:
         """Add the sums of another that have these names, where it has them."""
         self.add(**{name: other._sums[name] for name in names if name in other._sums})
 
-    def read(self) -> Numbers:
+    def read(self) -> Metrics:
         """The sums over all ranks: one collective and one host read."""
         stacked = distributed.all_sum(torch.stack([number.reshape(()) for number in self._sums.values()]))
         return dict(zip(self._sums, stacked.tolist()))
 
 
-def padding_share(sums: Numbers) -> float:
+def padding_share(sums: Metrics) -> float:
     """Share of the `positions` that were computed which hold no token of a real row (`present`: those that do)."""
     return 1 - sums["present"] / max(sums["positions"], 1)

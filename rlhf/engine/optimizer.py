@@ -14,12 +14,12 @@ ADAPTERS_FACTOR = 10.0
 and what a full fine-tuning changes little they must change alone."""
 
 
-def adapter_factor(optimizer: OptimizerConfig, lora: LoraConfig) -> float:
+def compute_adapter_factor(optimizer: OptimizerConfig, lora: LoraConfig) -> float:
     """What the learning rate of a stage is multiplied by for its adapters; they follow the same schedule."""
     return ADAPTERS_FACTOR if lora.learning_rate is None else lora.learning_rate / optimizer.learning_rate
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, factor: float = 1.0) -> list[dict[str, Any]]:
+def group_parameters(model: nn.Module, weight_decay: float, factor: float = 1.0) -> list[dict[str, Any]]:
     """Trainable parameters in three groups: matrices with weight decay, vectors (biases, norms) without, adapters.
 
     Each group's `factor` is what the stage's learning rate is to be multiplied by: `factor` for adapters, 1 for others.
@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, factor: float = 1.0)
     return [group for group in groups if group["params"]]
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+def compute_learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) of `total_steps`.
 
     It rises linearly over the warm-up, then follows the schedule down to `min_lr_ratio` of the peak at the last step.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
 
 
-def select(config: Config, accelerator: str | None = None) -> Selection:
+def select_accelerator(config: Config, accelerator: str | None = None) -> Selection:
     """Choose the backend and set the environment that it and DeepSpeed want, before torch is imported.
 
     Raises:

@@ -24,9 +24,9 @@ from rlhf.evaluation.generate import Ids, Manner, log_probs, write
 from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer, prompt_format
 from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder
 from rlhf.models.attention import choose_attention
-from rlhf.models.compatibility import max_positions
+from rlhf.models.compatibility import get_max_positions
 from rlhf.models.folder import check_model_folder
-from rlhf.models.loading import load_model_tokenizer, outline
+from rlhf.models.loading import load_model_tokenizer, load_on_meta
 from rlhf.reporting.progress import progress
 from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, expected_best, repeated, wilson, win_share
 
@@ -143,9 +143,9 @@ def _look(name: str, config: Config, device: Device, *, scalar_head: bool = Fals
     source = config.model.model_copy(update={"path": base})
     tokenizer, _ = load_model_tokenizer(source)
     attention = choose_attention(device.accelerator, base, source).name
-    model = outline(base, source, attention=attention, scalar_head=scalar_head)
+    model = load_on_meta(base, source, attention=attention, scalar_head=scalar_head)
     rows = max(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    return Known(name, tokenizer, prompt_format(folder, tokenizer, config), max_positions(model.config), rows)
+    return Known(name, tokenizer, prompt_format(folder, tokenizer, config), get_max_positions(model.config), rows)
 
 
 def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> tuple[list[Row], list[Any], Dropped]:

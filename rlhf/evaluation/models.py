@@ -51,10 +51,10 @@ class Device:
             AcceleratorError: no backend can be chosen, or it lacks the precision.
             ConfigError: it lacks an implementation that `engine.kernels` names.
         """
-        from rlhf.engine.select import choose_kernels, select
+        from rlhf.engine.select import choose_kernels, select_accelerator
         from rlhf.reporting import verbosity
 
-        selection = select(config, accelerator)
+        selection = select_accelerator(config, accelerator)
         from accelerators import ShapePolicy, stdout_to_stderr
 
         with stdout_to_stderr():  # a device's software may print as it likes
@@ -94,22 +94,22 @@ class Device:
 
         from rlhf.data.batches import pad_right
 
-        order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         size, longest = min(batch_size, len(rows)), max(map(len, rows), default=0)
         found = [0.0] * len(rows)
         with torch.no_grad(), progress(len(rows), description, enabled=bool(description)) as bar:
             for start in range(0, len(order), size or 1):
                 places = order[start : start + size]
                 filled = [*places, *[places[0]] * (size - len(places))]
-                ids, mask = pad_right([rows[place] for place in filled], self.shapes, longest, pad)
-                more = {name: torch.tensor([values[place] for place in filled]) for name, values in numbers.items()}
+                ids, mask = pad_right([rows[index] for index in filled], self.shapes, longest, pad)
+                more = {name: torch.tensor([values[index] for index in filled]) for name, values in numbers.items()}
                 batch = self.accelerator.to_device({"input_ids": ids, "attention_mask": mask, **more})
                 with self.computing(f"{size} rows of {ids.shape[1]:,} tokens"):
                     values = compute(**batch)
                     self.accelerator.step_boundary("evaluate")
                     numbers_of_rows = values.tolist()
-                for place, value in zip(places, numbers_of_rows):
-                    found[place] = value
+                for index, value in zip(places, numbers_of_rows):
+                    found[index] = value
                 bar.advance(len(places))
         return found
 
@@ -210,22 +210,22 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
     """
     folder = str(model_folder(path))
     base = base_of(folder)
-    from rlhf.models.compatibility import read_config
+    from rlhf.models.compatibility import load_model_config
     from rlhf.models.loading import load_causal_lm
-    from rlhf.models.scalar_head import SUFFIX
-    from rlhf.models.tokenizers import end_tokens
+    from rlhf.models.scalar_head import CLASS_SUFFIX
+    from rlhf.models.tokenizers import find_end_tokens
 
     source = config.model.model_copy(update={"path": base})
-    hub.ask(base, "model")
-    for architecture in read_config(base, source).architectures or ():
-        if architecture.endswith(("ForSequenceClassification", SUFFIX)):
+    hub.check_available(base, "model")
+    for architecture in load_model_config(base, source).architectures or ():
+        if architecture.endswith(("ForSequenceClassification", CLASS_SUFFIX)):
             raise ModelError(f"{base}: is a reward model, which scores texts and writes none; name another model")
     tokenizer, options = _prepared(source, device, scalar_head=False)
     if base == folder:
         model = load_causal_lm(source, tokenizer, **options)
     else:
         model = merged(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
-    ends = end_tokens(tokenizer, model.generation_config)
+    ends = find_end_tokens(tokenizer, model.generation_config)
     placed, prompts = _placed(model, device), prompt_format(folder, tokenizer, config)
     return Writer(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
 
@@ -243,16 +243,16 @@ def load_judge(path: Path | str, config: Config, device: Device, *, name: str | 
     """
     folder = str(reward_model_folder(path))
     check_model_folder(folder)
-    from rlhf.models.compatibility import generation_settings
+    from rlhf.models.compatibility import load_generation_config
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_scalar_head
-    from rlhf.models.tokenizers import end_tokens
+    from rlhf.models.tokenizers import find_end_tokens
 
     source = config.model.model_copy(update={"path": folder})
     tokenizer, options = _prepared(source, device, scalar_head=True)
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
     placed, prompts = _placed(model, device), prompt_format(folder, tokenizer, config)
-    ends = trained_ends(Path(folder)) or end_tokens(tokenizer, generation_settings(folder, source))
+    ends = trained_ends(Path(folder)) or find_end_tokens(tokenizer, load_generation_config(folder, source))
     head = ScalarHead(placed).eval()
     return Judge(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
 
@@ -262,8 +262,8 @@ def _prepared(
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
     """What loaders of a model are given: its tokenizer; its attention, and what makes its parameters."""
     from rlhf.models.attention import choose_attention
-    from rlhf.models.loading import check_fits, load_model_tokenizer, outline
-    from rlhf.models.weight_loading import into
+    from rlhf.models.loading import check_tokenizer_fits, load_model_tokenizer, load_on_meta
+    from rlhf.models.weight_loading import place_in_memory
 
     folder = str(source.path)
     attention = choose_attention(device.accelerator, folder, source).name
@@ -271,15 +271,20 @@ def _prepared(
     for note in notes:
         logger.info("%s", note)
     if source.tokenizer:
-        check_fits(tokenizer, outline(folder, source, attention=attention, scalar_head=scalar_head), folder)
-    return tokenizer, {"attention": attention, "put": into(device.precision.dtype, device.accelerator.device())}
+        check_tokenizer_fits(
+            tokenizer, load_on_meta(folder, source, attention=attention, scalar_head=scalar_head), folder
+        )
+    return tokenizer, {
+        "attention": attention,
+        "put": place_in_memory(device.precision.dtype, device.accelerator.device()),
+    }
 
 
 def _placed(model: Any, device: Device) -> Any:
     """The model on the device and in its precision, ready to be asked."""
-    from rlhf.models.placement import place
+    from rlhf.models.placement import place_model
 
-    return place(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
+    return place_model(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
 
 
 def prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
@@ -291,6 +296,6 @@ def prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config
 
 
 def _room(model: Any) -> int:
-    from rlhf.models.compatibility import max_positions
+    from rlhf.models.compatibility import get_max_positions
 
-    return max_positions(model.config) or _ENDLESS
+    return get_max_positions(model.config) or _ENDLESS

@@ -153,7 +153,7 @@ def merged(model: Any, folder: str) -> Any:
     from peft import PeftModel
 
     from accelerators import find_out_of_memory
-    from rlhf.models.hf_errors import reason
+    from rlhf.models.hf_errors import summarize_error
 
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
@@ -161,6 +161,6 @@ def merged(model: Any, folder: str) -> Any:
         if find_out_of_memory(error):
             raise
         raise ModelError(
-            f"{folder}: this adapter cannot be put into {model.name_or_path} ({reason(error).rstrip(':')}); "
+            f"{folder}: this adapter cannot be put into {model.name_or_path} ({summarize_error(error).rstrip(':')}); "
             f"check its files, and base_model_name_or_path in {_CONFIG}"
         ) from error

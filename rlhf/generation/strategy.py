@@ -131,13 +131,13 @@ def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 
 
 def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
-    from rlhf.models.lora import merges
+    from rlhf.models.lora import should_merge
 
     ppo, data, model = config.ppo, config.data, engine.module.config.get_text_config(decoder=True)
     accelerator = engine.accelerator
     memory = accelerator.memory()
     shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
-    merged, _ = merges(engine.module, engine.placement.lora, memory.total)
+    merged, _ = should_merge(engine.module, engine.placement.lora, memory.total)
     weights = 0
     for name, weight in engine.module.named_parameters():
         copies = 2 if merged and name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept

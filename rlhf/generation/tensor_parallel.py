@@ -19,7 +19,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlhf.models.lora import merged_weight
+from rlhf.models.lora import compute_merged_weight
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _fill(module: Any, source: Any, style: str, team: Partners, known: dict[tupl
             cut = style != "whole" and not (name == "bias" and style.startswith("rows"))
             key = id(parameter), cut
             if key not in known:
-                whole = merged_weight(source) if adapted and name == "weight" else parameter.data
+                whole = compute_merged_weight(source) if adapted and name == "weight" else parameter.data
                 own = _cut(whole, 1 if style.startswith("rows") else 0, team) if cut else whole
                 known[key] = nn.Parameter(own.to(parameter.dtype, copy=True), requires_grad=False)
             module._parameters[name] = known[key]

@@ -260,7 +260,7 @@ class Model:
         return [in_blocks(self.role, "saving", 4 * self.shape.largest, host=_host(True, around))]
 
     def _merges(self, config: Config, placement: ModelPlacement, around: Surroundings) -> bool:
-        """Whether rollouts add adapters to a copy of the weights; as `rlhf.models.lora.merges` decides it."""
+        """Whether rollouts add adapters to a copy of the weights; as `rlhf.models.lora.should_merge` decides it."""
         if config.lora.merge != "auto":
             return config.lora.merge
         copy = self.shape.in_linears * around.width

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ModelError
 from rlhf.models import hub
-from rlhf.models.compatibility import lacks_attention, model_class, read_config
+from rlhf.models.compatibility import explain_missing_attention, find_model_class, load_model_config
 from rlhf.models.folder import check_model_folder
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionChoice:
     """`name` is transformers' for an attention implementation; `refused` are the better ones, each with the reason."""
 
     name: str
     refused: Mapping[str, str]
 
 
-EMBEDDED = "the embedded model"
+EMBEDDED_MODEL = "the embedded model"
 
 
-def choose_attention(accelerator: Accelerator, path: str | None, config: ModelConfig) -> Choice:
+def choose_attention(accelerator: Accelerator, path: str | None, config: ModelConfig) -> AttentionChoice:
     """What the model at `path`, or the embedded one, gets of what the backend offers.
 
     Raises:
@@ -41,14 +41,14 @@ def choose_attention(accelerator: Accelerator, path: str | None, config: ModelCo
     if path is None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        return choose_for(accelerator, LlamaConfig(), EMBEDDED, LlamaForCausalLM)
+        return choose_attention_for(accelerator, LlamaConfig(), EMBEDDED_MODEL, LlamaForCausalLM)
     check_model_folder(path)
-    hub.ask(path, "model")
-    found = read_config(path, config)
-    return choose_for(accelerator, found, path, model_class(found, config))
+    hub.check_available(path, "model")
+    found = load_model_config(path, config)
+    return choose_attention_for(accelerator, found, path, find_model_class(found, config))
 
 
-def choose_for(accelerator: Accelerator, found: Any, path: str, architecture: Any) -> Choice:
+def choose_attention_for(accelerator: Accelerator, found: Any, path: str, architecture: Any) -> AttentionChoice:
     """As `choose_attention`, for a configuration of transformers.
 
     Args:
@@ -57,9 +57,9 @@ def choose_for(accelerator: Accelerator, found: Any, path: str, architecture: An
     """
     refused: dict[str, str] = {}
     for implementation, name in accelerator.kernels.usable("attention"):
-        why = lacks_attention(architecture, name) or accelerator.kernels.refusal(implementation, found)
+        why = explain_missing_attention(architecture, name) or accelerator.kernels.refusal(implementation, found)
         if not why:
-            return Choice(name, refused)
+            return AttentionChoice(name, refused)
         refused[name] = why
     first = accelerator.kernels.get("attention", required=True)
     raise ModelError(
@@ -67,7 +67,7 @@ def choose_for(accelerator: Accelerator, found: Any, path: str, architecture: An
     )
 
 
-def describe(choices: Mapping[str, Choice]) -> str | None:
+def describe_attention(choices: Mapping[str, AttentionChoice]) -> str | None:
     """What to say of models, by the names they go by, that did not get the backend's first choice; None if all did."""
     said: dict[str, list[str]] = {}
     for model, choice in choices.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.hf_errors import reason, unreachable
+from rlhf.models.hf_errors import hub_load_error, summarize_error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -33,7 +33,7 @@ def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head
     Raises:
         ModelError: its configuration cannot be read, or its architecture lacks something.
     """
-    found = read_config(path, config)
+    found = load_model_config(path, config)
     why = _missing(found, config, attention, scalar_head)
     if why:
         raise ModelError(
@@ -51,7 +51,7 @@ def check_positions(
     keys: str = "data.max_prompt_length + data.max_completion_length",
 ) -> None:
     """Raise `ModelError` where sequences of `max_length` tokens, which `keys` say, have no room in the model."""
-    positions = max_positions(found)
+    positions = get_max_positions(found)
     if positions is not None and max_length > positions:
         raise ModelError(
             f"{path}: has {positions} positions, fewer than {keys} = {max_length}; "
@@ -59,7 +59,7 @@ def check_positions(
         )
 
 
-def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+def load_model_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The configuration of the model at `path`.
 
     Raises:
@@ -72,28 +72,30 @@ def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, **gguf)
     except Exception as error:
         if not Path(path).exists():
-            raise unreachable(path, error) from error
-        raise ModelError(f"{path}: its configuration cannot be read ({reason(error)}); check config.json") from error
+            raise hub_load_error(path, error) from error
+        raise ModelError(
+            f"{path}: its configuration cannot be read ({summarize_error(error)}); check config.json"
+        ) from error
 
 
-def generation_settings(path: str, config: ModelConfig) -> GenerationConfig:
+def load_generation_config(path: str, config: ModelConfig) -> GenerationConfig:
     """How the model at `path` generates: what ends its replies, above all."""
     from transformers import GenerationConfig
 
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:  # it has no settings of its own
-        return GenerationConfig.from_model_config(read_config(path, config))
+        return GenerationConfig.from_model_config(load_model_config(path, config))
 
 
-def max_positions(config: PretrainedConfig) -> int | None:
+def get_max_positions(config: PretrainedConfig) -> int | None:
     """The most tokens a sequence may have; None where the configuration names no limit."""
     text = config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in _POSITIONS)
     return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
 
 
-def model_class(found: PretrainedConfig, config: ModelConfig) -> Any:
+def find_model_class(found: PretrainedConfig, config: ModelConfig) -> Any:
     """The class of the language model that a configuration describes; None where only loading tells."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -106,7 +108,7 @@ def model_class(found: PretrainedConfig, config: ModelConfig) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
 
 
-def lacks_attention(architecture: Any, attention: str) -> str:
+def explain_missing_attention(architecture: Any, attention: str) -> str:
     """Why a class of transformers does not run with an attention implementation; empty where it does.
 
     Args:
@@ -134,7 +136,7 @@ def _cannot_generate(found: Any, language_model: Any) -> str:
     try:
         layers = StaticCache(config=found, max_cache_len=1).layers
     except Exception as error:
-        return f"no static cache can be made for it ({reason(error)})"
+        return f"no static cache can be made for it ({summarize_error(error)})"
     if not any(isinstance(layer, StaticLayer) for layer in layers):
         return "it keeps a recurrent state and no keys and values, so a static cache cannot hold its past"
     if language_model._can_compile_fullgraph or found.model_type in _STATIC_ALL_THE_SAME:
@@ -155,15 +157,15 @@ def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool)
     language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
     if language_model is None or found.is_encoder_decoder:
         return "it is no decoder-only language model"
-    if why := lacks_attention(language_model, attention):
+    if why := explain_missing_attention(language_model, attention):
         return f"of {attention} attention, {why}"
     if why := _cannot_generate(found, language_model):
         return why
     if scalar_head:
-        from rlhf.models.scalar_head import made_class
+        from rlhf.models.scalar_head import build_scalar_head_class
 
         try:
-            made_class(found)
+            build_scalar_head_class(found)
         except ValueError as error:
             return str(error)
     return None

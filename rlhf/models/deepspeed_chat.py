@@ -11,21 +11,21 @@ from collections.abc import Iterable
 from typing import Any
 
 _BACKBONE = r"^(?:module\.)*rw(?:transformer|tranrsformer)\."  # the second is how it was written at first
-KEYS = {_BACKBONE: "", r"^(?:module\.)*v_head\.": "score."}
+KEY_MAPPING = {_BACKBONE: "", r"^(?:module\.)*v_head\.": "score."}
 """Its names -> those of transformers, as `key_mapping` of `from_pretrained` takes them; `module.` is of a wrapper."""
 
 
-def saved(names: Iterable[str]) -> bool:
+def is_deepspeed_chat(names: Iterable[str]) -> bool:
     """Whether a checkpoint whose tensors have these names is such a reward model."""
     return any(re.match(_BACKBONE, name) for name in names)
 
 
-def name_there(name: str, prefix: str) -> str:
+def to_deepspeed_chat_name(name: str, prefix: str) -> str:
     """What DeepSpeed-Chat calls a tensor of the sequence classifier whose backbone is called `prefix`."""
     return "v_head.weight" if name == "score.weight" else f"rwtransformer.{name.removeprefix(f'{prefix}.')}"
 
 
-def unread_token(config: Any, eos: int) -> int | None:
+def find_unread_token(config: Any, eos: int) -> int | None:
     """The token at which such a model's score of a text is not read but at the one before; None: there is none.
 
     DeepSpeed-Chat reads the score before the first padding. Padding is the end-of-sequence token, whose score has

@@ -44,7 +44,7 @@ def set_dropout(model: nn.Module, rate: float) -> None:
             module.config = copies[id(config)]
 
 
-def drops(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether training passes drop anything: activations, those of adapters included, or whole layers."""
     found: list[float] = []
     outermost = None

@@ -23,7 +23,7 @@ LARGEST_SPREAD = 2.0
 _RESET = "_reset_under_a_new_head"
 
 
-def final_norm(model: Any) -> tuple[str, nn.Module] | None:
+def find_final_norm(model: Any) -> tuple[str, nn.Module] | None:
     """The norm whose output the scalar head of `model` reads, and its name; None where there is none with weights.
 
     It stands beside the stack of layers, as a rule after it (OPT's before it, where BLOOM has one of its embeddings),
@@ -50,7 +50,7 @@ def final_norm(model: Any) -> tuple[str, nn.Module] | None:
 
 def check_final_norm(model: Any, wanted: Literal["auto", True, False]) -> None:
     """Raise `ConfigError` where `reward.reset_final_norm` wants a norm reset that `model` has not."""
-    if wanted is True and final_norm(model) is None:
+    if wanted is True and find_final_norm(model) is None:
         raise ConfigError(
             f"reward.reset_final_norm: true, but {type(model).__name__} has no norm with weights before its head; "
             "leave it at auto"
@@ -67,7 +67,7 @@ def reset_final_norm(model: Any, wanted: Literal["auto", True, False]) -> str | 
         ConfigError: as `check_final_norm`.
     """
     check_final_norm(model, wanted)
-    found = final_norm(model)
+    found = find_final_norm(model)
     if found is None or wanted is False:
         return None
     name, norm = found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from rlhf.models.lm_head import LogProbs, log_probs_of
+from rlhf.models.lm_head import LogProbs, compute_log_probs
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -66,7 +66,7 @@ def completion_log_probs(
     positions = torch.arange(end - completion_length, end, device=input_ids.device)
     inputs = model_inputs(model, input_ids, attention_mask) | {"logits_to_keep": positions}
     labels = input_ids[:, end + 1 - completion_length :]
-    return log_probs_of(model, inputs, labels, temperature=temperature, entropy=entropy)
+    return compute_log_probs(model, inputs, labels, temperature=temperature, entropy=entropy)
 
 
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _ADVICE = re.compile(
 )
 
 
-def reason(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """An error of a library in one sentence: what is wrong, not what to do."""
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     if isinstance(error, json.JSONDecodeError):
@@ -35,6 +35,6 @@ def reason(error: BaseException) -> str:
     return _ADVICE.split((text or type(error).__name__).splitlines()[0])[0].rstrip(".!")
 
 
-def unreachable(path: str, error: BaseException) -> ModelError:
+def hub_load_error(path: str, error: BaseException) -> ModelError:
     """What to say of a name that is no folder here and that the hub did not give."""
-    return ModelError(f"{path}: no folder here, and not loaded from the hub ({reason(error)}); check the name")
+    return ModelError(f"{path}: no folder here, and not loaded from the hub ({summarize_error(error)}); check the name")

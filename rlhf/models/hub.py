@@ -2,7 +2,7 @@
 
 A name flows in; nothing, a note, or an error of one line comes out. Where the hub cannot be reached and this machine
 has a copy, libraries take that from then on and leave the hub alone: until it is asked for another name, or
-`as_found` ends. A hub that is switched off is not asked, and never switched on.
+`restore_offline_flags` ends. A hub that is switched off is not asked, and never switched on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Unreachable(Exception):
     """The hub gives no answer; the message says why."""
 
 
-def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
+def find_hub_note(name: str, kind: Literal["model", "dataset"]) -> str | None:
     """Ask the hub whether it gives out `name`, unless that is a path here.
 
     Returns:
@@ -63,7 +63,7 @@ def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
         return None
     what = _KINDS[kind]
     if offline := _switched_off(kind):
-        if has_copy(name, kind):
+        if is_cached(name, kind):
             return None
         found, remedy = f"there is no copy of it on this machine, and {offline} is set", f"unset {offline}"
     else:
@@ -71,39 +71,39 @@ def check_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
         try:
             answer = _answer(name, what)
         except _Unreachable as error:
-            if has_copy(name, kind):
+            if is_cached(name, kind):
                 _leave_alone()
                 return f"{name}: the hub cannot be reached ({error}); the copy on this machine is taken"
             found, remedy = f"the hub cannot be reached ({error})", "check the network"
         else:
             if answer:
                 raise what.error(f"{name}: {answer}")
-            return None if has_copy(name, kind) else f"{name}: not on this machine yet; it is downloaded from the hub"
+            return None if is_cached(name, kind) else f"{name}: not on this machine yet; it is downloaded from the hub"
     raise what.error(f"{name}: no {what.place} here, and {found}; {remedy}, or name a local {what.place}")
 
 
 @cache
-def ask(name: str, kind: Literal["model", "dataset"]) -> None:
-    """`check_hub`, once in this process; the note is logged.
+def check_available(name: str, kind: Literal["model", "dataset"]) -> None:
+    """`find_hub_note`, once in this process; the note is logged.
 
     Raises:
-        ModelError, DataError: as `check_hub`.
+        ModelError, DataError: as `find_hub_note`.
     """
-    if note := check_hub(name, kind):
+    if note := find_hub_note(name, kind):
         logger.warning("%s", note)
 
 
 @contextmanager
-def as_found() -> Iterator[None]:
+def restore_offline_flags() -> Iterator[None]:
     """What hubs say is remembered, and libraries leave them alone, no longer than this block: a program may go on."""
     try:
         yield
     finally:
         _ask_again()
-        ask.cache_clear()
+        check_available.cache_clear()
 
 
-def has_copy(name: str, kind: Literal["model", "dataset"]) -> bool:
+def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:
     """Whether the hub's `name` was loaded on this machine before."""
     from huggingface_hub import constants
 

@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
+class OnDisk:
     """A tensor in a safetensors file."""
 
     path: Path
@@ -80,7 +80,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Held:
+class InMemory:
     """A tensor in memory."""
 
     tensor: Tensor
@@ -98,7 +98,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Made:
+class Computed:
     """A tensor that is computed when it is read, whole whatever part is wanted."""
 
     make: Callable[[], Tensor]
@@ -110,7 +110,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Grown:
+class Extended:
     """A matrix or vector with rows added, all equal to `row`, which is float32."""
 
     before: Source
@@ -137,7 +137,7 @@ class Grown:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def stored(path: str) -> dict[str, Source] | None:
+def open_checkpoint(path: str) -> dict[str, Source] | None:
     """The tensors of the checkpoint at `path`, a folder or a hub name, by the names they are stored under.
 
     Returns:
@@ -160,13 +160,13 @@ def stored(path: str) -> dict[str, Source] | None:
     return None
 
 
-def copy(source: Source, out: Tensor, start: int = 0) -> Tensor:
+def copy_source(source: Source, out: Tensor, start: int = 0) -> Tensor:
     """Fill `out`, in its type and on its device, with elements of `source` from `start` on; little is read at a time.
 
     Each number is rounded once.
     """
     flat = out.detach().view(-1)
-    if isinstance(source, Stored) and out.dtype == source.dtype and out.device == torch.get_default_device():
+    if isinstance(source, OnDisk) and out.dtype == source.dtype and out.device == torch.get_default_device():
         source.read_into(flat, start)
         return out
     step = _step(source)
@@ -176,12 +176,12 @@ def copy(source: Source, out: Tensor, start: int = 0) -> Tensor:
     return out
 
 
-def whole(source: Source, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def read_whole(source: Source, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """The tensor of `source`."""
-    return copy(source, torch.empty(source.shape, dtype=dtype, device=device))
+    return copy_source(source, torch.empty(source.shape, dtype=dtype, device=device))
 
 
-def equal(left: Source, right: Source) -> bool:
+def sources_equal(left: Source, right: Source) -> bool:
     """Whether two sources hold the same numbers."""
     size, step = left.shape.numel(), max(_step(left), _step(right))
     parts = [(first, min(first + step, size)) for first in range(0, size, step)]
@@ -190,7 +190,7 @@ def equal(left: Source, right: Source) -> bool:
     )
 
 
-def mean_row(source: Source) -> Tensor:
+def compute_mean_row(source: Source) -> Tensor:
     """The mean of the rows of `source`, in float32; of numbers added up in float64, so the same however it is read."""
     rows, size = source.shape[0], source.shape[1:].numel()
     total = torch.zeros(size, dtype=torch.float64)
@@ -203,7 +203,7 @@ def mean_row(source: Source) -> Tensor:
 
 def _step(source: Source) -> int:
     """Elements to read at a time: of what is computed anew for each part, all."""
-    return max(1, source.shape.numel()) if isinstance(source, Made) else CHUNK
+    return max(1, source.shape.numel()) if isinstance(source, Computed) else CHUNK
 
 
 def _in_safetensors(path: Path) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _in_safetensors(path: Path) -> dict[str, Any]:
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return {
-        name: Stored(path, 8 + length + entry["data_offsets"][0], torch.Size(entry["shape"]), _TYPES[entry["dtype"]])
+        name: OnDisk(path, 8 + length + entry["data_offsets"][0], torch.Size(entry["shape"]), _TYPES[entry["dtype"]])
         if entry["dtype"] in _TYPES
         else None
         for name, entry in header.items()
@@ -228,4 +228,4 @@ def _in_bin(path: Path) -> dict[str, Any]:
     """Its tensors, mapped into memory: what is read of them may stay there for as long as they do."""
     from transformers.modeling_utils import load_state_dict
 
-    return {name: Held(tensor) for name, tensor in load_state_dict(path).items()}
+    return {name: InMemory(tensor) for name, tensor in load_state_dict(path).items()}

@@ -36,7 +36,7 @@ class LogProbs(NamedTuple):
     entropy: Tensor | None
 
 
-def log_probs_of(
+def compute_log_probs(
     model: nn.Module,
     inputs: dict[str, Any],
     labels: Tensor,
@@ -67,7 +67,7 @@ def log_probs_of(
         return made.unsqueeze(-1)  # through the model's own output: DeepSpeed's hooks are there
 
     bare = getattr(model, "module", model)  # under DeepSpeed
-    head = output_layer(bare)
+    head = get_output_layer(bare)
     with contextlib.ExitStack() as stack:
         if places is not None:
             assert head is not None
@@ -83,7 +83,7 @@ def log_probs_of(
     return LogProbs(token_log_probs(logits, labels, temperature), None)
 
 
-def output_layer(model: nn.Module) -> Any:
+def get_output_layer(model: nn.Module) -> Any:
     """The layer that gives logits, or None of a model that names none."""
     named = getattr(model, "get_output_embeddings", None)
     return named() if named else None
@@ -95,7 +95,7 @@ def can_be_fused(model: nn.Module) -> bool:
     Not where an adapter or another forward pass is in the output layer's place (packed weights, say), nor where the
     model scales or caps what the layer gives.
     """
-    head = output_layer(model)
+    head = get_output_layer(model)
     if type(head) is not nn.Linear or "forward" in vars(head):
         return False
     if model not in _plain:

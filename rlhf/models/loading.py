@@ -22,11 +22,19 @@ from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models import deepspeed_chat, hub, lazy_tensors
 from rlhf.models.compatibility import check_support
-from rlhf.models.final_norm import final_norm, reset_final_norm
+from rlhf.models.final_norm import find_final_norm, reset_final_norm
 from rlhf.models.folder import check_model_folder
-from rlhf.models.hf_errors import reason, unreachable
-from rlhf.models.tokenizers import end_tokens, load_tokenizer
-from rlhf.models.weight_loading import Checkpoint, Put, fill, grow, into, make_real, prepare
+from rlhf.models.hf_errors import hub_load_error, summarize_error
+from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
+from rlhf.models.weight_loading import (
+    CheckpointTensors,
+    PlaceParameter,
+    extend_embeddings,
+    fill_parameters,
+    place_in_memory,
+    prepare_parameters,
+    read_parameters,
+)
 from rlhf.roles.roles import ModelPlacement
 
 if TYPE_CHECKING:
@@ -35,11 +43,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Loader = Callable[[ModelPlacement], Any]
+ModelLoader = Callable[[ModelPlacement], Any]
 """Loads one role's model, to be held so."""
 
 
-def outline(
+def load_on_meta(
     path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False, trained: bool = True
 ) -> PreTrainedModel:
     """The model at `path` without its weights, on torch's meta device; what its loading would raise is raised now.
@@ -60,7 +68,7 @@ def load_causal_lm(
     *,
     attention: str,
     path: str | None = None,
-    put: Put | None = None,
+    put: PlaceParameter | None = None,
 ) -> PreTrainedModel:
     """The causal language model at `path` (default: the one of `config`), its vocabulary fit to the tokenizer.
 
@@ -71,7 +79,7 @@ def load_causal_lm(
         ModelError: the folder is incomplete, transformers cannot load it, or its architecture is not supported.
     """
     model = _fit(_load(path or _required(config), config, attention)[0], tokenizer)
-    return fill(model, put or into(torch.float32))
+    return fill_parameters(model, put or place_in_memory(torch.float32))
 
 
 def load_scalar_head(
@@ -83,7 +91,7 @@ def load_scalar_head(
     seed: int | None = None,
     reset_norm: Literal["auto", True, False] = False,
     say: Callable[[str], None] = lambda line: None,
-    put: Put | None = None,
+    put: PlaceParameter | None = None,
 ) -> PreTrainedModel:
     """The sequence-classification model with one output at `path`.
 
@@ -104,18 +112,20 @@ def load_scalar_head(
     for _, there, _ in report["mismatched_keys"]:  # of the head alone: others are errors
         say(f"note: {path}: its head has {there[0]} outputs, a reward model has one; a new head is drawn from the seed")
     if report["missing_keys"] or report["mismatched_keys"]:
-        if norm := final_norm(model):
-            make_real(norm[1])
+        if norm := find_final_norm(model):
+            read_parameters(norm[1])
         if line := reset_final_norm(model, reset_norm):
             say(f"note: {path}: {line}")
-    unread = deepspeed_chat.unread_token(model.config, tokenizer.eos_token_id) if report["deepspeed_chat"] else None
+    unread = (
+        deepspeed_chat.find_unread_token(model.config, tokenizer.eos_token_id) if report["deepspeed_chat"] else None
+    )
     if seed is None and unread is not None:
         model.config.unread_token = unread
         say(f"note: {path}: is a reward model of DeepSpeed-Chat; replies are scored at the token before their end")
-    return fill(_fit(model, tokenizer), put or into(torch.float32))
+    return fill_parameters(_fit(model, tokenizer), put or place_in_memory(torch.float32))
 
 
-def empty(found: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
+def build_on_meta(found: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
     """A model of the configuration `found`, of a model that was loaded, on torch's meta device and without weights.
 
     Args:
@@ -134,7 +144,7 @@ def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[
     where = path or config.tokenizer or _required(config)
     if path is None and config.tokenizer is None:
         check_model_folder(where)
-    hub.ask(where, "model")
+    hub.check_available(where, "model")
     return load_tokenizer(where, trust_remote_code=config.trust_remote_code, eos_token=config.eos_token)
 
 
@@ -151,7 +161,7 @@ def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedToke
     )
 
 
-def check_fits(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
     """Raise `ModelError` where the tokenizer is of another model than the one at `path`.
 
     A model may gain a few rows for tokens that were added to its tokenizer, but not for others.
@@ -185,7 +195,7 @@ def _load(
     Without `weights`, all of it is on the meta device. The report also says whether DeepSpeed-Chat saved the weights.
     """
     check_model_folder(path)
-    hub.ask(path, "model")
+    hub.check_available(path, "model")
     found = check_support(path, config, attention=attention, scalar_head=scalar_head)
     model_class = _class(found, config, scalar_head=scalar_head)
     options: dict[str, Any] = {"num_labels": 1} if scalar_head else {}
@@ -209,13 +219,13 @@ def _load(
         **options,
     )
     try:
-        tensors = None if gguf or hasattr(found, "quantization_config") else lazy_tensors.stored(path)
-        chats = deepspeed_chat.saved(tensors or ())
-        keys = deepspeed_chat.KEYS if chats and scalar_head else None
+        tensors = None if gguf or hasattr(found, "quantization_config") else lazy_tensors.open_checkpoint(path)
+        chats = deepspeed_chat.is_deepspeed_chat(tensors or ())
+        keys = deepspeed_chat.KEY_MAPPING if chats and scalar_head else None
         load = partial(load, key_mapping=keys) if keys else load
         if tensors or not weights:
             model, report = load(device_map="meta")
-        checkpoint = Checkpoint(model, tensors, keys) if weights and tensors else None
+        checkpoint = CheckpointTensors(model, tensors, keys) if weights and tensors else None
         if weights and not (checkpoint and checkpoint.covers(model)):
             if checkpoint:  # neither GGUF nor quantized: nobody expects it
                 logger.warning(
@@ -227,9 +237,10 @@ def _load(
         if find_out_of_memory(error):  # its files may be in order
             raise
         if not Path(path).exists():
-            raise unreachable(path, error) from error
+            raise hub_load_error(path, error) from error
         raise ModelError(
-            f"{path}: cannot be loaded as {model_class.__name__} ({reason(error)}); check its files, or name another"
+            f"{path}: cannot be loaded as {model_class.__name__} ({summarize_error(error)}); "
+            "check its files, or name another"
         ) from error
     report |= {"deepspeed_chat": chats}
     _check_whole(path, report, model_class.__name__, model.base_model_prefix, trained=trained)
@@ -238,7 +249,7 @@ def _load(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )
     if checkpoint:
-        prepare(model, checkpoint)
+        prepare_parameters(model, checkpoint)
     if keys:  # or the model would be saved under DeepSpeed-Chat's names (transformers 5.17 to 5.23)
         vars(model).pop("_weight_conversions", None)
     return model, report
@@ -248,12 +259,12 @@ def _class(found: Any, config: ModelConfig, *, scalar_head: bool) -> Any:
     """The class that loads a model of the configuration `found`."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from rlhf.models.scalar_head import made_class
+    from rlhf.models.scalar_head import build_scalar_head_class
 
     if not scalar_head:
         return AutoModelForCausalLM
     code = config.trust_remote_code and getattr(found, "auto_map", None)  # it names the classes
-    return (None if code else made_class(found)) or AutoModelForSequenceClassification
+    return (None if code else build_scalar_head_class(found)) or AutoModelForSequenceClassification
 
 
 def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, trained: bool) -> None:
@@ -272,7 +283,7 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
         raise ModelError(f"{path}: is a reward model (its weights have a scalar head); name a language model")
     missing = sorted(name for name in report["missing_keys"] if trained or not name.startswith("score."))
     if missing and report["deepspeed_chat"]:
-        listed = ", ".join(deepspeed_chat.name_there(name, prefix) for name in missing[:3])
+        listed = ", ".join(deepspeed_chat.to_deepspeed_chat_name(name, prefix) for name in missing[:3])
         raise ModelError(f"{path}: is a reward model of DeepSpeed-Chat whose weights lack {listed}; save it there anew")
     others = sorted(name for name in report["unexpected_keys"] if not name.startswith("lm_head."))
     if missing == ["score.weight"] and others:  # a head by another name: TRL's v_head.summary, with its bias
@@ -288,7 +299,7 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
 def _fit(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Match the model to the tokenizer: embedding rows, pad and EOS ids; no cache while training."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        grow(model, len(tokenizer))
+        extend_embeddings(model, len(tokenizer))
     for part in (model.config, model.config.get_text_config(decoder=True)):  # of a composite model, both
         part.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
@@ -296,6 +307,6 @@ def _fit(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         settings, own = model.generation_config, model.generation_config.eos_token_id
         if tokenizer.eos_token_id not in (own if isinstance(own, list) else [own]):
-            ends = end_tokens(tokenizer, settings)
+            ends = find_end_tokens(tokenizer, settings)
             settings.eos_token_id = ends if len(ends) > 1 else ends[0]
     return model

@@ -26,9 +26,9 @@ from rlhf.config.schema import LoraConfig
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.final_norm import was_reset
 
-TRAINED = "default"
+TRAINED_ADAPTER = "default"
 """peft's name of the adapters that are trained."""
-FROZEN = "reward"
+FROZEN_ADAPTER = "reward"
 """Of those that came with the model."""
 
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -53,18 +53,20 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
     """
     model.requires_grad_(False)
     torch.manual_seed(seed)
-    inject(model, TRAINED, peft_config(model, config))
+    inject_adapters(model, TRAINED_ADAPTER, build_peft_config(model, config))
     drawn = torch.Generator().manual_seed(seed)
-    for layer in adapted_layers(model).values():
-        if TRAINED in layer.lora_A:
-            for factor in (layer.lora_A[TRAINED], layer.lora_B[TRAINED]):
+    for layer in find_adapted_layers(model).values():
+        if TRAINED_ADAPTER in layer.lora_A:
+            for factor in (layer.lora_A[TRAINED_ADAPTER], layer.lora_B[TRAINED_ADAPTER]):
                 factor.weight = nn.Parameter(torch.zeros(factor.out_features, factor.in_features, dtype=torch.float32))
-            nn.init.kaiming_uniform_(layer.lora_A[TRAINED].weight, a=math.sqrt(5), generator=drawn)  # as peft does
+            nn.init.kaiming_uniform_(
+                layer.lora_A[TRAINED_ADAPTER].weight, a=math.sqrt(5), generator=drawn
+            )  # as peft does
     for parameter in _trained_whole(model, config):
         parameter.requires_grad_(True)
 
 
-def peft_config(model: Any, config: LoraConfig) -> PeftConfig:
+def build_peft_config(model: Any, config: LoraConfig) -> PeftConfig:
     """What peft is told of adapters on `model`.
 
     Raises:
@@ -80,14 +82,14 @@ def peft_config(model: Any, config: LoraConfig) -> PeftConfig:
     )
 
 
-def inject(model: Any, name: str, config: PeftConfig) -> None:
-    """Put adapters called `name` on layers of `model`, beside those that it has; trained are those called TRAINED."""
+def inject_adapters(model: Any, name: str, config: PeftConfig) -> None:
+    """Add adapters called `name` to layers of `model`; those called TRAINED_ADAPTER are trained."""
     vars(model.base_model).pop("peft_config", None)  # of earlier adapters: peft 0.21 warns of it, and needs it not
     inject_adapter_in_model(config, model.base_model, adapter_name=name)
-    for layer in adapted_layers(model).values():
-        layer.set_adapter([key for key in (FROZEN, TRAINED) if key in layer.lora_A])
+    for layer in find_adapted_layers(model).values():
+        layer.set_adapter([key for key in (FROZEN_ADAPTER, TRAINED_ADAPTER) if key in layer.lora_A])
         for key, factor in (*layer.lora_A.items(), *layer.lora_B.items()):
-            factor.requires_grad_(key == TRAINED)
+            factor.requires_grad_(key == TRAINED_ADAPTER)
 
 
 @contextmanager
@@ -98,14 +100,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     accelerator that compiles, and the same order of weights to gather at ZeRO-3. What `also_train` names stays as
     training has made it: a model with such parts has a reference of its own.
     """
-    layers = adapted_layers(model).values()
+    layers = find_adapted_layers(model).values()
     for layer in layers:
-        layer.set_scale(TRAINED, 0)
+        layer.set_scale(TRAINED_ADAPTER, 0)
     try:
         yield
     finally:
         for layer in layers:
-            layer.set_scale(TRAINED, 1)
+            layer.set_scale(TRAINED_ADAPTER, 1)
 
 
 @contextmanager
@@ -117,13 +119,15 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
     whole (`TrainingEngine.whole_weights`), and autocast off when the block is entered. Quantized layers take nothing
     in, and stay as they are.
     """
-    layers = [layer for layer in adapted_layers(model).values() if layer.get_base_layer().weight.is_floating_point()]
+    layers = [
+        layer for layer in find_adapted_layers(model).values() if layer.get_base_layer().weight.is_floating_point()
+    ]
     frozen: list[Tensor] = []
     try:
         with torch.no_grad():
             for layer in layers:
                 weight = layer.get_base_layer().weight
-                total = merged_weight(layer)
+                total = compute_merged_weight(layer)
                 frozen.append(weight.clone())
                 weight.copy_(total)
         for layer in layers:
@@ -139,21 +143,21 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_for_rollout(model: nn.Module, config: LoraConfig, memory: int) -> Iterator[None]:
-    """`merged_adapters` where `merges` says so; else they stay beside the weights, which then take no second copy."""
-    if merges(model, config, memory)[0]:
+    """Merge the adapters if `should_merge`; otherwise they run next to the weights, which then need no second copy."""
+    if should_merge(model, config, memory)[0]:
         with merged_adapters(model):
             yield
     else:
         yield
 
 
-def merges(model: nn.Module, config: LoraConfig, memory: int) -> tuple[bool, str]:
+def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[bool, str]:
     """Whether adapters are merged for rollouts, or run beside the weights; and, for `auto`, why they are not.
 
     Args:
         memory: bytes that the device has; beside the weights, merging needs as much as the adapted ones take.
     """
-    weights = [getattr(layer.get_base_layer(), "weight", None) for layer in adapted_layers(model).values()]
+    weights = [getattr(layer.get_base_layer(), "weight", None) for layer in find_adapted_layers(model).values()]
     if not all(weight is not None and weight.is_floating_point() for weight in weights):
         return False, "the frozen weights are quantized"
     if config.merge != "auto":
@@ -170,17 +174,17 @@ def merges(model: nn.Module, config: LoraConfig, memory: int) -> tuple[bool, str
     )
 
 
-def check_targets(model: Any, config: LoraConfig) -> None:
+def check_adapter_targets(model: Any, config: LoraConfig) -> None:
     """Raise as `add_adapters` where the model has no layers that `config` could adapt; changes nothing."""
     _targets(model, config.target_modules)
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
+def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Layers with adapters, by the path that they had without."""
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
-def change(layer: Any) -> Tensor:
+def compute_adapter_update(layer: Any) -> Tensor:
     """What the adapters of a layer add to its weight, in float32."""
     total: Tensor | None = None
     for name in layer.active_adapters:
@@ -191,24 +195,24 @@ def change(layer: Any) -> Tensor:
     return total.T if layer.fan_in_fan_out else total
 
 
-def merged_weight(layer: Any) -> Tensor:
+def compute_merged_weight(layer: Any) -> Tensor:
     """The layer's frozen weight and its adapters, in float32."""
     weight: Tensor = layer.get_base_layer().weight
-    return weight.float() + change(layer)
+    return weight.float() + compute_adapter_update(layer)
 
 
-def plain_name(name: str) -> str:
+def to_plain_name(name: str) -> str:
     """A tensor's name before adapters were added."""
     return name.replace(".base_layer.", ".")
 
 
-def trained_modules(model: nn.Module) -> list[str]:
+def list_trained_modules(model: nn.Module) -> list[str]:
     """Paths of the modules, adapters aside, all of whose own parameters are trained: the scalar head, norms, ..."""
     found = []
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own and all(parameter.requires_grad for parameter in own) and ".lora_" not in path:
-            found.append(plain_name(f"{path}.").removesuffix("."))
+            found.append(to_plain_name(f"{path}.").removesuffix("."))
     return found
 
 

@@ -18,7 +18,7 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def place(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+def place_model(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     """Move a model to `device`, its parameters in `dtype`; in place, and returned.
 
     Buffers keep their type, as they do under DeepSpeed: rotary frequencies rounded to bf16 turn the angle of position

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.models import lazy_tensors
-from rlhf.models.lazy_tensors import Held, Source
-from rlhf.models.lora import change
-from rlhf.models.weight_loading import Put, source_of
+from rlhf.models.lazy_tensors import InMemory, Source
+from rlhf.models.lora import compute_adapter_update
+from rlhf.models.weight_loading import PlaceParameter, get_source
 
 if TYPE_CHECKING:
     from accelerators import QuantizedWeights
 
-Kind = Literal["int8", "int4"]
+QuantizationKind = Literal["int8", "int4"]
 
 
 @dataclass(frozen=True)
-class Outline:
+class PackedWeightInfo:
     """A quantized layer's `weight`: what peft and the code of models ask of one, but for its numbers.
 
     Its type is that of whole numbers, which nobody takes for weights to be cast, added to, or trained.
@@ -46,9 +46,9 @@ def _multiplied(layer: Any, inputs: Tensor) -> Tensor:
     return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
 
-def _outline(layer: Any) -> Outline:
+def _outline(layer: Any) -> PackedWeightInfo:
     shape = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
-    return Outline(torch.Size(shape), torch.int8, next(iter(layer._buffers.values())).device)
+    return PackedWeightInfo(torch.Size(shape), torch.int8, next(iter(layer._buffers.values())).device)
 
 
 class QuantizedLinear(nn.Linear):
@@ -78,7 +78,7 @@ class QuantizedConv1D(Conv1D):
 Quantized = QuantizedLinear | QuantizedConv1D
 
 
-def quantize(model: Any, kind: Kind, packing: QuantizedWeights, *, exported: bool) -> None:
+def quantize(model: Any, kind: QuantizationKind, packing: QuantizedWeights, *, exported: bool) -> None:
     """Pack the weights of all linear layers of a model of transformers that are not packed yet, in place.
 
     Args:
@@ -86,14 +86,16 @@ def quantize(model: Any, kind: Kind, packing: QuantizedWeights, *, exported: boo
     """
     for path, layer in list(model.named_modules()):
         if _is_packed(path, layer):
-            found = source_of(layer.weight) or Held(layer.weight.detach())
+            found = get_source(layer.weight) or InMemory(layer.weight.detach())
             _become(layer, kind, packing, layer.weight, found)
         if isinstance(layer, Quantized) and not exported:
             layer.source = None
 
 
-def quantizing(put: Put, kind: Kind, packing: QuantizedWeights, device: torch.device) -> Put:
-    """A `Put` that packs the weights of linear layers on `device` as they are read, and leaves the others to `put`."""
+def quantize_on_load(
+    put: PlaceParameter, kind: QuantizationKind, packing: QuantizedWeights, device: torch.device
+) -> PlaceParameter:
+    """Return a `PlaceParameter` that packs linear layers on `device` as they are read; `put` places all others."""
 
     room = torch.empty(0, device=device)  # the same for all layers: many allocations would leave holes between weights
 
@@ -101,46 +103,46 @@ def quantizing(put: Put, kind: Kind, packing: QuantizedWeights, device: torch.de
         path, _, key = name.rpartition(".")
         if key != "weight" or not _is_packed(path, module):
             return put(name, module, parameter)
-        found = source_of(parameter)
+        found = get_source(parameter)
         assert found is not None
         nonlocal room
         if room.numel() < parameter.numel():
             room = torch.empty(parameter.numel(), device=device)
-        weight = lazy_tensors.copy(found, room[: parameter.numel()].view(parameter.shape))
+        weight = lazy_tensors.copy_source(found, room[: parameter.numel()].view(parameter.shape))
         _become(module, kind, packing, weight, found)
         return None
 
     return quantizing_put
 
 
-def quantized_layers(model: nn.Module) -> dict[str, Quantized]:
+def find_quantized_layers(model: nn.Module) -> dict[str, Quantized]:
     """Quantized layers by their paths."""
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, Quantized)}
 
 
-def unpacked(layer: Quantized) -> Tensor:
+def unpack_weight(layer: Quantized) -> Tensor:
     """The weight that a layer multiplies with, in float32, as the layer that it was held it."""
     weight = layer.packing.unpack(layer._buffers)
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
-def exported_weight(model: Any, path: str) -> Tensor:
+def compute_export_weight(model: Any, path: str) -> Tensor:
     """The weight of the quantized layer at `path` as an export has it, in float32.
 
     As it was before it was packed, and the layer's adapters added.
     """
     layer = model.get_submodule(path)
     assert layer.source is not None, f"{path} was packed for a model that nobody exports"
-    weight = lazy_tensors.whole(layer.source, torch.float32)
+    weight = lazy_tensors.read_whole(layer.source, torch.float32)
     around = model.get_submodule(path.rpartition(".")[0])
     if isinstance(around, LoraLayer):
-        weight += change(around).detach().to(weight.device)
+        weight += compute_adapter_update(around).detach().to(weight.device)
     return weight
 
 
-def count(model: nn.Module) -> int:
+def count_quantized(model: nn.Module) -> int:
     """How many numbers are quantized; they are among no module's parameters."""
-    once = {id(next(iter(layer._buffers.values()))): layer for layer in quantized_layers(model).values()}
+    once = {id(next(iter(layer._buffers.values()))): layer for layer in find_quantized_layers(model).values()}
     return sum(layer.weight.shape.numel() for layer in once.values())
 
 
@@ -153,7 +155,7 @@ def _is_packed(path: str, layer: nn.Module) -> bool:
     return linear and "." in path and ".lora_" not in path
 
 
-def _become(layer: Any, kind: Kind, packing: QuantizedWeights, weight: Tensor, source: Source) -> None:
+def _become(layer: Any, kind: QuantizationKind, packing: QuantizedWeights, weight: Tensor, source: Source) -> None:
     """Turn a layer into a quantized one: the same object, so that whatever refers to it goes on doing so."""
     transposed, parameter = isinstance(layer, Conv1D), layer._parameters.pop("weight")
     packed = getattr(parameter, "packed", None)  # by another layer, which has the same weight

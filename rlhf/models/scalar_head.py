@@ -16,9 +16,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhf.models.hf_errors import reason
+from rlhf.models.hf_errors import summarize_error
 
-SUFFIX = "ScalarHead"
+CLASS_SUFFIX = "ScalarHead"
 """How the names of classes made here end, and with them the `architectures` of a saved configuration."""
 
 _README = """# A reward model that plain transformers has no class for
@@ -47,7 +47,7 @@ score = (hidden @ head.to(hidden.dtype).T)[0, -1, 0]
 """
 
 
-class MadeHere(GenericForSequenceClassification):
+class BuiltScalarHead(GenericForSequenceClassification):
     """What the classes that are made here have in common."""
 
     @classmethod
@@ -56,7 +56,7 @@ class MadeHere(GenericForSequenceClassification):
         return cls._from_config(config, **options)
 
 
-def made_class(config: Any) -> Any:
+def build_scalar_head_class(config: Any) -> Any:
     """The class for a `config` of a family that transformers has no token-wise classifier of; None: it has one.
 
     Raises:
@@ -72,8 +72,8 @@ def made_class(config: Any) -> Any:
         raise ValueError(f"transformers has no class of the backbone alone that {language_model.__name__} builds on")
     family = next(cls for cls in reversed(backbone.__mro__) if _is_of_a_family(cls))
     made = type(
-        backbone.__name__.removesuffix("Model") + SUFFIX,
-        (MadeHere, family),
+        backbone.__name__.removesuffix("Model") + CLASS_SUFFIX,
+        (BuiltScalarHead, family),
         # transformers looks into the module of a class to see what its attention can do.
         {"base_model_prefix": prefix, "config_class": type(config), "__module__": family.__module__},
     )
@@ -81,15 +81,15 @@ def made_class(config: Any) -> Any:
     return made
 
 
-def write_note(model: Any, folder: Path) -> None:
+def write_readme(model: Any, folder: Path) -> None:
     """Put a README.md beside the weights of a model that plain transformers has no class for."""
-    if isinstance(model, MadeHere):
+    if isinstance(model, BuiltScalarHead):
         (folder / "README.md").write_text(_README.format(family=model.config.model_type), encoding="utf-8")
 
 
-def note(model: Any, path: Path) -> str | None:
+def describe_loading(model: Any, path: Path) -> str | None:
     """What to say of the reward model saved at `path`; None where plain transformers has a class for it."""
-    if not isinstance(model, MadeHere):
+    if not isinstance(model, BuiltScalarHead):
         return None
     return (
         f"{path}: transformers has no class for {model.config.model_type} with a scalar head, so plain transformers "
@@ -108,4 +108,4 @@ def _outline(cls: Any, config: Any) -> Any:
             # On the attention that every class has, whatever the configuration asks for.
             return cls._from_config(copy.deepcopy(config), attn_implementation="eager")
     except Exception as error:  # whatever the architecture's code says
-        raise ValueError(f"{cls.__name__} cannot be built ({reason(error)})") from error
+        raise ValueError(f"{cls.__name__} cannot be built ({summarize_error(error)})") from error

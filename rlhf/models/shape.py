@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.loader import parse_yaml
 from rlhf.errors import ConfigError
-from rlhf.models.hf_errors import reason
+from rlhf.models.hf_errors import summarize_error
 
 _KNOWN = Path(__file__).parent / "known.yaml"
 
@@ -233,7 +233,9 @@ def _build_on_meta(values: dict[str, Any], name: str) -> tuple[Any, Any]:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config), config
     except Exception as error:
-        raise ConfigError(f"{name}: its config.json describes no model ({reason(error)}); correct it") from error
+        raise ConfigError(
+            f"{name}: its config.json describes no model ({summarize_error(error)}); correct it"
+        ) from error
 
 
 def _linear_shape(part: Any, transposed: bool) -> LinearShape:

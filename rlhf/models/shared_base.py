@@ -1,8 +1,8 @@
 """Models on one frozen base: each a module tree of its own, whose frozen leaves are the same tensors.
 
-The weights of a model that is trained with LoRA flow in (`Base`); `on_base` builds another one on them, in which only
-what is its own takes memory: a scalar head, adapters, whatever else is trained in either. Engines, checkpoints and
-exports see a model like any other.
+`SharedBase` holds the weights of a model that is trained with LoRA; `build_on_base` builds another model on them, whose
+scalar head, adapters and other trained parameters alone take memory. Engines, checkpoints and exports see a model like
+any other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models import adapter_files
-from rlhf.models.loading import empty
-from rlhf.models.lora import FROZEN, TRAINED, inject, plain_name
-from rlhf.models.weight_loading import remember, source_of
+from rlhf.models.loading import build_on_meta
+from rlhf.models.lora import FROZEN_ADAPTER, TRAINED_ADAPTER, inject_adapters, to_plain_name
+from rlhf.models.weight_loading import get_source, set_source
 
 
-class Base:
+class SharedBase:
     """The weights of a model, as another may stand on them; taken when it is whole, before an engine has it.
 
     What it trains, but adapters, it trains in a copy: the parameters themselves are kept, frozen, with the numbers that
@@ -38,7 +38,7 @@ class Base:
             if parameter.requires_grad and ".lora_" not in name:
                 if id(parameter) not in trained:
                     trained[id(parameter)] = nn.Parameter(parameter.detach().clone())
-                    remember(trained[id(parameter)], source_of(parameter))
+                    set_source(trained[id(parameter)], get_source(parameter))
                 self._first[_place(model, name)] = parameter
                 path, _, key = name.rpartition(".")
                 model.get_submodule(path)._parameters[key] = trained[id(parameter)]
@@ -50,7 +50,7 @@ class Base:
         now = {
             _place(self.model, name): parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if f".{TRAINED}." not in name
+            if f".{TRAINED_ADAPTER}." not in name
         }
         return now | self._first
 
@@ -63,8 +63,8 @@ class Base:
         }
 
 
-def on_base(
-    base: Base, config: ModelConfig, *, attention: str, scalar_head: bool = False, adapter: Path | None = None
+def build_on_base(
+    base: SharedBase, config: ModelConfig, *, attention: str, scalar_head: bool = False, adapter: Path | None = None
 ) -> Any:
     """A model on the weights of `base`, frozen.
 
@@ -75,16 +75,19 @@ def on_base(
     Raises:
         ModelError: something of it is neither in `base` nor in `adapter`.
     """
-    model = empty(base.model.config, config, attention=attention, scalar_head=scalar_head)
+    model = build_on_meta(base.model.config, config, attention=attention, scalar_head=scalar_head)
     own: Mapping[str, Tensor] = {}
     if adapter:
-        inject(model, FROZEN, adapter_files.read_config(adapter))
-        own = {_place(model, name): tensor for name, tensor in adapter_files.read_tensors(adapter, FROZEN).items()}
-    graft(model, base, own)
+        inject_adapters(model, FROZEN_ADAPTER, adapter_files.read_adapter_config(adapter))
+        own = {
+            _place(model, name): tensor
+            for name, tensor in adapter_files.read_adapter_tensors(adapter, FROZEN_ADAPTER).items()
+        }
+    share_tensors(model, base, own)
     return model.requires_grad_(False)
 
 
-def graft(model: Any, base: Base, own: Mapping[str, Tensor]) -> None:
+def share_tensors(model: Any, base: SharedBase, own: Mapping[str, Tensor]) -> None:
     """Give a model on the meta device the parameters and buffers of `base`, but for those in `own`.
 
     Where the adapter of a reward model is on the base already, its tensors are shared too.
@@ -93,7 +96,7 @@ def graft(model: Any, base: Base, own: Mapping[str, Tensor]) -> None:
         ModelError: `base` has no tensor for a place, or one of another shape.
     """
     parameters, modules = base.parameters(), base.modules()
-    frozen = {name for name in parameters if f".{FROZEN}." in name}
+    frozen = {name for name in parameters if f".{FROZEN_ADAPTER}." in name}
     if frozen:  # whoever has the adapter has all that came with it
         own = {}
     for path, module in list(model.named_modules()):
@@ -129,7 +132,7 @@ def graft(model: Any, base: Base, own: Mapping[str, Tensor]) -> None:
 
 def _place(model: Any, name: str) -> str:
     """A name as it was before adapters, below the transformer where it is of that: heads differ in how they call it."""
-    return plain_name(name).removeprefix(f"{model.base_model_prefix}.")
+    return to_plain_name(name).removeprefix(f"{model.base_model_prefix}.")
 
 
 def _holds_tensors(module: nn.Module) -> bool:

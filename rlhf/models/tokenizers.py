@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
-from rlhf.models.hf_errors import reason, unreachable
+from rlhf.models.hf_errors import hub_load_error, summarize_error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -54,9 +54,9 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         if not folder.exists():
-            raise unreachable(path, error) from error
+            raise hub_load_error(path, error) from error
         raise ModelError(
-            f"{path}: its tokenizer cannot be loaded ({reason(error)}); check its files, or name another"
+            f"{path}: its tokenizer cannot be loaded ({summarize_error(error)}); check its files, or name another"
         ) from error
     before = tokenizer.eos_token_id
     notes = _end_with(tokenizer, eos_token, path) if eos_token else []
@@ -68,7 +68,7 @@ def load_tokenizer(
     return tokenizer, notes + _ensure_pad(tokenizer, path, {before, tokenizer.eos_token_id})
 
 
-def end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
+def find_end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
     """Ids that end a reply: the tokenizer's end-of-sequence token, and those of the model's generation settings.
 
     Of the settings only special and added tokens count. A configuration may never have met this tokenizer: Llama's

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def build_outline(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build_llama_on_meta(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model without its weights, on torch's meta device."""
     with torch.device("meta"):
         return build_llama(tokenizer, attention="sdpa", seed=0, max_length=0)

@@ -1,8 +1,9 @@
 """A checkpoint's weights under the names that its model has for them, and filling a model with them one by one.
 
-A model on torch's meta device and the tensors of its checkpoint flow in; `prepare` says of each parameter where its
-numbers come from and makes what no checkpoint holds (a new head, buffers); `fill` puts real parameters in their place,
-of any type and place, so that no more than one exists twice. What stands in a file is read once, and rounded once.
+`prepare_parameters` takes a model on torch's meta device and the tensors of its checkpoint, notes the source of each
+parameter, and computes what no checkpoint holds (a new head, buffers). `fill_parameters` then puts real parameters in
+their place, of any type and on any device, so that no more than one exists twice. Each tensor of a file is read once
+and rounded once.
 
 Names and conversions (experts that a model holds stacked, ...) are transformers' own; 5.17 to 5.23 have them alike.
 """
@@ -18,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models import lazy_tensors
-from rlhf.models.lazy_tensors import Held, Made, Source
+from rlhf.models.lazy_tensors import Computed, InMemory, Source
 
-Put = Callable[[str, nn.Module, nn.Parameter], nn.Parameter | None]
+PlaceParameter = Callable[[str, nn.Module, nn.Parameter], nn.Parameter | None]
 """(name, module, parameter that waits to be filled) -> the one that takes its place; None: the module has it already.
 
-The name ends with the module's own name of it. `source_of` the parameter says what it is to hold.
+The name ends with the module's own name of it. `get_source` the parameter says what it is to hold.
 """
 
 
-class Checkpoint:
+class CheckpointTensors:
     """The tensors of a checkpoint under the names of the model that they are for."""
 
     def __init__(self, model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None = None) -> None:
@@ -57,25 +58,25 @@ class Checkpoint:
         return found.read().view(found.shape)
 
 
-def source_of(parameter: Tensor) -> Source | None:
+def get_source(parameter: Tensor) -> Source | None:
     """Where the numbers of a parameter came from, unrounded; None where that is not known."""
     found: Source | None = getattr(parameter, "source", None)
     return found
 
 
-def remember(parameter: Tensor, source: Source | None) -> None:
+def set_source(parameter: Tensor, source: Source | None) -> None:
     """Note where the numbers of a parameter come from. It is kept through wrapping, renaming and sharding."""
     parameter.source = source
 
 
-def forget(model: nn.Module) -> None:
+def clear_sources(model: nn.Module) -> None:
     """Let go of all numbers that are held in memory beside the parameters that were made of them."""
     for parameter in model.parameters():
-        if not isinstance(source_of(parameter), lazy_tensors.Stored):
-            remember(parameter, None)
+        if not isinstance(get_source(parameter), lazy_tensors.OnDisk):
+            set_source(parameter, None)
 
 
-def prepare(model: Any, checkpoint: Checkpoint) -> None:
+def prepare_parameters(model: Any, checkpoint: CheckpointTensors) -> None:
     """Make all of `model`, which is on the meta device, but the parameters that `checkpoint` holds; note their source.
 
     Parameters that the checkpoint lacks, or has in another shape, are drawn in float32 from torch's generator, and
@@ -86,12 +87,12 @@ def prepare(model: Any, checkpoint: Checkpoint) -> None:
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, parameter in _parameters(model).items():
         found = held.get(name)
-        if found is not None and found.shape == parameter.shape and source_of(parameter) is None:
-            remember(parameter, found)
+        if found is not None and found.shape == parameter.shape and get_source(parameter) is None:
+            set_source(parameter, found)
     real: dict[int, nn.Parameter] = {}
     for name, parameter in _parameters(model).items():
-        parameter._is_hf_initialized = source_of(parameter) is not None
-        if source_of(parameter) is None:
+        parameter._is_hf_initialized = get_source(parameter) is not None
+        if get_source(parameter) is None:
             owner, key = _place(owners, name)
             fresh = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             owner._parameters[key] = real.setdefault(id(parameter), fresh)
@@ -101,21 +102,21 @@ def prepare(model: Any, checkpoint: Checkpoint) -> None:
         if found is None:
             owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
         else:
-            owner._buffers[key] = lazy_tensors.whole(found, buffer.dtype)
+            owner._buffers[key] = lazy_tensors.read_whole(found, buffer.dtype)
             owner._buffers[key]._is_hf_initialized = True
     for module in owners.values():
         module._is_hf_initialized = False
     model.initialize_weights()  # of parameters and buffers that are not marked
 
 
-def make_real(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Read the parameters that `module` itself has, so that they can be looked at, and changed, before `fill`."""
+def read_parameters(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Read the parameters of `module` itself, so that they can be inspected and changed before `fill_parameters`."""
     for key, parameter in list(module.named_parameters(recurse=False)):
-        if (found := source_of(parameter)) is not None:
-            module._parameters[key] = nn.Parameter(lazy_tensors.whole(found, dtype))
+        if (found := get_source(parameter)) is not None:
+            module._parameters[key] = nn.Parameter(lazy_tensors.read_whole(found, dtype))
 
 
-def fill(model: Any, put: Put) -> Any:
+def fill_parameters(model: Any, put: PlaceParameter) -> Any:
     """Replace each parameter of a prepared model by what `put` makes of it; tied ones by one.
 
     Returns:
@@ -126,44 +127,44 @@ def fill(model: Any, put: Put) -> Any:
     for name, parameter in _parameters(model).items():
         owner, key = _place(owners, name)
         if id(parameter) not in made:
-            if source_of(parameter) is None:
-                remember(parameter, Held(parameter.detach()))
+            if get_source(parameter) is None:
+                set_source(parameter, InMemory(parameter.detach()))
             made[id(parameter)] = put(name, owner, parameter)
         if (new := made[id(parameter)]) is not None:
             owner._parameters[key] = new
     return model
 
 
-def into(dtype: torch.dtype, device: torch.device | None = None) -> Put:
-    """A `Put`: parameters in memory, numbers that are not whole in `dtype`."""
+def place_in_memory(dtype: torch.dtype, device: torch.device | None = None) -> PlaceParameter:
+    """A `PlaceParameter`: parameters in memory, numbers that are not whole in `dtype`."""
 
     def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-        found = source_of(parameter)
+        found = get_source(parameter)
         assert found is not None
         kind = dtype if parameter.is_floating_point() else parameter.dtype
-        if isinstance(found, Held) and found.dtype == kind and device in (None, found.tensor.device):
+        if isinstance(found, InMemory) and found.dtype == kind and device in (None, found.tensor.device):
             tensor, found = found.tensor, None
         else:
-            tensor = lazy_tensors.whole(found, kind, device)
+            tensor = lazy_tensors.read_whole(found, kind, device)
         new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        remember(new, found)
+        set_source(new, found)
         return new
 
     return put
 
 
-def grow(model: Any, rows: int) -> None:
+def extend_embeddings(model: Any, rows: int) -> None:
     """Add rows to the embeddings of a prepared model, each the mean of the old ones: the same wherever it is computed.
 
     The mean's logit is the mean of all logits, so a new token is never likelier than the average one. Rows drawn at
     random would have a logit near 0, which in a model whose logits are all far below (GPT-2) takes all probability.
     """
-    before = {key: source_of(parameter) or Held(parameter.detach()) for key, parameter in _embeddings(model)}
+    before = {key: get_source(parameter) or InMemory(parameter.detach()) for key, parameter in _embeddings(model)}
     with torch.random.fork_rng(devices=[]):  # rows are drawn, then replaced
         model.resize_token_embeddings(rows, mean_resizing=False)
     for key, parameter in _embeddings(model):
         if key in before and parameter.shape[0] > before[key].shape[0]:
-            remember(parameter, lazy_tensors.Grown(before[key], rows, lazy_tensors.mean_row(before[key])))
+            set_source(parameter, lazy_tensors.Extended(before[key], rows, lazy_tensors.compute_mean_row(before[key])))
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -186,7 +187,7 @@ def _tie(model: Any, held: dict[str, Source]) -> None:
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         if target not in held or source not in held:
             continue  # transformers has tied them
-        if lazy_tensors.equal(held[target], held[source]):
+        if lazy_tensors.sources_equal(held[target], held[source]):
             owner, key = _place(dict(model.named_modules(remove_duplicate=False)), target)
             owner._parameters[key] = model.get_parameter(source)
         else:
@@ -243,7 +244,7 @@ class _Conversion:
         """What it makes, by the model's names."""
         outlines = self._convert(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
         return {
-            name: Made(partial(self._result, name), tensor.shape, tensor.dtype) for name, tensor in outlines.items()
+            name: Computed(partial(self._result, name), tensor.shape, tensor.dtype) for name, tensor in outlines.items()
         }
 
     def _result(self, name: str) -> Tensor:

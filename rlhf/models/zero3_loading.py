@@ -1,6 +1,6 @@
 """Parameters sharded by ZeRO-3 as they are made: of each, a rank reads the part that it keeps, and nothing else.
 
-DeepSpeed's configuration of a model flows in; a `Put` for `rlhf.models.weight_loading.fill` flows out.
+`place_sharded` turns DeepSpeed's configuration of a model into a `PlaceParameter` for `fill_parameters`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from rlhf.models import lazy_tensors
-from rlhf.models.weight_loading import Put, remember, source_of
+from rlhf.models.weight_loading import PlaceParameter, get_source, set_source
 
 
-def shards(config: dict[str, Any], dtype: torch.dtype) -> Put:
-    """A `Put` that leaves this rank's part of each parameter, in `dtype`, where the `config` of DeepSpeed wants it.
+def place_sharded(config: dict[str, Any], dtype: torch.dtype) -> PlaceParameter:
+    """Return a `PlaceParameter` that keeps this rank's part of each parameter, in `dtype`, as `config` asks.
 
     While a parameter is cut, there is room for all of it on the device; of the host's memory only what is written
     counts, and that is the part.
@@ -27,16 +27,16 @@ def shards(config: dict[str, Any], dtype: torch.dtype) -> Put:
     init = Init(module=nn.Module(), config_dict_or_path=config, zero_param_parallel_group=neighbours)
 
     def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-        found = source_of(parameter)
+        found = get_source(parameter)
         assert found is not None
         kind = dtype if parameter.is_floating_point() else parameter.dtype
         room = torch.empty(parameter.shape, dtype=kind, device=init.local_device)
         new = nn.Parameter(room, requires_grad=parameter.requires_grad)
         init._convert_to_deepspeed_param(new)  # private in 0.19.8; what `Init` does to a module's, but for a broadcast
-        start, stop = kept(new) if init.zero_param_process_group is None else (0, room.numel())
-        lazy_tensors.copy(found, room.view(-1)[start:stop], start)
+        start, stop = local_range(new) if init.zero_param_process_group is None else (0, room.numel())
+        lazy_tensors.copy_source(found, room.view(-1)[start:stop], start)
         new.partition()
-        remember(new, found)
+        set_source(new, found)
         return new
 
     return put
@@ -47,7 +47,7 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def kept(parameter: Any) -> tuple[int, int]:
+def local_range(parameter: Any) -> tuple[int, int]:
     """(start, stop): the part of a sharded parameter, laid out flat, that this rank keeps."""
     size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
     start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)

@@ -50,11 +50,11 @@ class Tokenizers:
 
     def end_tokens(self, base: ResolvedBaseModel) -> list[int]:
         """Return the ids that end a reply of the model."""
-        from rlhf.models.compatibility import generation_settings
-        from rlhf.models.tokenizers import end_tokens
+        from rlhf.models.compatibility import load_generation_config
+        from rlhf.models.tokenizers import find_end_tokens
 
-        settings = generation_settings(base.path, self._config.model) if base.path else None
-        return end_tokens(self.tokenizer(base), settings)
+        settings = load_generation_config(base.path, self._config.model) if base.path else None
+        return find_end_tokens(self.tokenizer(base), settings)
 
     def cache(self, stage: Stage, base: ResolvedBaseModel) -> StageCache:
         """Return the cache of the stage's examples, as tokenized for that model."""

@@ -13,17 +13,17 @@ from torch import nn
 from rlhf.config.schema import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
-from rlhf.engine.engine import TrainingEngine, freeze
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.engine import TrainingEngine, freeze_model
+from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import set_dropout
 from rlhf.models.flops import Products
 from rlhf.models.forward import ScalarHead
-from rlhf.models.loading import Loader
-from rlhf.models.lora import add_adapters, merges
-from rlhf.models.quantized import count, quantize
+from rlhf.models.loading import ModelLoader
+from rlhf.models.lora import add_adapters, should_merge
+from rlhf.models.quantized import count_quantized, quantize
 from rlhf.models.shape import Shape, shape_from
-from rlhf.models.shared_base import Base
+from rlhf.models.shared_base import SharedBase
 from rlhf.reporting.console import console
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import PhaseTimers
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlhf.runs.stage_directory import StageDirectory
 
 
-Trial = Callable[["StageContext", Callable[[int], Numbers]], None]
+Trial = Callable[["StageContext", Callable[[int], Metrics]], None]
 """(context, what takes step number N from 0 and gives its numbers); raises to end the stage."""
 
 
@@ -65,7 +65,7 @@ class StageContext:
     clock: Clock = field(default_factory=Clock)
     models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
     """What `engine` and `frozen` have made, by role."""
-    bases: dict[str, Base] = field(default_factory=dict)
+    bases: dict[str, SharedBase] = field(default_factory=dict)
     """What other models may stand on: the frozen weights of those that `engine` has made with LoRA, by role."""
     trial: Trial | None = None
     """Takes a few steps in place of the stage's own, and ends the stage (`rlhf.cli.profiler`)."""
@@ -119,7 +119,7 @@ class StageContext:
     def engine(
         self,
         name: RoleName,
-        load: Loader,
+        load: ModelLoader,
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
@@ -144,7 +144,7 @@ class StageContext:
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
             if self.directory.name == "ppo" and lora.share_base is not False and placement.zero_stage < 3:
-                self.bases[name] = Base(model)
+                self.bases[name] = SharedBase(model)
         with self.phases.running("set-up"):
             engine = self.models[name] = TrainingEngine(
                 name,
@@ -160,13 +160,13 @@ class StageContext:
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
-            merged, why = merges(model, lora, self.accelerator.memory().total)
+            merged, why = should_merge(model, lora, self.accelerator.memory().total)
             if name == "actor" and not merged and why:
                 self.say(f"{name}: adapters run beside the weights in rollouts: {why}")
         return engine
 
-    def frozen(self, name: RoleName, load: Loader) -> nn.Module:
-        """The role's model for scoring only; see `freeze`."""
+    def frozen(self, name: RoleName, load: ModelLoader) -> nn.Module:
+        """The role's model for scoring only; see `freeze_model`."""
         placement = self.placements[name]
         model = self._loaded(placement, load)
         shared = self._on_a_base(model)
@@ -175,7 +175,7 @@ class StageContext:
                 self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
             placement = replace(placement, engine=placement.engine.model_copy(update={"offload": "none"}))
         with self.phases.running("set-up"):
-            self.models[name] = freeze(
+            self.models[name] = freeze_model(
                 ScalarHead(model) if placement.role.scalar_head else model,
                 accelerator=self.accelerator,
                 precision=self.precision,
@@ -184,7 +184,7 @@ class StageContext:
             )
         return self.models[name]
 
-    def _loaded(self, placement: ModelPlacement, load: Loader) -> Any:
+    def _loaded(self, placement: ModelPlacement, load: ModelLoader) -> Any:
         """A role's model, its frozen weights quantized where they are to be."""
         with self.phases.running("loading"):
             model = load(placement)
@@ -193,7 +193,8 @@ class StageContext:
             quantize(model, kind, packing, exported=placement.role.trained)  # what `load` has not packed yet
             if not self._on_a_base(model):  # or else it has been said of that
                 self.say(
-                    f"{placement.role.name}: the {count(model):,} frozen weights of its linear layers are in {kind}"
+                    f"{placement.role.name}: the {count_quantized(model):,} frozen weights of its linear layers "
+                    f"are in {kind}"
                 )
         return model
 

@@ -14,7 +14,7 @@ from rlhf.data.report import lines
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import distributed
 from rlhf.errors import DataError
-from rlhf.models.tokenizers import end_tokens
+from rlhf.models.tokenizers import find_end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ def stage_rows(
         RunError: the rows are not those that the run was made with.
     """
     config, stage, show = context.config, context.directory.name, context.world.is_main
-    ends = end_tokens(tokenizer, settings)
+    ends = find_end_tokens(tokenizer, settings)
     cache = StageCache.of(config, stage, tokenizer, ends)
     if len(set(distributed.all_gather_objects(cache.key))) > 1:
         raise DataError(

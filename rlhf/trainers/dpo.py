@@ -17,9 +17,9 @@ from rlhf.data.batches import Batches, collate_dpo
 from rlhf.data.examples import Numbered
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.dpo import preference_losses
-from rlhf.models.loading import Loader
+from rlhf.models.loading import ModelLoader
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.dpo_reference import Beside, Pass, Precomputed, reply_log_probs
 from rlhf.trainers.loop import sum_over
@@ -30,7 +30,7 @@ MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "cho
 """What is recorded of the pairs, of a step's and of those held out: means over them."""
 
 
-def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
+def run(context: StageContext, load: ModelLoader, tokenizer: Any, data: StageData) -> dict[str, Any]:
     """Train what `load` gives on `data.train`, save the model, and return the stage's summary."""
     settings, limits = context.config.dpo, context.config.data
     collate = partial(
@@ -88,7 +88,7 @@ def preferences(model: nn.Module, batch: Batch, settings: DPOConfig) -> tuple[Te
     return (losses * mask).sum(), {key: (value.detach() * mask).sum() for key, value in of_pairs.items()}
 
 
-def averages(sums: Numbers) -> Numbers:
+def averages(sums: Metrics) -> Metrics:
     """Means over pairs of what `preferences` summed; other numbers stay."""
     pairs = max(sums["pairs"], 1)
     return sums | {key: sums[key] / pairs for key in MEANS}
@@ -96,7 +96,7 @@ def averages(sums: Numbers) -> Numbers:
 
 def evaluate(
     context: StageContext, engine: TrainingEngine, held_out: Batches, when: str, *, referenced: References
-) -> Numbers:
+) -> Metrics:
     """The mean loss of the held-out pairs, and the means of `MEANS`."""
 
     def statistics(model: nn.Module, batch: Batch) -> Batch:

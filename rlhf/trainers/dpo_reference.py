@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlhf.data.batches import Batches
 from rlhf.data.examples import NumberedPair
 from rlhf.engine import distributed
-from rlhf.engine.cpu_offload import at_hand
+from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Batch, TrainingEngine
 from rlhf.losses.dpo import sequence_log_probs
 from rlhf.losses.log_probs import masked
@@ -82,7 +82,7 @@ class Beside:
             self._policy.engine.eval()
             with without_adapters(self._policy.module):
                 return [self._score(self._policy.engine, batch) for batch in batches]
-        with at_hand(self._model):
+        with on_device(self._model):
             return [self._score(self._model, batch) for batch in batches]
 
     def _score(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.engine import distributed
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import RunError
 from rlhf.reporting.summary import shown_value
 from rlhf.roles.base_sharing import adapter_folder
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Found(NamedTuple):
     """What a model did with held-out rows: numbers, and texts as `{"prompt", "completion"}`."""
 
-    numbers: Numbers
+    numbers: Metrics
     samples: Sequence[dict[str, str]] = ()
 
 
@@ -168,7 +168,7 @@ class Evaluations:
             if folder not in kept:
                 shutil.rmtree(folder)
 
-    def _told(self, numbers: Numbers) -> str:
+    def _told(self, numbers: Metrics) -> str:
         """Numbers in one line, each with what it was before: those that are shown or can be kept by, or all."""
         names = [name for name in numbers if name in self._shown or name in self.settings.better] or list(numbers)
         before = self._found[0].numbers

@@ -20,7 +20,7 @@ from rlhf.config.schema import TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Numbers, Sums
+from rlhf.engine.metric_sums import Metrics, MetricSums
 from rlhf.errors import DivergedError
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
@@ -32,7 +32,7 @@ def run_steps(
     context: StageContext,
     *,
     total_steps: int,
-    step: Callable[[int], Numbers],
+    step: Callable[[int], Metrics],
     engines: dict[str, TrainingEngine],
     settings: TrainingConfig,
     unit: str,
@@ -96,7 +96,7 @@ def begin(
 ) -> int:
     """Go on from the newest checkpoint, or seed the generators where there is none; gives the steps that are done."""
     with context.phases.running("reading a checkpoint"):
-        restored = training_state.restore(context.directory, engines)
+        restored = training_state.restore_checkpoint(context.directory, engines)
     if not restored:
         context.accelerator.seed(_rank_seed(context))
         return 0
@@ -110,8 +110,8 @@ def begin(
 
 
 def measured(
-    context: StageContext, index: int, step: Callable[[int], Numbers], engines: dict[str, TrainingEngine], unit: str
-) -> Numbers:
+    context: StageContext, index: int, step: Callable[[int], Metrics], engines: dict[str, TrainingEngine], unit: str
+) -> Metrics:
     """The numbers of `step(index)`, with those that say how fast it was and what it took; see `run_steps`.
 
     Raises:
@@ -143,7 +143,7 @@ def save(
     own = {"stage": save_state(), "rng": context.accelerator.rng_state(), "seconds": context.clock.seconds()}
     own["phases"] = dict(context.phases.totals)
     with context.phases.running("writing a checkpoint"):
-        training_state.save(context.directory, done, engines, own)
+        training_state.save_checkpoint(context.directory, done, engines, own)
     context.commit()
 
 
@@ -154,11 +154,11 @@ def sum_over(
     held_out: Batches,
     what: str,
     statistics: Callable[[nn.Module, Batch], dict[str, Tensor]],
-) -> Numbers:
+) -> Metrics:
     """Sums of `statistics(model, batch)` over the held-out batches of all ranks; `what` is shown meanwhile."""
     name = context.directory.name
     engine.engine.eval()
-    sums = Sums()
+    sums = MetricSums()
     bars = progress(held_out.rows, f"{name}: {what}", enabled=context.world.is_main)
     with context.phases.running("evaluation"), bars as bar:
         for index in range(len(held_out)):
@@ -222,7 +222,7 @@ def _restore_generators(context: StageContext, state: dict[str, Any], step: int)
     )
 
 
-def _check_finite(numbers: Numbers, context: StageContext, step: int) -> None:
+def _check_finite(numbers: Metrics, context: StageContext, step: int) -> None:
     bad = [key for key, value in numbers.items() if not math.isfinite(value)]
     if context.precision.loss_scaling:  # a step whose gradients overflow is skipped, and the scale lowered
         bad = [key for key in bad if not key.endswith("grad_norm")]

@@ -19,16 +19,16 @@ from rlhf.data.readers import WORLD
 from rlhf.data.stage_dataset import StageData
 from rlhf.data.toy_world import world_tokenizer
 from rlhf.engine import cpu_offload, distributed
-from rlhf.engine.deepspeed_config import deepspeed_config
+from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.memory import auto
-from rlhf.models.attention import EMBEDDED, choose_attention, describe
-from rlhf.models.compatibility import generation_settings
+from rlhf.models.attention import EMBEDDED_MODEL, choose_attention, describe_attention
+from rlhf.models.compatibility import load_generation_config
 from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
-from rlhf.models.quantized import quantizing
-from rlhf.models.shared_base import on_base
+from rlhf.models.quantized import quantize_on_load
+from rlhf.models.shared_base import build_on_base
 from rlhf.models.toy_model import build_llama
-from rlhf.models.weight_loading import Put, into
-from rlhf.models.zero3_loading import shards
+from rlhf.models.weight_loading import PlaceParameter, place_in_memory
+from rlhf.models.zero3_loading import place_sharded
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
@@ -107,7 +107,7 @@ def prepare(context: StageContext) -> dict[str, Any]:
     """Say how a stage's models will be held and what that will take; gives what `finish` keeps of it."""
     planned = _planned(context.directory.name, context)
     context.accelerator.reset_peak()
-    if line := cpu_offload.describe(context.placements.values(), context.accelerator):
+    if line := cpu_offload.describe_offload(context.placements.values(), context.accelerator):
         context.say(f"{context.directory.name}: {line}")
     return planned
 
@@ -159,7 +159,7 @@ def _sft(context: StageContext) -> dict[str, Any]:
             return load_causal_lm(config.model, tokenizer, attention=attention, put=_put(context, placement))
         return build_llama(tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
 
-    data = stage_rows(context, tokenizer, generation_settings(path, config.model) if path else None)
+    data = stage_rows(context, tokenizer, load_generation_config(path, config.model) if path else None)
     return sft.run(context, load, tokenizer, data) | data.written
 
 
@@ -181,7 +181,7 @@ def _reward(context: StageContext) -> dict[str, Any]:
             put=_put(context, placement),
         )
 
-    data = stage_rows(context, tokenizer, generation_settings(path, config.model))
+    data = stage_rows(context, tokenizer, load_generation_config(path, config.model))
     return reward.run(context, load, tokenizer, data) | data.written
 
 
@@ -194,7 +194,7 @@ def _dpo(context: StageContext) -> dict[str, Any]:
     def load(placement: ModelPlacement) -> Any:
         return load_causal_lm(config.model, tokenizer, attention=attention, path=path, put=_put(context, placement))
 
-    data = stage_rows(context, tokenizer, generation_settings(path, config.model))
+    data = stage_rows(context, tokenizer, load_generation_config(path, config.model))
     return dpo.run(context, load, tokenizer, data) | data.written
 
 
@@ -226,7 +226,7 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
 
     def policy(placement: ModelPlacement) -> Any:
         if donor := sharing.donors.get(placement.role.name):
-            return on_base(context.bases[donor], config.model, attention=attention[ACTOR])
+            return build_on_base(context.bases[donor], config.model, attention=attention[ACTOR])
         put = _put(context, placement)
         return load_causal_lm(config.model, tokenizer, attention=attention[ACTOR], path=actor_path, put=put)
 
@@ -242,7 +242,9 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
         ref = placement.role.base
         if donor := sharing.donors.get(placement.role.name):
             base = context.bases[donor]
-            return on_base(base, config.model, attention=attention[ref], scalar_head=True, adapter=sharing.adapter)
+            return build_on_base(
+                base, config.model, attention=attention[ref], scalar_head=True, adapter=sharing.adapter
+            )
         may_be_new: dict[str, Any] = {"seed": config.seed, "reset_norm": "auto"} if ref == CRITIC else {}
         return load_scalar_head(
             config.model,
@@ -257,20 +259,20 @@ def policy_needs(context: StageContext) -> PolicyNeeds:
     models = ppo.Models(actor=policy, reference=policy, critic=scalar, reward=scalar)
     on_world = any(dataset.path == WORLD for dataset in config.data.datasets)
     judge = embedded.approves if on_world else None
-    data = stage_rows(context, tokenizer, generation_settings(actor_path, config.model))
+    data = stage_rows(context, tokenizer, load_generation_config(actor_path, config.model))
     return PolicyNeeds(models, tokenizer, data, judge)
 
 
-def _put(context: StageContext, placement: ModelPlacement) -> Put:
+def _put(context: StageContext, placement: ModelPlacement) -> PlaceParameter:
     """What makes a role's parameters: in the compute precision, and where its engine will have them."""
     accelerator, precision = context.accelerator, context.precision
     if placement.zero_stage == 3:
-        return shards(deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
+        return place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
     parked = not placement.role.trained and placement.offloads_parameters
     place = accelerator.host_device() if parked else accelerator.device()
-    put = into(precision.dtype, place)
+    put = place_in_memory(precision.dtype, place)
     if kind := placement.quantization:
-        put = quantizing(put, kind, accelerator.kernels.get("quantized_weights", required=True), place)
+        put = quantize_on_load(put, kind, accelerator.kernels.get("quantized_weights", required=True), place)
     return put
 
 
@@ -282,14 +284,14 @@ def _resolve_bases(context: StageContext) -> tuple[ResolvedBaseModel, ...]:
 def _attention(context: StageContext, *paths: str | None) -> list[str]:
     """transformers' name of the attention of each model; one line says where that is not the backend's first choice."""
     found = {path: choose_attention(context.accelerator, path, context.config.model) for path in paths}
-    if said := describe({_short(path): choice for path, choice in found.items()}):
+    if said := describe_attention({_short(path): choice for path, choice in found.items()}):
         context.say(said)
     return [found[path].name for path in paths]
 
 
 def _short(path: str | None) -> str:
     """How lines call a model: by the end of its name, and one that a stage left by the stage's too."""
-    return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED
+    return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED_MODEL
 
 
 def _tokenizer(context: StageContext, path: str | None = None) -> PreTrainedTokenizerBase:

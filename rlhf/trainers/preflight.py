@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhf.data.cache import StageCache
     from rlhf.data.load_sources import SourceRows
     from rlhf.data.stage_dataset import StageData
-    from rlhf.models.attention import Choice
+    from rlhf.models.attention import AttentionChoice
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Findings:
 
     plans: tuple[StagePlan, ...]
     data: Fingerprints
-    attention: dict[str, Choice]
+    attention: dict[str, AttentionChoice]
 
 
 def check(
@@ -139,8 +139,8 @@ def examine(
         accelerator.kernels.get("adamw_cpu_offload", required=True)
     if any(placement.quantization for stage in pending for placement in model_placements(config, stage).values()):
         accelerator.kernels.get("quantized_weights", required=True)
-    deepspeed_config.check(config)
-    deepspeed_config.check_disk(config, accelerator)
+    deepspeed_config.check_deepspeed_keys(config)
+    deepspeed_config.check_nvme(config, accelerator)
     zeropp.check_operators(config, accelerator)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernels.get("attention", required=True)
@@ -210,7 +210,7 @@ class _Models(Tokenizers):
     def __init__(self, config: Config, accelerator: Accelerator) -> None:
         super().__init__(config)
         self._accelerator = accelerator
-        self.attention: dict[str, Choice] = {}
+        self.attention: dict[str, AttentionChoice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
 
     def check(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> None:
@@ -219,9 +219,9 @@ class _Models(Tokenizers):
         from rlhf.models.compatibility import check_positions
         from rlhf.models.dropout import check_dropout
         from rlhf.models.final_norm import check_final_norm
-        from rlhf.models.loading import check_fits, check_same_vocabulary
-        from rlhf.models.lora import check_targets
-        from rlhf.models.toy_model import build_outline
+        from rlhf.models.loading import check_same_vocabulary, check_tokenizer_fits
+        from rlhf.models.lora import check_adapter_targets
+        from rlhf.models.toy_model import build_llama_on_meta
 
         for base in bases:
             outline = self.outline(base)
@@ -230,7 +230,7 @@ class _Models(Tokenizers):
             check_positions(base.path, outline.config, self._config.data.max_length)
             if base.ref == ACTOR and self._config.ppo.ptx_coef:
                 check_positions(base.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
-            check_fits(self.tokenizer(base), outline, base.path)
+            check_tokenizer_fits(self.tokenizer(base), outline, base.path)
             placements = [each for each in model_placements(self._config, stage).values() if each.role.base == base.ref]
             for placement in placements:
                 is_critic = placement.role.name == "critic"
@@ -238,21 +238,21 @@ class _Models(Tokenizers):
             if stage == "reward":
                 check_final_norm(outline, self._config.reward.reset_final_norm)
             if any(placement.lora.rank for placement in placements):
-                check_targets(outline, self._config.lora)
+                check_adapter_targets(outline, self._config.lora)
         if stage == "ppo":
             actor, *scorers = bases
             for scorer in scorers:
                 where = scorer.path or "the embedded model"
                 check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
-            outline = self.outline(actor) or build_outline(self.tokenizer(actor))
+            outline = self.outline(actor) or build_llama_on_meta(self.tokenizer(actor))
             check_model(outline, self._config.ppo, current_process().size)
 
     def outline(self, base: ResolvedBaseModel) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""
-        from rlhf.models.attention import EMBEDDED, choose_attention
-        from rlhf.models.loading import outline
+        from rlhf.models.attention import EMBEDDED_MODEL, choose_attention
+        from rlhf.models.loading import load_on_meta
 
-        name = base.path or EMBEDDED
+        name = base.path or EMBEDDED_MODEL
         if name not in self.attention:
             self.attention[name] = choose_attention(self._accelerator, base.path, self._config.model)
         if base.path is None:
@@ -261,7 +261,7 @@ class _Models(Tokenizers):
         trained = not base.ref.scalar_head or not (base.ref.new_head or base.through)
         key = base.path, base.ref.scalar_head, trained
         if key not in self._outlines:
-            self._outlines[key] = outline(
+            self._outlines[key] = load_on_meta(
                 base.path,
                 self._config.model,
                 attention=self.attention[name].name,

@@ -15,16 +15,16 @@ from rlhf.config.schema import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
-from rlhf.models.loading import Loader
-from rlhf.models.scalar_head import note
+from rlhf.models.loading import ModelLoader
+from rlhf.models.scalar_head import describe_loading
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import sum_over
 from rlhf.trainers.supervised import Objective, Supervised
 
 
-def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
+def run(context: StageContext, load: ModelLoader, tokenizer: Any, data: StageData) -> dict[str, Any]:
     """Train the sequence-classification model that `load` gives, save it, and return the stage's summary."""
     collate = partial(
         collate_reward,
@@ -47,7 +47,7 @@ def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) ->
     )
     stage = Supervised(context, load, collate, data)
     summary = stage.run(objective, tokenizer)
-    if line := note(stage.engine.module.model, context.directory.model):
+    if line := describe_loading(stage.engine.module.model, context.directory.model):
         context.say(f"note: {line}")
     return summary
 
@@ -78,14 +78,14 @@ def pair_statistics(result: PairwiseLoss, batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def averages(sums: Numbers) -> Numbers:
+def averages(sums: Metrics) -> Metrics:
     """Means over pairs of what `pair_statistics` summed, and their margin; other numbers stay."""
     pairs = max(sums["pairs"], 1)
     means = {key: sums[key] / pairs for key in ("accuracy", "chosen_score", "rejected_score")}
     return sums | means | {"margin": means["chosen_score"] - means["rejected_score"]}
 
 
-def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Numbers:
+def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Metrics:
     """Loss, accuracy and mean scores on the held-out pairs."""
 
     def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from rlhf.config.schema import STAGES, Config, Stage
-from rlhf.engine.select import choose_kernels, select
+from rlhf.engine.select import choose_kernels, select_accelerator
 from rlhf.errors import ConfigError, RunError
 from rlhf.models import hub
 from rlhf.reporting.console import console
@@ -77,7 +77,7 @@ def run(
         return directory
     ending = RunTermination(directory, stages)
     with _left_as_found(), signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
-        selection = select(config, accelerator)
+        selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
         with ending.translate_errors(), _opened(config, selection, directory, request, pending) as found:
@@ -105,7 +105,7 @@ def open_run(
     if not pending:
         raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
     request = Request(stages, resume, overwrite, dry_run=False)
-    with _left_as_found(), _opened(config, select(config), directory, request, pending) as found:
+    with _left_as_found(), _opened(config, select_accelerator(config), directory, request, pending) as found:
         yield found
 
 
@@ -124,9 +124,11 @@ def _opened(
     config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
 ) -> Iterator[tuple[Config, Accelerator]]:
     """The ranks brought together, and the folder that they write to, once it is clear that nothing will stop them."""
-    from rlhf.engine import distributed  # imports torch, which must find the environment that `select` has set
+    from rlhf.engine import (
+        distributed,
+    )  # imports torch, which must find the environment that `select_accelerator` has set
 
-    with distributed.session(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
+    with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
@@ -244,7 +246,7 @@ def _left_as_found() -> Iterator[None]:
     """The environment is what it was when the block is left: the caller's program may go on."""
     environment = dict(os.environ)
     try:
-        with hub.as_found():
+        with hub.restore_offline_flags():
             os.environ.update(current_process().variables())  # before a runtime that reads them is loaded
             yield
     finally:

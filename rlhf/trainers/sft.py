@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from rlhf.data.batches import Batches, collate_sft
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_log_probs, model_inputs
-from rlhf.models.lm_head import log_probs_of
-from rlhf.models.loading import Loader
+from rlhf.models.lm_head import compute_log_probs
+from rlhf.models.loading import ModelLoader
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import sum_over
 from rlhf.trainers.supervised import Objective, Supervised
@@ -34,10 +34,10 @@ def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
         log_probs = completion_log_probs(model, ids, mask, ids.shape[1] - 1).log_probs
         return -masked(log_probs, batch["loss_mask"][:, 1:]).sum()
     labels = ids.flatten().index_select(0, targets)
-    return -log_probs_of(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs.sum()
+    return -compute_log_probs(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs.sum()
 
 
-def run(context: StageContext, load: Loader, tokenizer: Any, data: StageData) -> dict[str, Any]:
+def run(context: StageContext, load: ModelLoader, tokenizer: Any, data: StageData) -> dict[str, Any]:
     """Train what `load` gives on `data.train`, save the model, and return the stage's summary."""
     collate = partial(
         collate_sft,
@@ -59,7 +59,7 @@ def _targets(batch: Batch) -> Tensor:
     return batch["loss_mask"][:, 1:].sum()
 
 
-def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Numbers:
+def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Metrics:
     """Perplexity: exp of the mean negative log-likelihood per target token of the held-out rows."""
 
     def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

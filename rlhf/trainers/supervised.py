@@ -17,9 +17,9 @@ from rlhf.data.batches import Batches, padding, tokens_of
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Numbers, padding_share
+from rlhf.engine.metric_sums import Metrics, padding_share
 from rlhf.models.flops import Texts
-from rlhf.models.loading import Loader
+from rlhf.models.loading import ModelLoader
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import Found, run_steps
 from rlhf.trainers.outputs import leave, say_what_is_left
@@ -38,17 +38,17 @@ class Objective:
 
     loss: Callable[[nn.Module, Batch, Tensor], tuple[Tensor, Batch]]
     count: Callable[[Batch], Tensor]
-    evaluate: Callable[[StageContext, TrainingEngine, Batches, str], Numbers]
+    evaluate: Callable[[StageContext, TrainingEngine, Batches, str], Metrics]
     unit: str
     shown: tuple[str, ...]
-    averages: Callable[[Numbers], Numbers] = lambda sums: sums
+    averages: Callable[[Metrics], Metrics] = lambda sums: sums
     prepare: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches
 
 
 class Supervised:
     """A stage's batches and its engine; `run` trains."""
 
-    def __init__(self, context: StageContext, load: Loader, collate: Any, data: StageData) -> None:
+    def __init__(self, context: StageContext, load: ModelLoader, collate: Any, data: StageData) -> None:
         name = context.directory.name
         self.context = context
         self.settings: EpochConfig = getattr(context.config, name)
@@ -71,7 +71,7 @@ class Supervised:
         """Train the model, save it, and return the stage's summary."""
         context, engine = self.context, self.engine
 
-        def step(index: int) -> Numbers:
+        def step(index: int) -> Metrics:
             batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
             with context.phases("training"):
                 batches = objective.prepare(batches)

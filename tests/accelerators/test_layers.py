@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from accelerators.backends.cpu.kernels import layers
 from accelerators.backends.cpu.kernels.layers import FAMILIES, _Gate, _RMSNorm, fuse, supported
 from rlhf.config.schema import OptimizerConfig
-from rlhf.engine.engine import TrainingEngine, freeze
+from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.models.forward import completion_log_probs
 from tests.in_process import make_placement
 
@@ -242,7 +242,7 @@ def test_training_with_and_without_takes_the_same_steps(engine_of):
 
 
 def test_models_that_score_are_fused_too(accelerator):
-    frozen = freeze(
+    frozen = freeze_model(
         model_of("llama"), accelerator=accelerator, precision=accelerator.precision("bf16"), placement=make_placement(0)
     )
     assert sum("forward" in vars(each) for each in frozen.modules() if layers.part(each)) >= 7

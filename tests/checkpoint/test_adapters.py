@@ -12,11 +12,11 @@ from rlhf.checkpoint.adapters import save_adapter
 from rlhf.checkpoint.export import save_model
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
-from rlhf.models.adapter_files import read_config, read_tensors
+from rlhf.models.adapter_files import read_adapter_config, read_adapter_tensors
 from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import FROZEN, add_adapters
-from rlhf.models.shared_base import Base, on_base
+from rlhf.models.lora import FROZEN_ADAPTER, add_adapters
+from rlhf.models.shared_base import SharedBase, build_on_base
 from rlhf.roles.roles import model_placements
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
@@ -95,8 +95,8 @@ def test_a_reward_model_is_its_language_model_and_its_adapter(accelerator, tmp_p
     model.model.load_state_dict(language.model.state_dict())
     trained = engine(accelerator, model, "reward")
     save_adapter(trained, tmp_path / "adapter", None)
-    found = on_base(
-        Base(language.requires_grad_(False)),
+    found = build_on_base(
+        SharedBase(language.requires_grad_(False)),
         ModelConfig(),
         attention="sdpa",
         scalar_head=True,
@@ -104,11 +104,15 @@ def test_a_reward_model_is_its_language_model_and_its_adapter(accelerator, tmp_p
     )
     torch.testing.assert_close(logits(found), logits(model))
     assert found.model.norm.weight is language.model.norm.weight
-    assert {name.split(".lora_")[1] for name in read_tensors(tmp_path / "adapter", FROZEN) if ".lora_" in name} == {
-        f"A.{FROZEN}.weight",
-        f"B.{FROZEN}.weight",
+    assert {
+        name.split(".lora_")[1]
+        for name in read_adapter_tensors(tmp_path / "adapter", FROZEN_ADAPTER)
+        if ".lora_" in name
+    } == {
+        f"A.{FROZEN_ADAPTER}.weight",
+        f"B.{FROZEN_ADAPTER}.weight",
     }
-    assert read_config(tmp_path / "adapter").modules_to_save is None
+    assert read_adapter_config(tmp_path / "adapter").modules_to_save is None
 
 
 def test_a_norm_that_was_reset_under_the_head_comes_with_the_adapter(accelerator, tmp_path):
@@ -120,7 +124,7 @@ def test_a_norm_that_was_reset_under_the_head_comes_with_the_adapter(accelerator
     assert reset_final_norm(model, True)
     trained = engine(accelerator, model, "reward")
     save_adapter(trained, tmp_path / "adapter", None)
-    base = Base(language.requires_grad_(False))
-    found = on_base(base, ModelConfig(), attention="sdpa", scalar_head=True, adapter=tmp_path / "adapter")
+    base = SharedBase(language.requires_grad_(False))
+    found = build_on_base(base, ModelConfig(), attention="sdpa", scalar_head=True, adapter=tmp_path / "adapter")
     torch.testing.assert_close(logits(found), logits(model))
     assert found.model.norm.weight is not language.model.norm.weight

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.checkpoint.export import save_model
-from rlhf.checkpoint.safetensors_writer import Writer
+from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.config.schema import LoraConfig, OptimizerConfig
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models.lora import add_adapters
@@ -38,14 +38,14 @@ def test_a_disk_that_fills_up_leaves_what_was_there(accelerator, tmp_path, monke
     tokenizer, trained = build_tokenizer(), engine(accelerator, stage)
     save_model(trained, tokenizer, tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    write = Writer.write
+    write = SafetensorsWriter.write
 
-    def fails(self: Writer, name: str, tensor: torch.Tensor) -> None:
+    def fails(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
         if "norm" in name:
             raise OSError(28, "No space left on device")
         write(self, name, tensor)
 
-    monkeypatch.setattr(Writer, "write", fails)
+    monkeypatch.setattr(SafetensorsWriter, "write", fails)
     with pytest.raises(OSError, match="No space"):
         save_model(trained, tokenizer, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -57,47 +57,47 @@ def engine(accelerator):
 
 def test_the_newest_two_are_kept(engine, tmp_path):
     for step in (1, 2, 3):
-        training_state.save(place(tmp_path), step, {"model": engine}, {"number": step})
+        training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {"number": step})
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
-    assert training_state.restore(place(tmp_path), {"model": engine}) == (3, {"number": 3})
+    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (3, {"number": 3})
 
 
 def test_a_checkpoint_that_cannot_be_read_is_answered_with_the_one_before_it(engine, tmp_path):
     for step in (1, 2):
-        training_state.save(place(tmp_path), step, {"model": engine}, {})
+        training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
     newest = place(tmp_path).latest_checkpoint
     (newest / "state-rank0.pt").write_bytes(b"cut off")
     with pytest.raises(RunError, match=r"step-00000002: cannot be read .*; move this folder away to .*step-00000001"):
-        training_state.restore(place(tmp_path), {"model": engine})
+        training_state.restore_checkpoint(place(tmp_path), {"model": engine})
     newest.rename(tmp_path / "away")
-    assert training_state.restore(place(tmp_path), {"model": engine}) == (1, {})
+    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (1, {})
 
 
 def test_the_only_checkpoint_is_not_said_to_have_one_before_it(engine, tmp_path):
-    training_state.save(place(tmp_path), 5, {"model": engine}, {})
+    training_state.save_checkpoint(place(tmp_path), 5, {"model": engine}, {})
     (place(tmp_path).latest_checkpoint / "state-rank0.pt").write_bytes(b"cut off")
     with pytest.raises(RunError, match="to start the sft stage anew; there is no other") as found:
-        training_state.restore(place(tmp_path), {"model": engine})
+        training_state.restore_checkpoint(place(tmp_path), {"model": engine})
     assert "remove" not in str(found.value) and "earlier" not in str(found.value)
 
 
 def test_a_checkpoint_without_the_states_of_its_ranks_is_not_said_to_be_of_other_ranks(engine, tmp_path):
-    training_state.save(place(tmp_path), 1, {"model": engine}, {})
+    training_state.save_checkpoint(place(tmp_path), 1, {"model": engine}, {})
     (place(tmp_path).latest_checkpoint / "state-rank0.pt").unlink()
     with pytest.raises(RunError, match="step-00000001: cannot be read"):
-        training_state.restore(place(tmp_path), {"model": engine})
+        training_state.restore_checkpoint(place(tmp_path), {"model": engine})
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory."), PermissionError(13, "denied")])
 def test_what_is_no_fault_of_the_checkpoint_is_not_blamed_on_it(engine, tmp_path, monkeypatch, error):
-    training_state.save(place(tmp_path), 1, {"model": engine}, {})
+    training_state.save_checkpoint(place(tmp_path), 1, {"model": engine}, {})
 
     def load(*arguments, **options):
         raise error
 
     monkeypatch.setattr(engine.engine, "load_checkpoint", load)
     with pytest.raises(type(error)):
-        training_state.restore(place(tmp_path), {"model": engine})
+        training_state.restore_checkpoint(place(tmp_path), {"model": engine})
 
 
 @pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
@@ -106,10 +106,10 @@ def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_st
     settings = (accelerator, zero_stage, "bf16", 2)
     whole = build(*settings)
     train(whole, 2)
-    training_state.save(place(tmp_path), 1, {"model": whole}, {})
+    training_state.save_checkpoint(place(tmp_path), 1, {"model": whole}, {})
     train(whole, 2)
     resumed = build(*settings)
-    training_state.restore(place(tmp_path), {"model": resumed})
+    training_state.restore_checkpoint(place(tmp_path), {"model": resumed})
     train(resumed, 2)
     with whole.whole_weights() as one, resumed.whole_weights() as other:
         for name, tensor in one.state_dict().items():
@@ -120,10 +120,10 @@ def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_st
 def test_a_checkpoint_goes_on_in_smaller_micro_batches(accelerator, zero_stage, tmp_path):
     whole = build(accelerator, zero_stage)
     train(whole)
-    training_state.save(place(tmp_path), 1, {"model": whole}, {})
+    training_state.save_checkpoint(place(tmp_path), 1, {"model": whole}, {})
     train(whole)
     resumed = build(accelerator, zero_stage, accumulation=2)
-    training_state.restore(place(tmp_path), {"model": resumed})
+    training_state.restore_checkpoint(place(tmp_path), {"model": resumed})
     train(resumed, 2)
     assert resumed.steps == whole.steps == 2
     with whole.whole_weights() as one, resumed.whole_weights() as other:
@@ -136,9 +136,9 @@ def test_a_rank_names_its_own_error_where_the_others_are_gone(monkeypatch):
         raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(distributed, "all_gather_objects", gone)
-    with pytest.raises(OSError, match="No space left"), distributed.together("writing"):
+    with pytest.raises(OSError, match="No space left"), distributed.on_all_ranks("writing"):
         raise OSError(28, "No space left on device")
-    with pytest.raises(RuntimeError, match="connection closed"), distributed.together("writing"):
+    with pytest.raises(RuntimeError, match="connection closed"), distributed.on_all_ranks("writing"):
         pass
 
 
@@ -163,7 +163,8 @@ class Holder:
     engine = Engine()
 
 try:
-    training_state.save(RunDirectory(Path("{folder}")).stage("sft"), 3, dict(model=Holder()), dict(rank=rank))
+    stage = RunDirectory(Path("{folder}")).stage("sft")
+    training_state.save_checkpoint(stage, 3, dict(model=Holder()), dict(rank=rank))
 except BaseException as error:
     Path("{folder}", f"error{{rank}}").write_text(str(error))
 dist.destroy_process_group()

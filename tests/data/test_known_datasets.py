@@ -175,7 +175,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr("rlhf.models.hub.ask", lambda name, kind: None)
+    monkeypatch.setattr("rlhf.models.hub.check_available", lambda name, kind: None)
     return given
 
 

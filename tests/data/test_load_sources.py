@@ -111,7 +111,7 @@ def test_fingerprints_are_named_by_source_subset_split_and_columns(
 
     rows = {"train": ROWS, "test": ROWS[:3]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split, revision: rows[split])
-    monkeypatch.setattr("rlhf.models.hub.ask", lambda name, kind: None)
+    monkeypatch.setattr("rlhf.models.hub.check_available", lambda name, kind: None)
     path = write(tmp_path / "rows.jsonl", ROWS)
     found = sources_of(
         {"path": "org/name", "subset": "main", "heldout": "org/name"},

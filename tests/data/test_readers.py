@@ -103,7 +103,7 @@ def test_the_world_is_a_source() -> None:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has every name; tests/models/test_hub.py asks it."""
-    monkeypatch.setattr("rlhf.models.hub.ask", lambda name, kind: None)
+    monkeypatch.setattr("rlhf.models.hub.check_available", lambda name, kind: None)
 
 
 @pytest.mark.usefixtures("hub")

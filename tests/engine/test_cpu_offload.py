@@ -7,8 +7,8 @@ import torch
 
 from accelerators.backends.cpu.backend import CPU
 from rlhf.config.schema import build_config
-from rlhf.engine.cpu_offload import at_hand, describe, park
-from rlhf.engine.engine import freeze
+from rlhf.engine.cpu_offload import describe_offload, offload, on_device
+from rlhf.engine.engine import freeze_model
 from rlhf.roles.roles import model_placements
 from tests.engine.test_engine import IDS
 from tests.helpers import llama
@@ -52,7 +52,7 @@ def used(model):
 
 
 def test_weights_come_for_a_forward_pass_and_leave_after_it(apart):
-    model = park(llama(60).requires_grad_(False), apart)
+    model = offload(llama(60).requires_grad_(False), apart)
     found, kept = seen(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     addresses = [tensor.data_ptr() for tensor in model.parameters()]
     assert places(model) == {"cpu"}
@@ -65,9 +65,9 @@ def test_weights_come_for_a_forward_pass_and_leave_after_it(apart):
 
 
 def test_a_block_brings_them_once_however_many_passes_it_makes(apart):
-    model = park(llama(60).requires_grad_(False), apart)
+    model = offload(llama(60).requires_grad_(False), apart)
     tensors = len(list(model.parameters())) + len(list(model.buffers()))
-    with at_hand(model, None):
+    with on_device(model, None):
         assert places(model) == {"cpu"}, "brought before they are used"
         for _ in range(3):
             used(model)
@@ -79,9 +79,9 @@ def test_a_block_brings_them_once_however_many_passes_it_makes(apart):
 
 
 def test_weights_that_layers_share_come_once_and_stay_shared(apart):
-    model = park(llama(60, tie_word_embeddings=True).requires_grad_(False), apart)
+    model = offload(llama(60, tie_word_embeddings=True).requires_grad_(False), apart)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    with at_hand(model):
+    with on_device(model):
         used(model)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert apart.brought == len(list(model.parameters())) + len(list(model.buffers()))
@@ -89,26 +89,26 @@ def test_weights_that_layers_share_come_once_and_stay_shared(apart):
 
 
 def test_a_pass_that_fails_leaves_the_device_too(apart):
-    model = park(llama(60).requires_grad_(False), apart)
+    model = offload(llama(60).requires_grad_(False), apart)
     with pytest.raises(ValueError, match="exactly one of"):
         model()
     assert places(model) == {"cpu"}
-    with pytest.raises(ValueError, match="exactly one of"), at_hand(model):
+    with pytest.raises(ValueError, match="exactly one of"), on_device(model):
         model()
     assert places(model) == {"cpu"}
 
 
 def test_where_the_host_is_the_device_nothing_moves(accelerator):
-    model = park(llama(60), accelerator)
+    model = offload(llama(60), accelerator)
     assert not model._forward_pre_hooks and not model._forward_hooks
-    with at_hand(model):
+    with on_device(model):
         assert torch.equal(model(input_ids=IDS).logits, llama(60)(input_ids=IDS).logits)
 
 
 @pytest.mark.parametrize(("offload", "waits"), [("none", False), ("optimizer", False), ("parameters", True)])
 def test_a_frozen_model_below_zero_3_is_parked_where_weights_are_offloaded(apart, offload, waits):
     placement = make_placement(1, trained=False, offload=offload)
-    model = freeze(llama(60), accelerator=apart, precision=apart.precision("fp32"), placement=placement)
+    model = freeze_model(llama(60), accelerator=apart, precision=apart.precision("fp32"), placement=placement)
     assert places(model) == {"cpu" if waits else "meta"}
     used(model)
     assert places(model) == {"cpu" if waits else "meta"}
@@ -117,7 +117,7 @@ def test_a_frozen_model_below_zero_3_is_parked_where_weights_are_offloaded(apart
 def test_a_line_says_what_waits_on_the_host(apart, accelerator):
     def said(on, **engine):
         config = build_config({"engine": {"zero_stage": 1, **engine}, "roles": {"reward": {"offload": "none"}}})
-        return describe(model_placements(config, "ppo").values(), on)
+        return describe_offload(model_placements(config, "ppo").values(), on)
 
     both = "offload: the optimizers of actor, critic and the weights of reference"
     assert said(apart) == said(accelerator) == ""

@@ -7,7 +7,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from rlhf.config.schema import build_config
 from rlhf.engine import deepspeed_config
-from rlhf.engine.deepspeed_config import OWN, check, check_disk
+from rlhf.engine.deepspeed_config import MANAGED_KEYS, check_deepspeed_keys, check_nvme
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import model_placements
 from tests.engine.test_engine import build, train
@@ -16,12 +16,12 @@ from tests.in_process import make_placement
 
 def told(accelerator, zero_stage=1, precision="fp32", **engine):
     placement = make_placement(zero_stage, **engine)
-    return deepspeed_config.deepspeed_config(placement, accelerator, accelerator.precision(precision), 2, 1)
+    return deepspeed_config.build_deepspeed_config(placement, accelerator, accelerator.precision(precision), 2, 1)
 
 
 def refusal(own):
     with pytest.raises(ConfigError) as found:
-        check(build_config({"engine": {"deepspeed": own}}))
+        check_deepspeed_keys(build_config({"engine": {"deepspeed": own}}))
     return str(found.value)
 
 
@@ -70,15 +70,15 @@ def test_either_name_of_a_setting_replaces_the_one_that_is_set(accelerator):
 
 def test_buffers_of_what_is_offloaded_may_be_set_and_turn_nothing_on(accelerator):
     own = {"zero_optimization": {"offload_param": {"buffer_count": 3}, "offload_optimizer": {"buffer_count": 7}}}
-    check(build_config({"engine": {"deepspeed": own}}))
+    check_deepspeed_keys(build_config({"engine": {"deepspeed": own}}))
     zero = told(accelerator, 3, offload="parameters", deepspeed=own)["zero_optimization"]
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": False, "buffer_count": 3}
     assert "offload_optimizer" not in zero
 
 
-@pytest.mark.parametrize("path", OWN)
+@pytest.mark.parametrize("path", MANAGED_KEYS)
 def test_what_rlhf_decides_is_refused_with_what_to_do_instead(path):
-    assert refusal(nested(path)) == f"engine.deepspeed.{path}: is decided by rlhf; {OWN[path]}"
+    assert refusal(nested(path)) == f"engine.deepspeed.{path}: is decided by rlhf; {MANAGED_KEYS[path]}"
 
 
 def test_the_other_name_of_what_rlhf_decides_is_refused_too():
@@ -99,7 +99,7 @@ def test_what_rlhf_tells_deepspeed_is_its_own(accelerator):
         keys |= {
             f"zero_optimization.{part}.{name}" for part in ("offload_optimizer", "offload_param") for name in zero[part]
         }
-        assert {key for key in keys - set(OWN) if key.rpartition(".")[2] not in free} == set()
+        assert {key for key in keys - set(MANAGED_KEYS) if key.rpartition(".")[2] not in free} == set()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_every_model_has_a_folder_of_its_own_on_the_disk(accelerator, tmp_path):
     config = build_config({"engine": {"zero_stage": 3, "offload": "all", "nvme": str(tmp_path)}})
     folders = []
     for placement in model_placements(config, "ppo").values():
-        made = deepspeed_config.deepspeed_config(placement, accelerator, accelerator.precision("fp32"), 1, 1)
+        made = deepspeed_config.build_deepspeed_config(placement, accelerator, accelerator.precision("fp32"), 1, 1)
         found = made["zero_optimization"]["offload_param"]
         assert found["device"] == "nvme"
         folders.append(found["nvme_path"])
@@ -175,16 +175,16 @@ def builder(monkeypatch):
 def test_without_asynchronous_io_a_disk_is_refused(accelerator, builder, tmp_path, compatible):
     builder(compatible)
     with pytest.raises(ConfigError, match=r"engine.nvme: .* want of libaio .*install them .*or leave engine.nvme out"):
-        check_disk(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
+        check_nvme(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
 
 
 def test_a_disk_needs_a_folder_that_is_there(accelerator, builder, tmp_path):
     builder(True)
-    check_disk(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
+    check_nvme(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
     with pytest.raises(ConfigError, match=r"engine.nvme: .*absent is no folder to write to; make it"):
-        check_disk(build_config({"engine": {"nvme": str(tmp_path / "absent")}}), accelerator)
+        check_nvme(build_config({"engine": {"nvme": str(tmp_path / "absent")}}), accelerator)
 
 
 def test_without_a_disk_nothing_is_asked(accelerator, builder):
     builder(None)
-    check_disk(build_config({}), accelerator)
+    check_nvme(build_config({}), accelerator)

@@ -68,7 +68,7 @@ def late(function):
     return call
 dist.destroy_process_group, dist.init_process_group = late(dist.destroy_process_group), late(dist.init_process_group)
 for number in range(3):
-    with distributed.session(accelerators.select("cpu", environ={{}}), timeout=20):
+    with distributed.start_process_group(accelerators.select("cpu", environ={{}}), timeout=20):
         found = distributed.all_gather_objects([number, distributed.world().rank])
 Path({folder!r}, f"rank{{os.environ['RANK']}}").write_text(str(found))
 """

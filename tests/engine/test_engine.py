@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf.config.schema import OptimizerConfig
-from rlhf.engine.engine import TrainingEngine, freeze
+from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.models.forward import completion_log_probs
 from tests.helpers import assert_close_weights, llama
 from tests.in_process import make_placement
@@ -150,8 +150,8 @@ def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_fi
 ):
     """Bit for bit, at positions where a rotary frequency of 8 bits would be off by a whole turn.
 
-    Also where the architecture names modules that transformers would keep in float32: of those DeepSpeed and `freeze`
-    keep the buffers only.
+    Also if the architecture names modules that transformers would keep in float32: of those, DeepSpeed and
+    `freeze_model` keep only the buffers.
     """
     from transformers import LlamaPreTrainedModel
 
@@ -175,7 +175,7 @@ def test_in_bf16_a_frozen_model_computes_what_the_trained_one_does_before_its_fi
         micro_batch_size=2,
         accumulation=1,
     )
-    frozen = freeze(
+    frozen = freeze_model(
         llama(60, max_position_embeddings=1024), accelerator=accelerator, precision=precision, placement=placement
     )
     trained.engine.eval()
@@ -195,7 +195,7 @@ def test_whole_weights_are_sharded_again_when_the_block_ends(accelerator):
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_a_frozen_model_scores_and_keeps_no_gradients(accelerator, zero_stage):
-    frozen = freeze(
+    frozen = freeze_model(
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision("fp32"),

@@ -7,7 +7,7 @@ import torch
 
 from accelerators import KernelSet
 from rlhf.checkpoint import training_state
-from rlhf.engine.engine import freeze
+from rlhf.engine.engine import freeze_model
 from rlhf.runs.directory import RunDirectory
 from tests.engine.test_engine import IDS, build, train, weights_of
 from tests.helpers import llama
@@ -75,9 +75,9 @@ def test_a_checkpoint_continues_wherever_its_state_waited(accelerator, tmp_path,
     first, whole = (build(accelerator, zero_stage, offload=before) for _ in range(2))
     place = RunDirectory(tmp_path).stage("sft")
     followed(first, 2)
-    training_state.save(place, 2, {"model": first}, {})
+    training_state.save_checkpoint(place, 2, {"model": first}, {})
     resumed = build(accelerator, zero_stage, offload=after)
-    assert training_state.restore(place, {"model": resumed}) == (2, {})
+    assert training_state.restore_checkpoint(place, {"model": resumed}) == (2, {})
     assert resumed.steps == 2
     expected = followed(whole)[2:]
     assert followed(resumed, 2) == pytest.approx(expected, rel=1e-6 if zero_stage == 3 else 0)
@@ -91,7 +91,7 @@ def test_a_frozen_model_scores_as_without_offload(accelerator, zero_stage):
     def scores(offload):
         placement = make_placement(zero_stage, trained=False, offload=offload)
         assert placement.offloads_parameters == (offload != "none")
-        model = freeze(llama(60), accelerator=accelerator, precision=precision, placement=placement)
+        model = freeze_model(llama(60), accelerator=accelerator, precision=precision, placement=placement)
         with torch.no_grad():
             return model(input_ids=IDS).logits
 

@@ -6,14 +6,14 @@ from torch import nn
 
 from rlhf.config.schema import LoraConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
-from rlhf.engine.optimizer import adapter_factor, learning_rate, parameter_groups
+from rlhf.engine.optimizer import compute_adapter_factor, compute_learning_rate, group_parameters
 from rlhf.models.lora import add_adapters
 from rlhf.roles.roles import model_placements
 
 
 def rates(**settings):
     config = OptimizerConfig(learning_rate=1.0, **settings)
-    return [learning_rate(config, step, 100) for step in range(100)]
+    return [compute_learning_rate(config, step, 100) for step in range(100)]
 
 
 def test_the_rate_rises_over_the_warm_up_and_then_falls():
@@ -36,12 +36,12 @@ def test_the_last_step_has_the_rate_that_min_lr_ratio_names(schedule, warmup):
 def test_the_cosine_is_half_way_down_in_the_middle():
     """101 steps without warm-up: step 50 is the middle, and 25 is at (1 + cos(pi / 4)) / 2."""
     config = OptimizerConfig(learning_rate=2.0, warmup=0.0, min_lr_ratio=0.0)
-    found = [learning_rate(config, step, 101) for step in (0, 25, 50, 100)]
+    found = [compute_learning_rate(config, step, 101) for step in (0, 25, 50, 100)]
     assert found == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 0.0])
 
 
 def test_a_single_step_is_taken_at_the_peak():
-    assert learning_rate(OptimizerConfig(learning_rate=1.0, warmup=0.0), 0, 1) == 1.0
+    assert compute_learning_rate(OptimizerConfig(learning_rate=1.0, warmup=0.0), 0, 1) == 1.0
 
 
 def test_a_constant_schedule_stays_at_its_peak():
@@ -63,7 +63,7 @@ def test_wsd_is_stable_and_then_falls_in_a_straight_line():
 def test_biases_norms_and_frozen_weights_do_not_decay():
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     model[2].requires_grad_(False)
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = group_parameters(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and [p.shape for p in decayed["params"]] == [(3, 2)]
     assert plain["weight_decay"] == 0.0 and len(plain["params"]) == 3
 
@@ -73,10 +73,10 @@ def test_adapters_step_at_a_rate_of_their_own():
     model = adapted()
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, eps=1e-12)
     for lora, factor in ((LoraConfig(), 10.0), (LoraConfig(learning_rate=3e-3), 3.0)):
-        groups = parameter_groups(model, 0.0, adapter_factor(optimizer, lora))
+        groups = group_parameters(model, 0.0, compute_adapter_factor(optimizer, lora))
         steps = torch.optim.AdamW(groups, lr=0.0, eps=1e-12)
         for group in steps.param_groups:
-            group["lr"] = group["factor"] * learning_rate(optimizer, 0, 1)
+            group["lr"] = group["factor"] * compute_learning_rate(optimizer, 0, 1)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
@@ -99,7 +99,12 @@ def test_an_engine_steps_adapters_and_head_by_the_rates_that_it_records(accelera
             precision=accelerator.precision("fp32"),
             placement=model_placements(config, "reward")["reward"],
             optimizer=OptimizerConfig(
-                learning_rate=1e-3, warmup=0.5, schedule="linear", weight_decay=0.0, eps=1e-12, max_grad_norm=1e9
+                learning_rate=1e-3,
+                warmup=0.5,
+                schedule="linear",
+                weight_decay=0.0,
+                eps=1e-12,
+                max_grad_norm=1e9,
             ),
             total_steps=2,
             micro_batch_size=1,

@@ -30,7 +30,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
 
 
 def main(folder: str) -> None:
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
         found = {name: averaged(accelerator, Path(folder) / name, **how) for name, how in AVERAGES.items()}
         torch.save(found, Path(folder) / f"averages, rank {rank}")

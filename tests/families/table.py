@@ -67,20 +67,20 @@ class Family:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         from accelerators.portable import beyond_sdpa
-        from rlhf.models.compatibility import lacks_attention
+        from rlhf.models.compatibility import explain_missing_attention
 
         config = self.configuration()
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if fused and not lacks_attention(architecture, fused.name) and not fused.refuses(config):
+        if fused and not explain_missing_attention(architecture, fused.name) and not fused.refuses(config):
             return "fused"
-        return "eager" if lacks_attention(architecture, "sdpa") or beyond_sdpa(config) else "sdpa"
+        return "eager" if explain_missing_attention(architecture, "sdpa") or beyond_sdpa(config) else "sdpa"
 
     @property
     def has_classifier(self) -> bool:
         """Whether transformers has a sequence classifier of it that scores tokens."""
-        from rlhf.models.scalar_head import made_class
+        from rlhf.models.scalar_head import build_scalar_head_class
 
-        return made_class(self.configuration()) is None
+        return build_scalar_head_class(self.configuration()) is None
 
 
 FAMILIES = (
@@ -159,10 +159,10 @@ def build(config: Any, mapping: Any, seed: int = 0) -> Any:
     import torch
 
     import accelerators
-    from rlhf.models.attention import choose_for
+    from rlhf.models.attention import choose_attention_for
 
     cpu = accelerators.select("cpu", environ={}).create()
-    config._attn_implementation = choose_for(cpu, config, "tiny", mapping[type(config)]).name
+    config._attn_implementation = choose_attention_for(cpu, config, "tiny", mapping[type(config)]).name
     torch.manual_seed(seed)
     model = mapping[type(config)](config).eval()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from rlhf.config.schema import ModelConfig, SamplingConfig
 from rlhf.generation.decoder import Decoder
 from rlhf.models.compatibility import check_support
 from rlhf.models.forward import ScalarHead, completion_log_probs
-from rlhf.models.scalar_head import made_class
+from rlhf.models.scalar_head import build_scalar_head_class
 from tests.families.table import BY_NAME, FAMILIES, SIZES, build
 
 NAMES = [family.name for family in FAMILIES]
@@ -42,7 +42,7 @@ def assert_head_scores_as_plain_transformers(config: Any) -> None:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config.num_labels = 1
-    made = made_class(config)
+    made = build_scalar_head_class(config)
     model = build(config, {type(config): made} if made else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     ids, mask = rows()
     with torch.no_grad():

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import packed
 from rlhf.config.schema import LoraConfig, OptimizerConfig
-from rlhf.engine.engine import TrainingEngine, freeze
+from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.generation.hybrid_engine import generating
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.models.lora import add_adapters
@@ -153,7 +153,7 @@ def test_a_packing_that_fails_leaves_nothing_behind(accelerator, monkeypatch):
 
 def frozen(accelerator: Any, model: Any, precision: str = "fp32", shared: bool = False, **engine: Any) -> nn.Module:
     placement = make_placement(0, trained=False, **engine)
-    return freeze(
+    return freeze_model(
         model, accelerator=accelerator, precision=accelerator.precision(precision), placement=placement, shared=shared
     )
 

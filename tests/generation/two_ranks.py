@@ -130,7 +130,7 @@ def watched_gathering(model: Any) -> Iterator[list[int]]:
 
 
 def main(folder: str) -> None:
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
         teams = {name: make() for name, make in TEAMS.items()}
         found: dict[Any, Any] = {}
@@ -161,7 +161,7 @@ def main(folder: str) -> None:
 
 def teams_of_two(folder: str) -> None:
     """Of four ranks, the first two generate together and the last two."""
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank, team = distributed.world().rank, Team.of(2)
         with generating(engine(accelerator, model("Llama 3, LoRA")), team) as module:
             torch.save(draw(accelerator, module, rank, SAMPLED, batch_size=2, team=team), Path(folder) / f"rank {rank}")

@@ -26,7 +26,7 @@ from rlhf.engine import distributed
 from tests.optimum.test_optimum import build
 
 assert Path(rlhf.__file__).is_relative_to(Path.cwd())
-with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
     ppo = build(accelerator, Path(sys.argv[1]), {"estimator": "median", "batch_size": 16, "minibatch_size": 16,
                                                  "kl_coef": 0.0, "steps": 1}, seed=0)
     ppo.step(0)

@@ -167,7 +167,7 @@ def test_positions_that_are_named_are_those_of_the_whole(monkeypatch):
     whole = model(**inputs).logits.log_softmax(-1).flatten(0, 1)[places]
     for fused in (True, False):
         monkeypatch.setattr(lm_head, "can_be_fused", lambda model, fused=fused: fused)
-        found = lm_head.log_probs_of(model, inputs, torch.tensor([5, 6, 7]), places=places)
+        found = lm_head.compute_log_probs(model, inputs, torch.tensor([5, 6, 7]), places=places)
         torch.testing.assert_close(found.log_probs, whole[torch.arange(3), torch.tensor([5, 6, 7])])
     assert model(**inputs).logits.shape == (2, 12, 60)  # as it was
 

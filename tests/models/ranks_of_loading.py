@@ -19,13 +19,13 @@ from rlhf.checkpoint import safetensors_writer
 from rlhf.checkpoint.export import save_model
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from rlhf.engine import distributed
-from rlhf.engine.deepspeed_config import deepspeed_config
-from rlhf.engine.engine import TrainingEngine, freeze
+from rlhf.engine.deepspeed_config import build_deepspeed_config
+from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters, merged_adapters
-from rlhf.models.weight_loading import into
-from rlhf.models.zero3_loading import is_sharded, shards
+from rlhf.models.weight_loading import place_in_memory
+from rlhf.models.zero3_loading import is_sharded, place_sharded
 from tests.helpers import build_tokenizer
 from tests.in_process import make_placement, plain_state_dict
 
@@ -36,7 +36,7 @@ def main(folder: str) -> None:
     """`folder` holds float32 checkpoints, each named as its family and what is tried with it."""
     found: list[str] = []
     safetensors_writer.FILE_SIZE = 20_000
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         for path in sorted(Path(folder).glob("* *")):
             if path.is_dir():
                 found += Check(accelerator, path).differences()
@@ -52,9 +52,9 @@ class Check:
 
     def differences(self) -> list[str]:
         torch.manual_seed(3)
-        plain, found = self.load(into(torch.float32)), []
+        plain, found = self.load(place_in_memory(torch.float32)), []
         expected = dict(plain.named_parameters(remove_duplicate=False))
-        adapted = self.load(into(torch.float32))
+        adapted = self.load(place_in_memory(torch.float32))
         add_adapters(adapted, LORA, seed=0)
         self.drawn = {name: tensor.detach().clone() for name, tensor in adapted.named_parameters() if "lora" in name}
         cases = [(0, 0), (1, 0), (2, 4), (3, 0), (3, 4)] if "trained" in self.path.name else []
@@ -63,7 +63,7 @@ class Check:
             if rank:
                 add_adapters(model, LORA, seed=0)
             found += [f"stage {stage}, LoRA {rank}: {line}" for line in self.of_engine(model, stage, expected)]
-        frozen = freeze(self.load(self.put(3)), **self.placement(3, trained=False))
+        frozen = freeze_model(self.load(self.put(3)), **self.placement(3, trained=False))
         found += [f"frozen: {line}" for line in self.of_weights(frozen, expected)]
         buffers = dict(plain.named_buffers())
         for name, buffer in getattr(frozen, "module", frozen).named_buffers():
@@ -83,8 +83,10 @@ class Check:
 
     def put(self, stage: int) -> Any:
         if stage < 3:
-            return into(torch.bfloat16, self.accelerator.device())
-        return shards(deepspeed_config(make_placement(3), self.accelerator, self.precision, 1, 1), torch.bfloat16)
+            return place_in_memory(torch.bfloat16, self.accelerator.device())
+        return place_sharded(
+            build_deepspeed_config(make_placement(3), self.accelerator, self.precision, 1, 1), torch.bfloat16
+        )
 
     def of_engine(self, model: Any, stage: int, expected: dict[str, Any]) -> list[str]:
         engine = TrainingEngine(

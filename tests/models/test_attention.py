@@ -13,7 +13,7 @@ import accelerators
 from accelerators import KernelImpl, Support
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.attention import Choice, choose_attention, describe
+from rlhf.models.attention import AttentionChoice, choose_attention, describe_attention
 
 OWN = "cpu_composed"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -50,7 +50,7 @@ def saved(folder: Path, name: str, **values: Any) -> str:
     return str(folder)
 
 
-def chosen(cpu: Any, path: str) -> Choice:
+def chosen(cpu: Any, path: str) -> AttentionChoice:
     return choose_attention(cpu, path, ModelConfig())
 
 
@@ -72,18 +72,18 @@ def test_an_architecture_gets_the_best_that_it_has_and_eager_last(cpu: Any, tmp_
     found = chosen(cpu, saved(tmp_path, name, **layers))
     if name in NONE:
         own = "it has no s_aux" if name == "gpt_oss" else f"{NONE[name]} {TAKES_NONE}"
-        assert found == Choice("eager", {OWN: own, "sdpa": f"{NONE[name]} has none"})
+        assert found == AttentionChoice("eager", {OWN: own, "sdpa": f"{NONE[name]} has none"})
     elif name == "falcon":
-        assert found == Choice("sdpa", {OWN: f"FalconForCausalLM {TAKES_NONE}"})
+        assert found == AttentionChoice("sdpa", {OWN: f"FalconForCausalLM {TAKES_NONE}"})
     else:
-        assert found == Choice(OWN, {})
+        assert found == AttentionChoice(OWN, {})
 
 
 def test_a_soft_cap_is_never_dropped(cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.17 says that Gemma 2 has sdpa, which would not cap its scores."""
     monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
     refusals = {OWN: "it has no softcap", "sdpa": "torch's scaled_dot_product_attention has no softcap"}
-    assert chosen(cpu, saved(tmp_path, "gemma2")) == Choice("eager", refusals)
+    assert chosen(cpu, saved(tmp_path, "gemma2")) == AttentionChoice("eager", refusals)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_an_implementation_refuses_gets_the_next_one(
     assert found.name == OWN
     assert found.refused[registered].startswith(why)
     if refuses is no_windows:
-        assert chosen(cpu, saved(tmp_path, "llama")) == Choice(registered, {})
+        assert chosen(cpu, saved(tmp_path, "llama")) == AttentionChoice(registered, {})
 
 
 def test_a_backend_without_eager_refuses_what_it_cannot_serve(cpu: Any, tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_a_backend_without_eager_refuses_what_it_cannot_serve(cpu: Any, tmp_path
 
 
 def test_one_line_says_which_models_did_not_get_the_first_choice() -> None:
-    best, other = Choice("sdpa", {}), Choice("eager", {"fused": "no alibi", "sdpa": "has none"})
-    assert describe({"a": best, "b": best}) is None
-    assert describe({"a": best, "b": other}) == "attention: eager for b (fused: no alibi; sdpa: has none)"
-    assert describe({"a": other, "b": other}) == (
+    best, other = AttentionChoice("sdpa", {}), AttentionChoice("eager", {"fused": "no alibi", "sdpa": "has none"})
+    assert describe_attention({"a": best, "b": best}) is None
+    assert describe_attention({"a": best, "b": other}) == "attention: eager for b (fused: no alibi; sdpa: has none)"
+    assert describe_attention({"a": other, "b": other}) == (
         "attention: eager for a, eager for b (fused: no alibi; sdpa: has none)"
     )
 

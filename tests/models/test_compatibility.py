@@ -9,7 +9,7 @@ import pytest
 
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.compatibility import check_positions, check_support, generation_settings, max_positions
+from rlhf.models.compatibility import check_positions, check_support, get_max_positions, load_generation_config
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -77,7 +77,7 @@ def test_an_architecture_whose_backbone_transformers_does_not_load_alone_gets_no
 def test_the_most_positions_of_a_model(name: str, values: dict[str, Any], positions: int | None) -> None:
     from transformers import CONFIG_MAPPING
 
-    assert max_positions(CONFIG_MAPPING[name](**values)) == positions
+    assert get_max_positions(CONFIG_MAPPING[name](**values)) == positions
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
@@ -95,6 +95,6 @@ def test_generation_settings_are_the_models_own_or_those_of_its_configuration(tm
     from transformers import GenerationConfig
 
     path = saved(tmp_path, "llama", eos_token_id=[3, 4])
-    assert generation_settings(path, ModelConfig()).eos_token_id == [3, 4]
+    assert load_generation_config(path, ModelConfig()).eos_token_id == [3, 4]
     GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
-    assert generation_settings(path, ModelConfig()).eos_token_id == [5, 6]
+    assert load_generation_config(path, ModelConfig()).eos_token_id == [5, 6]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.forward import ScalarHead, sequence_scores
-from rlhf.models.loading import load_causal_lm, load_scalar_head, outline
+from rlhf.models.loading import load_causal_lm, load_on_meta, load_scalar_head
 from tests.helpers import build_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
@@ -144,7 +144,7 @@ def test_what_it_lacks_is_said_in_its_own_words(tmp_path: Path) -> None:
     for name in ("v_head.weight", "rwtransformer.decoder.project_out.weight"):
         torch.save({key: tensor for key, tensor in state.items() if key != name}, path)
         with pytest.raises(ModelError) as caught:
-            outline(str(tmp_path / "reward"), ModelConfig(), attention="eager", scalar_head=True)
+            load_on_meta(str(tmp_path / "reward"), ModelConfig(), attention="eager", scalar_head=True)
         assert name in str(caught.value) and "DeepSpeed-Chat" in str(caught.value)
 
 

@@ -11,11 +11,11 @@ import torch
 
 from rlhf.config.schema import LoraConfig, ModelConfig, build_config
 from rlhf.errors import ConfigError
-from rlhf.models.final_norm import final_norm, reset_final_norm, was_reset
+from rlhf.models.final_norm import find_final_norm, reset_final_norm, was_reset
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_scalar_head
 from rlhf.models.lora import add_adapters
-from rlhf.models.scalar_head import made_class
+from rlhf.models.scalar_head import build_scalar_head_class
 from tests.families.table import BY_NAME
 from tests.families.test_alike import gemma3 as composite
 from tests.helpers import build_tokenizer, llama, weights
@@ -37,7 +37,7 @@ def scalar(config: Any) -> Any:
 
     torch.manual_seed(0)
     config.num_labels = 1
-    return (made_class(config) or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])(config).eval()
+    return (build_scalar_head_class(config) or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])(config).eval()
 
 
 def family(name: str, **values: Any) -> Any:
@@ -47,7 +47,7 @@ def family(name: str, **values: Any) -> Any:
 def spread(model: Any, gain: float) -> Any:
     """Every sixteenth dimension of the final norm gets this gain."""
     with torch.no_grad():
-        norm = final_norm(model)[1]  # type: ignore[index]
+        norm = find_final_norm(model)[1]  # type: ignore[index]
         norm.weight[::16] += gain - 1
     return model
 
@@ -55,7 +55,7 @@ def spread(model: Any, gain: float) -> Any:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_norm_before_the_head_is_the_one_whose_output_it_reads(name: str) -> None:
     model = family(name)
-    found = final_norm(model)
+    found = find_final_norm(model)
     assert found is not None and found[1] is model.base_model.get_submodule(found[0])
     assert found[0] == NAMES.get(name, found[0])
     written: list[torch.Tensor] = []
@@ -69,7 +69,7 @@ def test_the_norm_before_the_head_is_the_one_whose_output_it_reads(name: str) ->
 
 
 def test_of_a_composite_model_it_is_the_text_parts() -> None:
-    found = final_norm(scalar(composite()))
+    found = find_final_norm(scalar(composite()))
     assert found is not None and found[0] == "language_model.norm"
 
 
@@ -88,7 +88,7 @@ def test_true_is_refused_where_no_norm_with_weights_is_before_the_head(
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     model = family(name, **values) if name else OlmoForSequenceClassification(OlmoConfig(**sizes))
-    assert final_norm(model) is None and reset_final_norm(model, "auto") is None
+    assert find_final_norm(model) is None and reset_final_norm(model, "auto") is None
     with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: true, but .* has no norm") as caught:
         reset_final_norm(model, True)
     assert "\n" not in str(caught.value)
@@ -105,19 +105,19 @@ def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
     }
     for what, values in gains.items():
         model = family(name)
-        norm = final_norm(model)[1]  # type: ignore[index]
+        norm = find_final_norm(model)[1]  # type: ignore[index]
         with torch.no_grad():
             norm.weight += values - 1
         assert reset_final_norm(model, "auto") is None and not was_reset(norm), what
     model = spread(family(name), 50)
-    untrained = copy.deepcopy(final_norm(family(name))[1].state_dict())  # type: ignore[index]
+    untrained = copy.deepcopy(find_final_norm(family(name))[1].state_dict())  # type: ignore[index]
     assert reset_final_norm(model, False) is None
     line = reset_final_norm(model, "auto")
     assert line is not None and "\n" not in line
     # sqrt((2 * 50^2 + 30) / 32) = 12.54
     assert "its gains have a median of 1 and reach 50, their root mean square is 12.5 times the median" in line
     assert line.endswith("; above 2 a new head loses accuracy in bf16; reward.reset_final_norm=false keeps it")
-    assert {key: tensor.tolist() for key, tensor in final_norm(model)[1].state_dict().items()} == {  # type: ignore[index]
+    assert {key: tensor.tolist() for key, tensor in find_final_norm(model)[1].state_dict().items()} == {  # type: ignore[index]
         key: tensor.tolist() for key, tensor in untrained.items()
     }
 

@@ -10,9 +10,9 @@ import torch
 
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.compatibility import read_config
+from rlhf.models.compatibility import load_model_config
 from rlhf.models.folder import check_model_folder
-from rlhf.models.hf_errors import reason
+from rlhf.models.hf_errors import summarize_error
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.tokenizers import load_tokenizer
 
@@ -84,7 +84,7 @@ def test_a_classifier_of_two_labels(folder: Path, tokenizer: Any) -> None:
 def test_a_configuration_that_cannot_be_read(folder: Path, text: str, said: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError) as caught:
-        read_config(str(folder), ModelConfig())
+        load_model_config(str(folder), ModelConfig())
     assert said in str(caught.value) and str(caught.value).endswith("; check config.json")
 
 
@@ -123,4 +123,4 @@ def test_an_adapter_without_its_model(tmp_path: Path, tokenizer: Any) -> None:
     ],
 )
 def test_advice_that_cannot_be_followed_is_left_out(error: Exception, sentence: str) -> None:
-    assert reason(error) == sentence
+    assert summarize_error(error) == sentence

@@ -71,7 +71,7 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
 
 
 def check(home: Path, endpoint: str, *names: str, kind: str = "model", **more: str) -> list[str]:
-    """What `check_hub` gives for each name, and whether libraries are left to ask; all in a process of its own."""
+    """What `find_hub_note` gives for each name, and whether libraries are left to ask; all in a process of its own."""
     script = f"""
 import json, sys
 from rlhf.models import hub
@@ -80,7 +80,7 @@ hub._SECONDS = 1.0
 said = []
 for name in sys.argv[1:]:
     try:
-        said.append(str(hub.check_hub(name, {kind!r})))
+        said.append(str(hub.find_hub_note(name, {kind!r})))
     except RLHFError as error:
         said.append(f"{{type(error).__name__}}: {{error}}")
 assert "torch" not in sys.modules
@@ -226,7 +226,7 @@ def switches():
 
 def check(name, kind):
     try:
-        return hub.check_hub(name, kind)
+        return hub.find_hub_note(name, kind)
     except RLHFError as error:
         return str(error)
 
@@ -254,7 +254,7 @@ def test_a_hub_that_a_program_has_switched_off_is_not_asked_and_stays_off(hub: H
     hub.asked.clear()
     code = """
 constants.HF_HUB_OFFLINE = True
-with hub.as_found():
+with hub.restore_offline_flags():
     assert check("me/good", "model") is None
     assert "huggingface_hub.constants.HF_HUB_OFFLINE is set" in check("you/good", "model")
     assert "huggingface_hub.constants.HF_HUB_OFFLINE is set" in check("you/good", "dataset")
@@ -263,7 +263,7 @@ note()
 constants.HF_HUB_OFFLINE = False
 import datasets
 datasets.config.HF_HUB_OFFLINE = True
-with hub.as_found():
+with hub.restore_offline_flags():
     assert "datasets.config.HF_HUB_OFFLINE is set" in check("you/absent", "dataset")
     note()
 note()
@@ -282,15 +282,15 @@ def test_a_hub_that_gives_no_answer_is_left_alone_no_longer_than_a_run(
     before, meanwhile = ("import datasets" if imported == when else "" for when in ("before", "meanwhile"))
     code = f"""
 {before}
-with hub.as_found():
-    hub.ask("me/good", "model")
+with hub.restore_offline_flags():
+    hub.check_available("me/good", "model")
     {meanwhile}
     note()
     assert "HF_HUB_OFFLINE" not in str(check("me/good", "dataset")), "the switch is ours"
     note()
     check("you/good", "dataset")
 note()
-assert hub.ask.cache_info().currsize == 0, "the next run asks again"
+assert hub.check_available.cache_info().currsize == 0, "the next run asks again"
 """
     found = switches(tmp_path, closed_address(), code, **variables)
     assert found == [[True, True], [True, True], [False, own]]
@@ -325,9 +325,9 @@ def test_libraries_take_the_copy_at_once_and_without_a_word(tmp_path: Path, mode
     remembered(tmp_path, "me/tiny", "model", model_folder)
     script = """
 from rlhf.reporting import verbosity
-from rlhf.models.hub import check_hub
+from rlhf.models.hub import find_hub_note
 verbosity.configure_logging(debug=False)
-check_hub("me/tiny", "model")
+find_hub_note("me/tiny", "model")
 import time
 from transformers import AutoModelForCausalLM
 from rlhf.models.tokenizers import load_tokenizer

@@ -14,11 +14,11 @@ from rlhf.config.schema import LoraConfig, ModelConfig, load_config
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.lora import (
-    adapted_layers,
     adapters_for_rollout,
     add_adapters,
+    find_adapted_layers,
     merged_adapters,
-    merges,
+    should_merge,
     without_adapters,
 )
 from tests.families.table import FAMILIES
@@ -188,13 +188,13 @@ def test_adapters_are_drawn_in_float32_whatever_the_weights_are():
 
 def test_adapters_are_merged_for_rollouts_where_a_copy_of_what_they_adapt_is_small():
     model = adapted(llama(60))
-    copied = 4 * sum(layer.get_base_layer().weight.numel() for layer in adapted_layers(model).values())
+    copied = 4 * sum(layer.get_base_layer().weight.numel() for layer in find_adapted_layers(model).values())
     assert copied == 4 * 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
-    assert merges(model, LoraConfig(), 10 * copied) == (True, "")
-    merged, why = merges(model, LoraConfig(), 10 * copied - 1)
+    assert should_merge(model, LoraConfig(), 10 * copied) == (True, "")
+    merged, why = should_merge(model, LoraConfig(), 10 * copied - 1)
     assert not merged and "lora.merge=true" in why
-    assert merges(model, LoraConfig(merge=True), 1) == (True, "")
-    assert merges(model, LoraConfig(merge=False), 2**60) == (False, "")
+    assert should_merge(model, LoraConfig(merge=True), 1) == (True, "")
+    assert should_merge(model, LoraConfig(merge=False), 2**60) == (False, "")
 
 
 def test_adapters_that_are_not_merged_run_beside_the_weights():

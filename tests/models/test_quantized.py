@@ -18,9 +18,15 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.models import lazy_tensors
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.lora import TRAINED, adapted_layers, add_adapters, change, check_targets
-from rlhf.models.quantized import count, quantize, quantized_layers, quantizing, unpacked
-from rlhf.models.weight_loading import into
+from rlhf.models.lora import (
+    TRAINED_ADAPTER,
+    add_adapters,
+    check_adapter_targets,
+    compute_adapter_update,
+    find_adapted_layers,
+)
+from rlhf.models.quantized import count_quantized, find_quantized_layers, quantize, quantize_on_load, unpack_weight
+from rlhf.models.weight_loading import place_in_memory
 from tests.families.table import BY_NAME
 from tests.helpers import build_tokenizer, llama, weights
 from tests.in_process import bytes_held, make_placement, scalar_llama
@@ -47,8 +53,8 @@ def packed(model, kind="int8", **options):
 
 def same_in_float(model, float_model):
     """`float_model` with the weights that the layers of `model` multiply with."""
-    for path, layer in quantized_layers(model).items():
-        float_model.get_submodule(path).weight.data = unpacked(layer).contiguous()
+    for path, layer in find_quantized_layers(model).items():
+        float_model.get_submodule(path).weight.data = unpack_weight(layer).contiguous()
     return float_model
 
 
@@ -70,19 +76,19 @@ def test_the_linear_layers_of_the_transformer_are_quantized_and_nothing_else(nam
     plain = tiny(name)
     linear = {path for path, layer in plain.base_model.named_modules() if isinstance(layer, torch.nn.Linear | Conv1D)}
     model = packed(copy.deepcopy(plain))
-    assert set(quantized_layers(model.base_model)) == linear
-    assert len(quantized_layers(model)) == len(linear)
+    assert set(find_quantized_layers(model.base_model)) == linear
+    assert len(find_quantized_layers(model)) == len(linear)
     before, after = dict(plain.named_parameters()), dict(model.named_parameters())
     assert all(torch.equal(after[path], before[path]) for path in after)
     gone = {f"{plain.base_model_prefix}.{path}.weight" for path in linear}
     assert before.keys() - after.keys() == gone
-    assert count(model) == sum(before[path].numel() for path in gone)
-    check_targets(model, LoraConfig(rank=4, target_modules=(next(iter(linear)).rpartition(".")[2],)))
+    assert count_quantized(model) == sum(before[path].numel() for path in gone)
+    check_adapter_targets(model, LoraConfig(rank=4, target_modules=(next(iter(linear)).rpartition(".")[2],)))
 
 
 def test_a_scalar_head_is_not_quantized():
     model = packed(scalar_llama(60))
-    assert type(model.score) is torch.nn.Linear and count(model) > 0
+    assert type(model.score) is torch.nn.Linear and count_quantized(model) > 0
 
 
 def test_the_state_of_a_quantized_model_is_without_its_weights_and_its_buffers_have_names():
@@ -93,14 +99,14 @@ def test_the_state_of_a_quantized_model_is_without_its_weights_and_its_buffers_h
 
 def test_a_layer_that_does_more_than_multiply_is_left_alone():
     model = packed(tiny("Phi-3.5 MoE"))
-    assert not any("router" in path for path in quantized_layers(model)) and count(model)
+    assert not any("router" in path for path in find_quantized_layers(model)) and count_quantized(model)
     assert model(input_ids=IDS).logits.isfinite().all()
 
 
 def test_layers_that_share_a_weight_share_what_it_is_packed_into():
     model = packed(tiny("Zamba 2"))
-    assert count(model) < sum(layer.weight.shape.numel() for layer in quantized_layers(model).values())
-    assert count(model) < sum(parameter.numel() for parameter in tiny("Zamba 2").parameters())
+    assert count_quantized(model) < sum(layer.weight.shape.numel() for layer in find_quantized_layers(model).values())
+    assert count_quantized(model) < sum(parameter.numel() for parameter in tiny("Zamba 2").parameters())
 
 
 # numbers
@@ -135,7 +141,7 @@ def test_logits_are_near_those_of_the_model_as_it_was(name, kind, most):
 
 
 def test_inputs_are_cast_where_autocast_says_so():
-    layer = next(iter(quantized_layers(packed(llama(60))).values()))
+    layer = next(iter(find_quantized_layers(packed(llama(60))).values()))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(2, 32)).dtype == torch.bfloat16
     assert layer(torch.ones(2, 32)).dtype == torch.float32
@@ -147,17 +153,17 @@ def test_inputs_are_cast_where_autocast_says_so():
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_packed_as_they_are_read_and_the_whole_weights_lie_in_one_place(model_folder, kind, monkeypatch):
     places: list[int] = []
-    copy_of = lazy_tensors.copy
+    copy_of = lazy_tensors.copy_source
 
     def watched(source, out, *given):
         if out.dim() == 2 and out.shape != (len(build_tokenizer()), 32):
             places.append(out.untyped_storage().data_ptr())
         return copy_of(source, out, *given)
 
-    monkeypatch.setattr(lazy_tensors, "copy", watched)
-    put = quantizing(into(torch.bfloat16), kind, PACKING, torch.device("cpu"))
+    monkeypatch.setattr(lazy_tensors, "copy_source", watched)
+    put = quantize_on_load(place_in_memory(torch.bfloat16), kind, PACKING, torch.device("cpu"))
     model = load_causal_lm(ModelConfig(path=str(model_folder)), build_tokenizer(), attention="sdpa", put=put)
-    assert len(places) == len(quantized_layers(model)) == 14 and len(set(places)) <= 2  # it grows once
+    assert len(places) == len(find_quantized_layers(model)) == 14 and len(set(places)) <= 2  # it grows once
     monkeypatch.undo()
     expected = packed(load_causal_lm(ModelConfig(path=str(model_folder)), build_tokenizer(), attention="sdpa"), kind)
     buffers, wanted = dict(model.named_buffers()), dict(expected.named_buffers())
@@ -217,7 +223,7 @@ def test_training_is_that_of_the_model_with_unpacked_weights(accelerator, zero_s
 def test_an_engine_leaves_packed_weights_bit_for_bit(accelerator, zero_stage, precision, kind):
     model = adapted(packed(llama(60), kind))
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    size = count(model)
+    size = count_quantized(model)
     trained = engine(accelerator, model, zero_stage, precision)
     trained.step([IDS], loss)
     after = dict(trained.module.named_buffers())
@@ -238,11 +244,11 @@ def test_what_is_saved_is_the_base_as_it_was_and_the_adapters_added_in_float32(a
     plain = tiny(name)
     model = adapted(packed(copy.deepcopy(plain), kind))
     expected = {path: tensor.clone() for path, tensor in plain.state_dict().items()}
-    for path, layer in adapted_layers(model).items():
-        expected[f"{path}.weight"] += change(layer).detach()
+    for path, layer in find_adapted_layers(model).items():
+        expected[f"{path}.weight"] += compute_adapter_update(layer).detach()
     trained = engine(accelerator, model, 0, "fp32")
     save_model(trained, build_tokenizer(), tmp_path / "model")
     found = weights(tmp_path / "model")
     assert found and all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
     assert expected.keys() - found.keys() <= set(plain.all_tied_weights_keys)
-    assert layer.scaling[TRAINED] > 0
+    assert layer.scaling[TRAINED_ADAPTER] > 0

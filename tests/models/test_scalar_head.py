@@ -14,8 +14,8 @@ from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.compatibility import check_support
 from rlhf.models.forward import ScalarHead
-from rlhf.models.loading import load_causal_lm, load_scalar_head, outline
-from rlhf.models.scalar_head import MadeHere, made_class, note, write_note
+from rlhf.models.loading import load_causal_lm, load_on_meta, load_scalar_head
+from rlhf.models.scalar_head import BuiltScalarHead, build_scalar_head_class, describe_loading, write_readme
 from tests.families import table
 from tests.helpers import build_tokenizer, llama
 
@@ -76,7 +76,7 @@ def test_a_saved_model_scores_as_its_weights_do_in_plain_transformers(tmp_path: 
     from transformers import AutoModel
 
     model = load(language_model(tmp_path / "lm", name), seed=0)
-    assert isinstance(model, MadeHere) and model.score.weight.abs().max() > 0
+    assert isinstance(model, BuiltScalarHead) and model.score.weight.abs().max() > 0
     with torch.no_grad():
         model.score.weight.normal_(0, 1)
     model.save_pretrained(tmp_path / "reward")
@@ -105,12 +105,12 @@ def test_the_backbone_is_the_language_models(tmp_path: Path) -> None:
 
 def test_the_outline_is_the_model_without_its_weights(tmp_path: Path) -> None:
     folder = language_model(tmp_path, "cohere2")
-    found = outline(str(folder), ModelConfig(), attention="sdpa", scalar_head=True, trained=False)
+    found = load_on_meta(str(folder), ModelConfig(), attention="sdpa", scalar_head=True, trained=False)
     expected = {name: tensor.shape for name, tensor in load(folder, seed=0).state_dict().items()}
     assert {name: tensor.shape for name, tensor in found.state_dict().items()} == expected
     assert {parameter.device.type for parameter in found.parameters()} == {"meta"}
     with pytest.raises(ModelError, match=r"its weights lack score\.weight"):
-        outline(str(folder), ModelConfig(), attention="sdpa", scalar_head=True)
+        load_on_meta(str(folder), ModelConfig(), attention="sdpa", scalar_head=True)
 
 
 def test_a_new_head_is_drawn_from_the_seed(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_readme_beside_the_weights_computes_a_score(tmp_path: Path, monkeypa
     folder = tmp_path / "reward"
     model.save_pretrained(folder, max_shard_size="20KB")
     build_tokenizer().save_pretrained(folder)
-    write_note(model, folder)
+    write_readme(model, folder)
     assert len(list(folder.glob("*.safetensors"))) > 1
     text = (folder / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -140,7 +140,7 @@ def test_the_readme_beside_the_weights_computes_a_score(tmp_path: Path, monkeypa
     exec(code.replace("a text", "red cow please"), names)
     ids = names["tokenizer"]("red cow please", return_tensors="pt")["input_ids"]
     torch.testing.assert_close(names["score"], scores(model, ids)[0, -1])
-    line = note(model, folder)
+    line = describe_loading(model, folder)
     assert line is not None and line.startswith(f"{folder}: transformers has no class for granite with a scalar head")
 
 
@@ -149,9 +149,9 @@ def test_a_family_with_a_classifier_keeps_it_and_needs_no_note(tmp_path: Path) -
 
     llama(len(build_tokenizer())).save_pretrained(tmp_path / "lm")
     model = load(tmp_path / "lm", seed=0)
-    assert type(model) is LlamaForSequenceClassification and made_class(model.config) is None
-    write_note(model, tmp_path)
-    assert note(model, tmp_path) is None and not (tmp_path / "README.md").exists()
+    assert type(model) is LlamaForSequenceClassification and build_scalar_head_class(model.config) is None
+    write_readme(model, tmp_path)
+    assert describe_loading(model, tmp_path) is None and not (tmp_path / "README.md").exists()
 
 
 def test_a_configuration_of_which_no_model_can_be_built_is_refused_in_one_line(tmp_path: Path) -> None:

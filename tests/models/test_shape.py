@@ -28,13 +28,13 @@ def counts(config: Any, rank: int = 0) -> tuple[int, int, int]:
 
     from rlhf.config.schema import LoraConfig
     from rlhf.models.lora import add_adapters
-    from rlhf.models.scalar_head import made_class
+    from rlhf.models.scalar_head import build_scalar_head_class
 
     config.num_labels = 1
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         whole = sum(parameter.numel() for parameter in model.parameters())
-        scalar = made_class(config)
+        scalar = build_scalar_head_class(config)
         if scalar is None:
             from transformers import AutoModelForSequenceClassification as scalar
         with_head = sum(parameter.numel() for parameter in scalar.from_config(config).parameters())

@@ -8,9 +8,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from rlhf.config.schema import LoraConfig, ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models import shared_base
-from rlhf.models.loading import empty
-from rlhf.models.lora import FROZEN, TRAINED, add_adapters, inject, merged_adapters, peft_config, without_adapters
-from rlhf.models.shared_base import Base, graft, on_base
+from rlhf.models.loading import build_on_meta
+from rlhf.models.lora import (
+    FROZEN_ADAPTER,
+    TRAINED_ADAPTER,
+    add_adapters,
+    build_peft_config,
+    inject_adapters,
+    merged_adapters,
+    without_adapters,
+)
+from rlhf.models.shared_base import SharedBase, build_on_base, share_tensors
 from tests.families.each import EACH
 from tests.helpers import llama
 
@@ -36,7 +44,7 @@ def test_a_twin_of_every_family_computes_the_same_bit_for_bit_with_the_same_weig
     torch.manual_seed(0)
     config = family.configuration()
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager")
-    twin = on_base(Base(model.requires_grad_(False)), ModelConfig(), attention="eager")
+    twin = build_on_base(SharedBase(model.requires_grad_(False)), ModelConfig(), attention="eager")
     assert torch.equal(logits(twin), logits(model))
     assert storages(twin) <= storages(model)
 
@@ -46,8 +54,10 @@ def test_a_scalar_head_of_every_family_stands_on_its_language_model(family):
     torch.manual_seed(0)
     config = family.configuration()
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager")
-    scorer = empty(model.config, ModelConfig(), attention="eager", scalar_head=True)
-    graft(scorer, Base(model.requires_grad_(False)), {"score.weight": torch.zeros(scorer.score.weight.shape)})
+    scorer = build_on_meta(model.config, ModelConfig(), attention="eager", scalar_head=True)
+    share_tensors(
+        scorer, SharedBase(model.requires_grad_(False)), {"score.weight": torch.zeros(scorer.score.weight.shape)}
+    )
     assert not any(tensor.is_meta for tensor in (*scorer.parameters(), *scorer.buffers()))
     theirs = set(map(id, model.parameters()))
     assert {name for name, parameter in scorer.named_parameters() if id(parameter) not in theirs} == {"score.weight"}
@@ -55,11 +65,11 @@ def test_a_scalar_head_of_every_family_stands_on_its_language_model(family):
 
 def test_what_is_trained_beside_the_adapters_is_a_model_s_own_and_what_it_was_at_first():
     model = adapted(llama(60), also_train=["norms", "embeddings"])
-    base = Base(model)
+    base = SharedBase(model)
     before = model.model.norm.weight.clone()
     with torch.no_grad():
         model.model.norm.weight.add_(1)
-    twin = on_base(base, ModelConfig(), attention="sdpa")
+    twin = build_on_base(base, ModelConfig(), attention="sdpa")
     assert torch.equal(twin.model.norm.weight, before)
     assert twin.lm_head.weight is twin.model.embed_tokens.weight is not model.lm_head.weight
     assert twin.model.layers[0].mlp.up_proj.weight is model.model.layers[0].mlp.up_proj.base_layer.weight
@@ -67,7 +77,7 @@ def test_what_is_trained_beside_the_adapters_is_a_model_s_own_and_what_it_was_at
 
 def test_two_adapters_add_up_and_only_one_is_trained():
     model = llama(60)
-    inject(model, FROZEN, peft_config(model, LoraConfig(rank=2)))
+    inject_adapters(model, FROZEN_ADAPTER, build_peft_config(model, LoraConfig(rank=2)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -75,9 +85,9 @@ def test_two_adapters_add_up_and_only_one_is_trained():
     one = logits(model)
     assert torch.equal(logits(adapted(model)), one)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained and all(f".{TRAINED}." in name for name in trained)
+    assert trained and all(f".{TRAINED_ADAPTER}." in name for name in trained)
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.lora_B[TRAINED].weight.normal_(std=0.1)
+        model.model.layers[1].mlp.down_proj.lora_B[TRAINED_ADAPTER].weight.normal_(std=0.1)
     assert (logits(model) - one).abs().max() > 1e-3
     with without_adapters(model):
         assert torch.equal(logits(model), one)
@@ -86,7 +96,7 @@ def test_two_adapters_add_up_and_only_one_is_trained():
 def test_merging_takes_all_adapters_of_a_layer():
 
     model = llama(60)
-    inject(model, FROZEN, peft_config(model, LoraConfig(rank=2)))
+    inject_adapters(model, FROZEN_ADAPTER, build_peft_config(model, LoraConfig(rank=2)))
     adapted(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,13 +119,13 @@ def test_layers_that_hold_their_weights_otherwise_are_taken_as_they_are():
     model = llama(60)
     layer = model.model.layers[0].mlp
     layer.up_proj = Packed(layer.up_proj.weight)
-    twin = on_base(Base(model), ModelConfig(), attention="sdpa")
+    twin = build_on_base(SharedBase(model), ModelConfig(), attention="sdpa")
     assert torch.equal(logits(twin), logits(model))
     mine = twin.model.layers[0].mlp.up_proj
     assert mine is not layer.up_proj and mine.packed is layer.up_proj.packed
 
 
 def test_a_base_that_does_not_fit_is_one_line():
-    scorer = empty(llama(60, hidden_size=16).config, ModelConfig(), attention="sdpa", scalar_head=True)
+    scorer = build_on_meta(llama(60, hidden_size=16).config, ModelConfig(), attention="sdpa", scalar_head=True)
     with pytest.raises(ModelError, match=r"^\S+: the base that is to be shared .*; set lora.share_base=false$"):
-        shared_base.graft(scorer, Base(llama(60)), {})
+        shared_base.share_tensors(scorer, SharedBase(llama(60)), {})

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from rlhf.config.schema import ModelConfig
 from rlhf.models.loading import load_causal_lm, load_model_tokenizer
-from rlhf.models.tokenizers import end_tokens, load_tokenizer
+from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from tests.helpers import build_tokenizer, llama
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -104,7 +104,7 @@ def test_end_tokens_are_the_tokenizers_and_the_models(settings: Any, expected: l
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<turn>"])
     assert tokenizer.eos_token_id == 1 and tokenizer.convert_tokens_to_ids(["#", "<turn>"]) == [7, 300]
-    assert end_tokens(tokenizer, settings) == expected
+    assert find_end_tokens(tokenizer, settings) == expected
 
 
 def endless(folder: Path) -> Any:

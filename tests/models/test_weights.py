@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rlhf.checkpoint.safetensors_writer import Writer
+from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.config.schema import ModelConfig
 from rlhf.models import lazy_tensors, loading
-from rlhf.models.lazy_tensors import Grown, Held, Made, Stored, mean_row, whole
+from rlhf.models.lazy_tensors import Computed, Extended, InMemory, OnDisk, compute_mean_row, read_whole
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.weight_loading import into, make_real, source_of
+from rlhf.models.weight_loading import get_source, place_in_memory, read_parameters
 from tests.families.each import EACH
 from tests.families.table import build
 from tests.helpers import build_tokenizer, llama
@@ -47,8 +47,8 @@ def streamed(patch: pytest.MonkeyPatch) -> None:
         assert covers(self, model), "loaded whole"
         return True
 
-    covers = loading.Checkpoint.covers
-    patch.setattr(loading.Checkpoint, "covers", fails)
+    covers = loading.CheckpointTensors.covers
+    patch.setattr(loading.CheckpointTensors, "covers", fails)
 
 
 @pytest.mark.parametrize("family", EACH)
@@ -75,12 +75,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_rounded_once_and_remember_what_they_were(folder, dtype):
-    found = load(folder, into(dtype))
+    found = load(folder, place_in_memory(dtype))
     stored = load_file(folder / "model.safetensors")
     for name, parameter in found.named_parameters():
         assert parameter.dtype == dtype and torch.equal(parameter, stored[name].to(dtype))
-        source = source_of(parameter)
-        assert source is not None and torch.equal(whole(source, torch.float32), stored[name])
+        source = get_source(parameter)
+        assert source is not None and torch.equal(read_whole(source, torch.float32), stored[name])
     assert found.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
@@ -113,17 +113,19 @@ def test_a_part_of_a_source_is_that_part_of_the_whole(tmp_path):
     tensor = torch.randn(7, 5)
     save_file({"a": torch.zeros(3), "b": tensor}, tmp_path / "one.safetensors")
     header = (tmp_path / "one.safetensors").stat().st_size - 4 * tensor.numel()
-    stored = Stored(tmp_path / "one.safetensors", header, tensor.shape, torch.float32)
-    grown = Grown(stored, 10, mean_row(stored))
-    assert torch.equal(whole(grown, torch.float32), torch.cat([tensor, tensor.double().mean(0).float().expand(3, -1)]))
-    for source in (stored, Held(tensor), Made(lambda: tensor, tensor.shape, tensor.dtype), grown):
+    stored = OnDisk(tmp_path / "one.safetensors", header, tensor.shape, torch.float32)
+    grown = Extended(stored, 10, compute_mean_row(stored))
+    assert torch.equal(
+        read_whole(grown, torch.float32), torch.cat([tensor, tensor.double().mean(0).float().expand(3, -1)])
+    )
+    for source in (stored, InMemory(tensor), Computed(lambda: tensor, tensor.shape, tensor.dtype), grown):
         everything = source.read()
         for start, stop in ((0, 0), (3, 11), (33, len(everything)), (0, 1)):
             assert torch.equal(source.read(start, stop), everything[start:stop])
 
 
 def test_weights_that_are_loaded_whole_are_not_so_in_silence(folder, monkeypatch, caplog):
-    monkeypatch.setattr(loading.Checkpoint, "covers", lambda self, model: False)
+    monkeypatch.setattr(loading.CheckpointTensors, "covers", lambda self, model: False)
     load(folder)
     assert [record.getMessage() for record in caplog.records] == [
         f"{folder}: its weights cannot be read one by one: each rank loads all, in float32, first"
@@ -133,10 +135,12 @@ def test_weights_that_are_loaded_whole_are_not_so_in_silence(folder, monkeypatch
 def test_what_is_computed_is_computed_once_however_large_it_is(monkeypatch):
     monkeypatch.setattr(lazy_tensors, "CHUNK", 8)
     tensor, calls = torch.randn(10, 7), []
-    made = Made(lambda: calls.append(1) or tensor, tensor.shape, tensor.dtype)
-    assert torch.equal(whole(made, torch.float32), tensor) and len(calls) == 1
-    assert torch.equal(mean_row(made), mean_row(Held(tensor))) and len(calls) == 2
-    assert lazy_tensors.equal(made, Held(tensor)) and not lazy_tensors.equal(made, Held(tensor + 1))
+    made = Computed(lambda: calls.append(1) or tensor, tensor.shape, tensor.dtype)
+    assert torch.equal(read_whole(made, torch.float32), tensor) and len(calls) == 1
+    assert torch.equal(compute_mean_row(made), compute_mean_row(InMemory(tensor))) and len(calls) == 2
+    assert lazy_tensors.sources_equal(made, InMemory(tensor)) and not lazy_tensors.sources_equal(
+        made, InMemory(tensor + 1)
+    )
 
 
 def test_loading_takes_no_more_memory_than_the_weights_that_are_kept(model_folder, tmp_path):
@@ -146,11 +150,11 @@ def test_loading_takes_no_more_memory_than_the_weights_that_are_kept(model_folde
 import re, torch
 from rlhf.config.schema import ModelConfig
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.weight_loading import into
+from rlhf.models.weight_loading import place_in_memory
 from tests.helpers import build_tokenizer
 def status(key): return int(re.search(rf"{{key}}:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 def load(path):
-    return load_causal_lm(ModelConfig(path=path), tokenizer, attention="sdpa", put=into(torch.bfloat16))
+    return load_causal_lm(ModelConfig(path=path), tokenizer, attention="sdpa", put=place_in_memory(torch.bfloat16))
 tokenizer = build_tokenizer()
 load({str(model_folder)!r})  # what has to be imported for it
 before = status("VmHWM")
@@ -165,7 +169,7 @@ print(sum(2 * parameter.numel() for parameter in model.parameters()) // 2**20, s
 
 def test_parts_that_are_looked_at_before_the_rest_is_read_keep_their_numbers(folder):
     model, _ = loading._load(str(folder), ModelConfig(path=str(folder)), "sdpa")
-    make_real(model.model.norm)
+    read_parameters(model.model.norm)
     assert not model.model.norm.weight.is_meta and model.lm_head.weight.is_meta
     stored = load_file(folder / "model.safetensors")
     assert torch.equal(model.model.norm.weight, stored["model.norm.weight"])
@@ -177,8 +181,8 @@ def test_a_put_may_place_what_it_makes_by_itself(folder):
     def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
         seen.append(name)
         if not isinstance(module, nn.Linear) or name == "lm_head.weight":
-            return into(torch.float32)(name, module, parameter)
-        module.weight = into(torch.float64)(name, module, parameter)
+            return place_in_memory(torch.float32)(name, module, parameter)
+        module.weight = place_in_memory(torch.float64)(name, module, parameter)
         return None
 
     found = load(folder, put)
@@ -192,7 +196,7 @@ def test_files_are_written_tensor_by_tensor_in_any_order_and_cut_where_they_are_
     for size in (40, 10_000):
         folder = tmp_path / str(size)
         folder.mkdir()
-        with Writer(folder, tensors, file_size=size) as writer:
+        with SafetensorsWriter(folder, tensors, file_size=size) as writer:
             for name in reversed(tensors):
                 writer.write(name, tensors[name])
         files = sorted(folder.glob("*.safetensors"))

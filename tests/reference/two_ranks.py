@@ -68,7 +68,7 @@ CHANGES = {
 
 
 def main(folder: str) -> None:
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         for name, changes in CHANGES.items():
             stage = name.partition(",")[0]
             config, output = cases.configuration(stage, **changes), Path(folder) / name

@@ -244,7 +244,7 @@ def loud(self):
     deepspeed.init_distributed = lambda **options: (print("built successfully"), start(**options))
     return view
 CPU.prepare_deepspeed = loud
-with distributed.session(accelerators.select("cpu", environ={})):
+with distributed.start_process_group(accelerators.select("cpu", environ={})):
     print("ready")
 """
     done = python(code)

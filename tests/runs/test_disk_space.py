@@ -76,7 +76,7 @@ def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monke
 
     monkeypatch.setattr(training_state, "atomic_rename_dir", measured)
     for step in range(1, 6):
-        training_state.save(StageDirectory(tmp_path, "sft"), step, {"model": Engine()}, {})  # type: ignore[dict-item]
+        training_state.save_checkpoint(StageDirectory(tmp_path, "sft"), step, {"model": Engine()}, {})  # type: ignore[dict-item]
     assert sizes == [1000, 2000, 3000, 3000, 3000]
 
 

@@ -12,7 +12,7 @@ from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models.lora import add_adapters
-from rlhf.models.shared_base import Base, on_base
+from rlhf.models.shared_base import SharedBase, build_on_base
 from rlhf.roles.roles import model_placements
 from tests.helpers import llama
 
@@ -21,7 +21,7 @@ IDS = torch.randint(2, 60, (2, 8), generator=torch.Generator().manual_seed(0))
 
 def main(folder: str, *precisions: str) -> None:
     """Leaves, for each rank, {(precision, ZeRO stage): (bases are one at first, and after steps, base unchanged)}."""
-    with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         found = {
             (precision, zero_stage): _one(accelerator, precision, zero_stage)
             for precision in precisions
@@ -37,7 +37,7 @@ def _one(accelerator: Any, precision: str, zero_stage: int) -> tuple[bool, bool,
     model, engines = llama(60), []
     for _ in range(2):
         add_adapters(model, placement.lora, seed=0)
-        base = Base(model)
+        base = SharedBase(model)
         engines.append(
             TrainingEngine(
                 "test",
@@ -51,7 +51,7 @@ def _one(accelerator: Any, precision: str, zero_stage: int) -> tuple[bool, bool,
                 accumulation=1,
             )
         )
-        model = on_base(base, ModelConfig(), attention="sdpa")
+        model = build_on_base(base, ModelConfig(), attention="sdpa")
     first, second = (_base(engine) for engine in engines)
     before = {name: tensor.clone() for name, tensor in first.items()}
     at_first = _places(first) == _places(second)

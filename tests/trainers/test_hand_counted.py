@@ -16,7 +16,7 @@ from rlhf.config.schema import RewardConfig
 from rlhf.data.batches import Batches, collate_reward
 from rlhf.data.examples import Pair
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.metric_sums import Sums
+from rlhf.engine.metric_sums import MetricSums
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting import timers
 from rlhf.trainers import loop, reward
@@ -183,8 +183,8 @@ PROMPTS = [language.prompt(1), language.prompt(2, 3), language.prompt(3, 1, 2)]
 def step_of(models: list[Any]) -> Any:
     """An engine's step that computes the loss with the next of `models`, and updates nothing."""
 
-    def step(parts: list[Any], loss: Any) -> Sums:
-        sums = Sums()
+    def step(parts: list[Any], loss: Any) -> MetricSums:
+        sums = MetricSums()
         model = models.pop(0)
         for part in parts:
             value, statistics = loss(model, part)
@@ -230,7 +230,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
 
 def quiet(built: stage.PPO) -> stage.PPO:
     """Its engines take no step."""
-    built.actor.step = built.critic.step = lambda parts, loss: Sums()
+    built.actor.step = built.critic.step = lambda parts, loss: MetricSums()
     built.actor.grad_norm = built.critic.grad_norm = lambda: 0.0
     return built
 
@@ -281,7 +281,7 @@ def test_samples_of_a_rollout_are_its_texts_with_the_score_and_the_kl_of_each(bu
     built = build_ppo()
     assert samples(built, 3) == [], "there is no rollout yet"
     (prompts,) = built.batches.step(0)
-    built.experience = built.collect(prompts, Sums())
+    built.experience = built.collect(prompts, MetricSums())
     asked = [" ".join(language.WORDS[token] for token in row if token) for row in prompts["prompt_ids"].tolist()]
     assert set(asked[:3]) == {example.row.text for example in PROMPTS}
     expected = [("a b c", 1.0, 2.0, 3), ("a b", 4.0, 1.0, 2), ("", 7.0, 0.0, 1)]  # an end is not shown

@@ -73,13 +73,13 @@ def test_every_rank_draws_numbers_of_its_own_and_the_same_ones_again(accelerator
 
 
 def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkeypatch):
-    save = training_state.save
+    save = training_state.save_checkpoint
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         save(*arguments)
 
-    monkeypatch.setattr(training_state, "save", interrupted)
+    monkeypatch.setattr(training_state, "save_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     assert (tmp_path / "sft" / "checkpoints" / "step-00000003").is_dir()

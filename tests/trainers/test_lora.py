@@ -112,10 +112,10 @@ def test_a_checkpoint_of_the_adapters_resumes_to_the_same_weights(accelerator, z
     place = RunDirectory(tmp_path).stage("sft")
     engine = build(accelerator, zero_stage)
     train(engine, 2)
-    training_state.save(place, 2, {"model": engine}, {})
+    training_state.save_checkpoint(place, 2, {"model": engine}, {})
     train(engine, 2)
     resumed = build(accelerator, zero_stage)
-    assert training_state.restore(place, {"model": resumed}) == (2, {})
+    assert training_state.restore_checkpoint(place, {"model": resumed}) == (2, {})
     train(resumed, 2)
     assert changed(state(engine), state(resumed)) == set()
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.config.schema import ModelConfig, load_config
 from rlhf.engine.ema import EMA
-from rlhf.engine.engine import freeze
+from rlhf.engine.engine import freeze_model
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers import oom
 from rlhf.trainers.oom import Situation, advice
@@ -172,7 +172,7 @@ def test_a_trained_model_holds_weights_two_moments_and_what_it_is_stepped_in(
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_a_frozen_model_holds_its_weights(accelerator, parameters, zero_stage):
-    model = freeze(
+    model = freeze_model(
         llama(60),
         accelerator=accelerator,
         precision=accelerator.precision("fp32"),

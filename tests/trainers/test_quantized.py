@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf.models.forward import last_token_scores
 from rlhf.models.loading import load_causal_lm
-from rlhf.models.quantized import count, quantized_layers
+from rlhf.models.quantized import count_quantized, find_quantized_layers
 from rlhf.trainers import pipeline
 from tests.helpers import weights
 from tests.in_process import given, scalar_llama, stage_context
@@ -58,8 +58,8 @@ def test_a_frozen_reward_model_scores_nearly_as_it_does_whole(accelerator, tmp_p
     model = scalar_llama(60)
     context = stage_context(accelerator, tmp_path, "ppo", {"engine": {"frozen": kind}})
     frozen = context.frozen("reward", given(scalar_llama(60)))
-    assert count(frozen) == 15_360
-    assert all(layer.source is None for layer in quantized_layers(frozen).values())
+    assert count_quantized(frozen) == 15_360
+    assert all(layer.source is None for layer in find_quantized_layers(frozen).values())
     ids = torch.randint(3, 60, (16, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_a_stages_loader_packs_each_layer_as_it_is_read(accelerator, tmp_path, m
     context = stage_context(accelerator, tmp_path, "sft", values)
     put = pipeline._put(context, context.placements["sft"])
     model = load_causal_lm(context.config.model, tokenizer, attention="sdpa", put=put)
-    assert count(model) == 15_360
+    assert count_quantized(model) == 15_360
 
 
 def test_a_quantized_base_is_shared_like_any_other(quantized_run):

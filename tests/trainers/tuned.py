@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
         process = os.fork()
         if process == 0:
             _patch(place)
-            with distributed.session(accelerators.select("cpu", environ={})) as accelerator:
+            with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
                 tune(accelerator, folder / place, checkpoint_every=every)
             os._exit(0)
         _, status = os.waitpid(process, 0)

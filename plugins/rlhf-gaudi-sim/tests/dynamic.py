@@ -38,14 +38,14 @@ def spoil(loss: Callable[..., Any], faults: list[str]) -> Callable[..., Any]:
 
 def main(recipe: str, output: str, *faults: str) -> None:
     from rlhf.config.schema import load_config
-    from rlhf.engine.select import select
+    from rlhf.engine.select import select_accelerator
     from rlhf.runs.directory import RunDirectory
 
     config = load_config(Path(recipe), [f"output={output}", "precision=bf16", "engine.zero_stage=2"])
-    selection = select(config, "hpu")
-    from rlhf.engine import distributed  # imports torch, which must find what `select` has set
+    selection = select_accelerator(config, "hpu")
+    from rlhf.engine import distributed  # imports torch, which must find what `select_accelerator` has set
 
-    with distributed.session(selection) as accelerator:
+    with distributed.start_process_group(selection) as accelerator:
         from rlhf.trainers import pipeline, sft
 
         sft.negative_log_likelihood = spoil(sft.negative_log_likelihood, list(faults))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rlhf.data.completions import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
-from rlhf.engine.metric_sums import Sums
+from rlhf.engine.metric_sums import MetricSums
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import Found
@@ -29,7 +29,7 @@ def evaluate(context: StageContext, ppo: PPO, examples: Sequence[Prompt], when: 
     """
     state = context.accelerator.rng_state()
     context.accelerator.seed(context.config.seed + context.world.rank)
-    sums = Sums()
+    sums = MetricSums()
     mine: list[list[int]] = []
     bars = progress(len(examples), f"ppo: held-out prompts {when}", enabled=context.world.is_main)
     with context.phases.running("evaluation"), bars as bar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.models.flops import Texts, generated
 from rlhf.reporting.timers import Phase
 from rlhf.trainers.context import StageContext
@@ -13,7 +13,7 @@ from rlhf.trainers.ppo.pretraining_loss import Pretraining
 
 def tell(
     context: StageContext,
-    found: Numbers,
+    found: Metrics,
     updates: float,
     pretraining: Pretraining | None = None,
     *,

@@ -14,7 +14,7 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import ConfigError
 from rlhf.memory import environment
 from rlhf.memory.advice import settled
-from rlhf.models.dropout import drops
+from rlhf.models.dropout import has_dropout
 from rlhf.roles.lineage import resolve_base_model
 from rlhf.trainers.context import StageContext
 from rlhf.utils.process_info import current_process
@@ -29,7 +29,7 @@ def why_not(context: StageContext, engines: Mapping[str, TrainingEngine]) -> str
         return f"{settings.updates} updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"
     parts = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
     for name, engine in engines.items():
-        if drops(engine.module):
+        if has_dropout(engine.module):
             return f"the {name} is trained with dropout"
         if engine.zero_stage == 3 and parts > 1:
             return f"at ZeRO-3 DeepSpeed gathers the {name}'s weights in the order of one micro-batch after the other"

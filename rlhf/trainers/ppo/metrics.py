@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.log_probs import masked
 from rlhf.trainers.ppo.scores import is_part
 
@@ -41,7 +41,7 @@ def lengths(sequences: Batch, rows: Tensor) -> Batch:
     }
 
 
-def means(sums: Numbers) -> Numbers:
+def means(sums: Metrics) -> Metrics:
     """Means of what `rollout_statistics` summed: per sequence, but entropy per token."""
     rows = max(sums["rows"], 1)
     mean = sums["reward"] / rows
@@ -69,7 +69,7 @@ def critic_statistics(values: Tensor, returns: Tensor, mask: Tensor) -> Batch:
     return {"spread": spread, "error": error}
 
 
-def explained_variance(sums: Numbers) -> float:
+def explained_variance(sums: Metrics) -> float:
     """1 - Var(returns - values) / Var(returns): of a perfect critic 1, of a constant one 0, as where returns agree."""
     return 1 - sums["error"] / sums["spread"] if sums["spread"] else 0.0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf.config.schema import PPOConfig
 from rlhf.engine.engine import Batch
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.ppo import earned_scores, shaped_rewards
 from rlhf.trainers.ppo.metrics import Moments, MovingMean
 
@@ -58,7 +58,7 @@ class Shaping:
             kl_estimator=settings.method.kl_estimator,
         )
 
-    def learn(self, numbers: Numbers) -> Numbers:
+    def learn(self, numbers: Metrics) -> Metrics:
         """Go on from a step's `reward` and `kl`; returns what is recorded: the coefficient it had, and the moving mean.
 
         The coefficient moves by the proportional controller of arXiv:1909.08593, section 2.2.

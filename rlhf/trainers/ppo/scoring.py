@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf.engine.cpu_offload import at_hand
+from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Batch, TrainingEngine
 from rlhf.generation.micro_batches import Part, parts, together
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
@@ -55,7 +55,7 @@ class Scorer:
         trained = [engine for engine in (self.actor, self.critic) if engine]
         for engine in trained:
             engine.engine.eval()
-        with torch.no_grad(), at_hand(self.reference, self.reward):
+        with torch.no_grad(), on_device(self.reference, self.reward):
             found = [self._frozen(part) for part in batches]
         if keep is not None:
             for engine in trained:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.data.examples import Prompt
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.metric_sums import Numbers
+from rlhf.engine.metric_sums import Metrics
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import Found
 from rlhf.trainers.loop import run_steps
@@ -31,7 +31,7 @@ def run(
     ppo = PPO(context, models, tokenizer, data)
     settings = context.config.ppo
 
-    def step(index: int) -> Numbers:
+    def step(index: int) -> Metrics:
         numbers = ppo.step(index)
         if settings.shows_samples(index + 1, ppo.steps):
             tell(context, ppo, index + 1)

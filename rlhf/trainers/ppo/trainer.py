@@ -19,7 +19,7 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.ema import EMA
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Numbers, Sums, padding_share
+from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
 from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import generating
 from rlhf.generation.micro_batches import lengths
@@ -27,8 +27,8 @@ from rlhf.generation.strategy import choose
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import ends_with, masked
-from rlhf.models.loading import Loader
-from rlhf.models.tokenizers import end_tokens
+from rlhf.models.loading import ModelLoader
+from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo import flops
 from rlhf.trainers.ppo.experience import Experience
@@ -48,10 +48,10 @@ class Models:
     Where the actor is trained by LoRA, `reference` is not loaded: it is the actor without its adapters.
     """
 
-    actor: Loader
-    reference: Loader
-    critic: Loader
-    reward: Loader
+    actor: ModelLoader
+    reference: ModelLoader
+    critic: ModelLoader
+    reward: ModelLoader
 
 
 class PPO:
@@ -115,7 +115,7 @@ class PPO:
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
         self.decoder = Decoder(
             context.accelerator,
-            eos_ids=end_tokens(tokenizer, self.actor.module.generation_config),
+            eos_ids=find_end_tokens(tokenizer, self.actor.module.generation_config),
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
@@ -128,9 +128,9 @@ class PPO:
         """The models that are trained, by role."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
-    def step(self, index: int) -> Numbers:
+    def step(self, index: int) -> Metrics:
         """One rollout and the updates that follow from it."""
-        sums = Sums()
+        sums = MetricSums()
         prompts = self.accelerator.to_device(self.prompts(index))
         passes: list[Pass] | None = [] if self._keeps else None
         self.experience = experience = self.collect(prompts, sums, self.examples(index), keep=passes)
@@ -204,7 +204,7 @@ class PPO:
             return self.rewards(self.scorer(sequences, keep), sequences, examples)
 
     def collect(
-        self, prompts: Batch, sums: Sums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
+        self, prompts: Batch, sums: MetricSums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
     ) -> Experience:
         """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
         with self.context.phases("generation"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Loss, TrainingEngine
 from rlhf.engine.fp16 import Work, step_together
-from rlhf.engine.metric_sums import Numbers, Sums
+from rlhf.engine.metric_sums import Metrics, MetricSums
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
 from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
 from rlhf.models.forward import LogProbs, completion_log_probs
@@ -46,8 +46,8 @@ class Updates:
         self._rows = self.minibatch // world  # of one minibatch, on this rank
 
     def __call__(
-        self, experience: Experience, index: int, sums: Sums, *, kl_coef: float, passes: Sequence[Pass] = ()
-    ) -> Numbers:
+        self, experience: Experience, index: int, sums: MetricSums, *, kl_coef: float, passes: Sequence[Pass] = ()
+    ) -> Metrics:
         """The passes over the rollout of step `index`, up to the update that finds `ppo.kl_stop` exceeded.
 
         Args:
@@ -71,12 +71,15 @@ class Updates:
                     return {"updates": float(made), **rates}
         return {"updates": float(made), **rates}
 
-    def _update(self, minibatch: Experience, passes: Sequence[Pass], kl_coef: Tensor, number: int) -> Sums:
+    def _update(self, minibatch: Experience, passes: Sequence[Pass], kl_coef: Tensor, number: int) -> MetricSums:
         """Update `number` of the run: a step of the policy, and one of the critic; returns the `MEANS` there are."""
         # Actions and sequences of the whole global minibatch: losses are means over them, however rows are split.
         mask = minibatch.action_mask
         total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
-        parts, found = list(zip(minibatch.micro_batches(self.micro_rows, self._shapes), passes or repeat(None))), Sums()
+        parts, found = (
+            list(zip(minibatch.micro_batches(self.micro_rows, self._shapes), passes or repeat(None))),
+            MetricSums(),
+        )
         policy: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
         work: list[Work] = [(self.actor, policy, parts)]
         if self.pretraining:
