@@ -163,6 +163,9 @@ class HPU(Accelerator):
     def reset_peak(self) -> None:
         runtime("hpu").reset_peak_memory_stats()
 
+    def empty_cache(self) -> None:
+        """Do nothing: the bridge's allocator is not one of those that torch can empty."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """The bridge's allocator raises a RuntimeError; Synapse's states come in it by name or as text."""
         return super().is_out_of_memory(error) or (
