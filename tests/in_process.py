@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.oom import held_by
+from rlhf.trainers.trainer import EvalResult
 from tests.helpers import llama
 
 ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")
@@ -60,9 +62,53 @@ def scalar_llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
     return LlamaForSequenceClassification(config)
 
 
+class GivenModels:
+    """A `ModelFactory` of models that are at hand; `load` returns that of a role."""
+
+    def __init__(self, load: Callable[[Any], Any]) -> None:
+        self.causal_lm = self.scalar_head = load
+
+
+def ppo_models(actor: Any, reference: Any, critic: Any, reward: Any) -> Any:
+    return GivenModels({"actor": actor, "reference": reference, "critic": critic, "reward": reward}.__getitem__)
+
+
+def one_model(model: Any) -> Any:
+    """A `ModelFactory` that gives `model` for every role."""
+    return GivenModels(given(model))
+
+
+class StubTrainer:
+    """A `Trainer` without models, whose steps, evaluations and saving are the functions that a test passes."""
+
+    def __init__(
+        self,
+        settings: Any,
+        step: Callable[[int], dict[str, float]] = lambda index: {"rows": 1.0},
+        *,
+        total_steps: int,
+        unit: str = "rows",
+        engines: dict[str, Any] | None = None,
+        evaluate: Callable[[str], EvalResult] = lambda when: EvalResult({}),
+        save: Callable[[Path], Any] = lambda folder: None,
+    ) -> None:
+        self.settings, self.step, self.total_steps, self.unit = settings, step, total_steps, unit
+        self.engines, self.evaluate, self.save = engines or {}, evaluate, save
+        self.displayed, self.epoch_steps = (), None
+
+    def summarize(self) -> dict[str, Any]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 def given(model: Any) -> Any:
     """A loader that gives `model`."""
-    return lambda placement: model
+    return lambda role: model
 
 
 def make_placement(zero_stage: int = 0, *, trained: bool = True, **engine: Any) -> ModelPlacement:

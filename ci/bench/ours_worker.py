@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from channel import Channel
@@ -77,7 +78,7 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
         "chosen": {name: capabilities[name].implementation for name in names if name in capabilities},
     }
     stage = "ppo" if work["stage"] == "rollout" else work["stage"]
-    with pipeline.surroundings(stage, config, accelerator, RunDirectory(Path(config.output))) as context:
+    with pipeline.stage_context(stage, config, accelerator, RunDirectory(Path(config.output))) as context:
         answer = partial(_answer, channel, accelerator)
         if work["stage"] in ("sft", "reward"):
             train(context, work, lambda step: answer(facts, step))
@@ -137,51 +138,49 @@ def make_ppo(context: Any, work: dict[str, Any]) -> Any:
     from rlhf.data.examples import Prompt
     from rlhf.data.records import Message, Row
     from rlhf.data.stage_dataset import StageData
-    from rlhf.trainers.ppo.trainer import PPO, Models
+    from rlhf.trainers.ppo.trainer import PPOTrainer
 
-    tokenizer, policy, scalar = loaders(context, work)
+    tokenizer, models = loaders(context, work)
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")
     prompts = [Prompt(ids, row) for ids in work["prompts"]]
-    models = Models(*(lambda placement, load=load: load() for load in (policy, policy, scalar, scalar)))
-    return PPO(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
+    return PPOTrainer(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
 
 
 def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], dict[str, Any]]], None]) -> None:
-    """The stage `sft` or `reward` on the workload's rows, its steps given to `answer` in place of its own loop."""
+    """The stage `sft` or `reward` on the workload's rows, its steps given to `answer` in place of the loop."""
     from rlhf.data.examples import Demonstration, Pair
     from rlhf.data.records import Message, Row
     from rlhf.data.stage_dataset import StageData
-    from rlhf.trainers import reward, sft, supervised
+    from rlhf.trainers.reward import RewardTrainer
+    from rlhf.trainers.sft import SFTTrainer
 
-    def run_steps(_: Any, *, step: Callable[[int], dict[str, Any]], **rest: Any) -> Any:
-        def done(index: int) -> dict[str, Any]:
-            context.recorder.log(index, numbers := step(index))
-            return {"loss": numbers["loss"]}
-
-        answer(done)
-
-    supervised.run_steps = run_steps  # type: ignore[assignment]
-    tokenizer, policy, scalar = loaders(context, work)
+    tokenizer, models = loaders(context, work)
     row = Row((Message("user", ""),), "", "", "", "", "benchmark")
-    kind = Demonstration if work["stage"] == "sft" else Pair
+    kind: Any = Demonstration if work["stage"] == "sft" else Pair
     examples = [kind(*ids, row) for ids in work["rows"]]
-    stage, load = (sft, policy) if work["stage"] == "sft" else (reward, scalar)
-    stage.run(context, lambda placement: load(), tokenizer, StageData(train=examples, heldout=examples, reports=[]))
+    trainer_class: Any = SFTTrainer if work["stage"] == "sft" else RewardTrainer
+    trainer = trainer_class(context, models, tokenizer, StageData(train=examples, heldout=examples, reports=[]))
+
+    def step(index: int) -> dict[str, Any]:
+        context.recorder.log(index, metrics := trainer.step(index))
+        return {"loss": metrics["loss"]}
+
+    answer(step)
 
 
-def loaders(context: Any, work: dict[str, Any]) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-    """The tokenizer, and what loads a language model and one with a scalar head."""
+def loaders(context: Any, work: dict[str, Any]) -> tuple[Any, Any]:
+    """The tokenizer, and what loads a role's language model or one with a scalar head."""
     from rlhf.models.attention import choose_attention
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
 
     model, path = context.config.model, work["model"]
     tokenizer, _ = load_model_tokenizer(model)
-    loaded = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
-    return (
-        tokenizer,
-        partial(load_causal_lm, model, tokenizer, **loaded),
-        partial(load_scalar_head, model, tokenizer, seed=0, **loaded),
+    loaded: dict[str, Any] = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
+    models = SimpleNamespace(
+        causal_lm=lambda role: load_causal_lm(model, tokenizer, **loaded),
+        scalar_head=lambda role: load_scalar_head(model, tokenizer, seed=0, **loaded),
     )
+    return tokenizer, models
 
 
 if __name__ == "__main__":

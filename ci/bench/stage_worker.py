@@ -26,24 +26,23 @@ def main() -> None:
     with distributed.start_process_group(selection) as accelerator:
         import torch
 
-        from rlhf.trainers import pipeline, supervised
-        from rlhf.trainers.ppo import stage as ppo
+        from rlhf.trainers import loop, pipeline
 
-        stage: Any = ppo if work["stage"] == "ppo" else supervised
-        stage.run_steps = Held(stage.run_steps, channel, threads=torch.get_num_threads())
+        loop.fit = Held(loop.fit, channel, threads=torch.get_num_threads())  # type: ignore[assignment]
         pipeline.run(config, accelerator, RunDirectory(Path(config.output)), [work["stage"]])
 
 
 class Held:
-    """`run_steps`, with each step held until the benchmark asks for it."""
+    """`fit`, with each step held until the benchmark asks for it."""
 
-    def __init__(self, run_steps: Any, channel: Channel, **facts: Any) -> None:
-        self._run_steps = run_steps
+    def __init__(self, fit: Any, channel: Channel, **facts: Any) -> None:
+        self._fit = fit
         self._channel = channel
         self._facts = facts
 
-    def __call__(self, context: Any, *, step: Any, **rest: Any) -> Any:
+    def __call__(self, trainer: Any, context: Any) -> Any:
         self._channel.reply(**self._facts)
+        step = trainer.step
 
         def held(index: int) -> Any:
             if not self._channel.wait():
@@ -53,7 +52,8 @@ class Held:
             self._channel.reply()
             return numbers
 
-        return self._run_steps(context, step=held, **rest)
+        trainer.step = held
+        return self._fit(trainer, context)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""PPO whose loop is the user's own: steps, texts in and out, scores, checkpoints, and the policy that is left.
+"""PPO in the user's own loop: steps, texts in and out, scores, checkpoints, and the trained policy.
 
-`rlhf.api.session.Session.ppo` makes it. What a step does is `rlhf.trainers.ppo.trainer.PPO`'s, and how it is timed,
-recorded and resumed
-is the same as in the stage (`rlhf.trainers.loop`).
+`rlhf.api.session.Session.ppo` makes it. Its steps are those of `rlhf.trainers.ppo.trainer.PPOTrainer`; they are timed,
+recorded and resumed as in the stage (`rlhf.trainers.loop`).
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
+from torch import Tensor
 
 from rlhf.api.texts import Conversation, Texts, shown
 from rlhf.config.schema import Config
@@ -25,12 +25,14 @@ from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import DataError, RunError
 from rlhf.launchers.exit_status import as_resource_error
 from rlhf.losses.log_probs import masked
+from rlhf.memory.advice import changed
 from rlhf.trainers import loop, oom, pipeline
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.evaluation_schedule import Found, record
-from rlhf.trainers.outputs import leave
-from rlhf.trainers.ppo import stage as stage
-from rlhf.trainers.ppo.trainer import PPO
+from rlhf.trainers.evaluation_schedule import record_evaluation
+from rlhf.trainers.ppo.experience import Rollout
+from rlhf.trainers.ppo.rewards import RewardFunction
+from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.trainers.trainer import EvalResult
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -61,38 +63,36 @@ class PPOLearner:
     Under several ranks, each calls the same methods in the same order, `generate` and `score` with as many texts.
 
     Attributes:
-        trainer: the algorithm, for what is not here: tensors, engines (`rlhf.trainers.ppo.trainer.PPO`).
+        trainer: the algorithm, for what is not here: tensors, engines (`rlhf.trainers.ppo.trainer.PPOTrainer`).
         done: steps that are done, those before a checkpoint included.
         steps: steps that the learning rates' schedules are made for, `ppo.steps` or those of `ppo.epochs`.
     """
 
-    def __init__(self, context: StageContext, needs: pipeline.PolicyNeeds, planned: dict[str, Any]) -> None:
-        self._context, self._planned = context, planned
-        self._tokenizer, self._data, self._judge = needs.tokenizer, needs.data, needs.judge
-        self.trainer = PPO(context, needs.models, needs.tokenizer, needs.data)
-        self.steps = self.trainer.steps
-        self._texts = Texts(self.trainer, needs.data.prompt_format)
-        self._measured: list[Found] = []
+    def __init__(self, context: StageContext, trainer: PPOTrainer, plan: dict[str, Any]) -> None:
+        self._context, self._plan = context, plan
+        self.trainer = trainer
+        self.steps = trainer.total_steps
+        self._texts = Texts(trainer)
+        self._evaluations: list[EvalResult] = []
         self._ended, self._saved = "", False
         context.directory.check_steps(self.steps)
-        self.done = loop.begin(context, self.trainer.engines, self.trainer.load_state)
+        self.done = loop.resume_or_seed(trainer, context)
 
     @classmethod
     @contextmanager
     def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[PPOLearner]:
         """The PPO of a run's folder that is open for it (`rlhf.trainers.run.open_run`), until the block is left."""
-        with pipeline.surroundings("ppo", config, accelerator, directory) as context:
-            planned = pipeline.prepare(context)
+        config = changed(config, {"ppo.samples_every": 0})  # the user's loop shows what it wants
+        with pipeline.stage_context("ppo", config, accelerator, directory) as context:
+            plan = pipeline.log_plan(context)
             with oom.explained(context):
-                learner = cls(context, pipeline.policy_needs(context), planned)
+                learner = cls(context, cast(PPOTrainer, pipeline.build_trainer(context)), plan)
             try:
                 yield learner
             finally:
                 learner._end("the session has ended or begun another PPO; go on with session.ppo()")
                 del learner.trainer, learner._texts  # the engines' memory, for what comes next
-                context.models.clear()
-                context.bases.clear()
-                pipeline.free(accelerator)
+                pipeline.release_models(context)
 
     def step(self, index: int | None = None, *, reward: Reward | None = None) -> Metrics:
         """One rollout of `ppo.batch_size` completions and the updates that follow from it; recorded.
@@ -114,21 +114,16 @@ class PPOLearner:
         """
         self._check(index)
         trainer, context = self.trainer, self._context
-        number = self.done
-        rewards = trainer.rewards
-        if reward:
-            trainer.rewards = self._by(reward)
-        with self._working(), loop.ending_signals() as arrived:
-            try:
-                numbers = loop.measured(context, number, trainer.step, trainer.engines, "tokens")
-            finally:
-                trainer.rewards = rewards
+        reward_fn = self._reward_function(reward) if reward else None
+        with self._working(), loop.collect_signals() as signals_seen:
+            with loop.measure_step(trainer, context, self.done) as metrics:
+                metrics |= trainer.step(self.done, reward_fn)
             self.done += 1
-            context.recorder.log(self.done, numbers)
+            context.recorder.log(self.done, metrics)
             context.commit()
-            if loop.anywhere(arrived, context):
+            if loop.any_rank_signalled(signals_seen, context):
                 raise KeyboardInterrupt
-        return numbers
+        return metrics
 
     @overload
     def generate(self, prompts: Sequence[Conversation]) -> list[str]: ...
@@ -140,10 +135,10 @@ class PPOLearner:
         Args:
             prompts: texts, each what a user says, or a conversation of `{"role": ..., "content": ...}`; they are
                 written as the training data is (chat template, transcript or plain). Or tensors: what
-                `PPO.generate` takes.
+                `PPOTrainer.generate` takes.
 
         Returns:
-            Texts without control tokens; of tensors, what `PPO.generate` gives.
+            Texts without control tokens; of tensors, those of a `Rollout`.
 
         Raises:
             RLHFError: a prompt is longer than `data.max_prompt_length`, or the chat template refuses it.
@@ -151,7 +146,7 @@ class PPOLearner:
         self._check_open()
         with self._working():
             if isinstance(prompts, dict):
-                return self.trainer.generate(prompts)
+                return self._texts.tensors(self.trainer.generate(prompts))
             examples = [self._texts.prompt(prompt) for prompt in prompts]
             found: list[str] = []
             for place, batch in self._texts.batches(examples):
@@ -167,11 +162,11 @@ class PPOLearner:
         """What the reward model and functions, the policy and its reference make of completions.
 
         Args:
-            prompts: as `generate` takes them. Or tensors: what `PPO.generate` gives.
+            prompts: as `generate` takes them. Or tensors: what `generate` gives for tensors.
             completions: a text for each prompt; its end-of-sequence token is added.
 
         Returns:
-            A `Score` for each pair; of tensors, what `PPO.score` gives.
+            A `Score` for each pair; of tensors, those of `Scores`.
 
         Raises:
             RLHFError: there are more of one than of the other, or a text is too long.
@@ -179,13 +174,19 @@ class PPOLearner:
         self._check_open()
         with self._working():
             if isinstance(prompts, dict):
-                return self.trainer.score(prompts)
+                scores = self.trainer.score(self._texts.rollout(prompts))
+                tensors = {name: value for name, value in vars(scores).items() if isinstance(value, Tensor)}
+                return {**tensors, "scores": tensors.pop("reward"), **scores.reward_parts}
             if len(prompts) != len(completions):
                 raise DataError(f"score: {len(prompts)} prompts and {len(completions)} completions; give one for each")
             examples = [self._texts.prompt(prompt) for prompt in prompts]
             replies = [self._texts.reply(*pair) for pair in zip(examples, completions)]
             batches = self._texts.batches(examples)
-            return [score for place, batch in batches for score in self._judged(batch, examples[place], replies[place])]
+            return [
+                score
+                for place, batch in batches
+                for score in self._score_replies(batch, examples[place], replies[place])
+            ]
 
     def evaluate(self) -> Metrics:
         """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
@@ -196,27 +197,27 @@ class PPOLearner:
         self._check_open()
         with self._working():
             when = f"after {self.done:,} steps" if self.done else "before"
-            found = stage.measure(self._context, self.trainer, self._data, when, self._judge)
-            record(self._context, self.done, found)
-        self._measured.append(found)
-        return found.numbers
+            result = self.trainer.evaluate(when)
+            record_evaluation(self._context, self.done, result)
+        self._evaluations.append(result)
+        return result.numbers
 
     def checkpoint(self) -> None:
         """Save all that a later `session.ppo()` needs to go on from here as if nothing had been between."""
         self._check_open()
         with self._working():
-            loop.save(self._context, self.done, self.trainer.engines, self.trainer.save_state)
+            loop.save_checkpoint(self.trainer, self._context, self.done)
 
     def save(self) -> Path:
         """Save the policy as `lora.save` says and complete the stage; `rlhf chat` finds it in the run's folder."""
         self._check_open()
         context, trainer = self._context, self.trainer
-        summary: dict[str, Any] = {"steps": self.done, **self._data.written}
-        if self._measured:
-            summary |= {"before": self._measured[0].numbers, "after": self._measured[-1].numbers}
+        summary: dict[str, Any] = {"steps": self.done}
+        if self._evaluations:
+            summary |= {"before": self._evaluations[0].numbers, "after": self._evaluations[-1].numbers}
         with self._working():
-            leave(context, trainer.actor, self._tokenizer, context.directory.path, trainer.critic)
-            pipeline.finish(context, summary | stage.left(context, trainer) | self._planned)
+            trainer.save(context.directory.path)
+            pipeline.finish(context, summary | trainer.summarize() | self._plan)
             context.commit()
         self._saved = True
         return context.directory.model
@@ -252,27 +253,31 @@ class PPOLearner:
                 raise lack from error
             raise
 
-    def _judged(self, prompts: Batch, examples: Sequence[Prompt], replies: Sequence[list[int]]) -> list[Score]:
-        """Scores of replies to the real rows of a batch."""
-        sequences = self._texts.sequences(prompts, replies)
-        scored, mask = self.trainer.score(sequences, examples), sequences["action_mask"]
-        log_probs = masked(scored["log_probs"], mask)
-        kl = log_probs - masked(scored["ref_log_probs"], mask)
-        columns = scored["scores"].tolist(), kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
-        return [Score(*values) for values in zip(*columns)]
+    def _score_replies(
+        self, prompts: Batch, examples: Sequence[Prompt], replies: Sequence[list[int]]
+    ) -> Iterator[Score]:
+        """Yield the scores of replies to the real rows of a batch."""
+        rollout = self._texts.reply_rollout(prompts, replies)
+        scores, mask = self.trainer.score(rollout, examples), rollout.action_mask
+        log_probs = masked(scores.log_probs, mask)
+        kl = log_probs - masked(scores.ref_log_probs, mask)
+        columns = scores.reward.tolist(), kl.sum(1).tolist(), log_probs.sum(1).tolist(), map(len, replies)
+        return (Score(*values) for values in zip(*columns))
 
-    def _by(self, reward: Reward) -> Callable[[Batch, Batch, Sequence[Prompt]], Batch]:
-        """What scores a rollout by `reward`, in the place of `rlhf.trainers.ppo.scores.Rewards`."""
+    def _reward_function(self, reward: Reward) -> RewardFunction:
+        """Return the trainer's form of a user's function."""
 
-        def rewards(scored: Batch, sequences: Batch, examples: Sequence[Prompt]) -> Batch:
-            texts = self._texts.completions(sequences)
-            found = [_number(reward, example.row, text) for example, text in zip(examples, texts, strict=True)]
-            return {**scored, "scores": torch.tensor(found, dtype=torch.float32, device=sequences["input_ids"].device)}
+        def score_rollout(
+            rollout: Rollout, model_scores: Tensor | None, examples: Sequence[Prompt]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            texts = self._texts.completions(rollout)
+            values = [_call_reward(reward, example.row, text) for example, text in zip(examples, texts, strict=True)]
+            return torch.tensor(values, dtype=torch.float32, device=rollout.input_ids.device), {}
 
-        return rewards
+        return score_rollout
 
 
-def _number(reward: Reward, row: Row, completion: str) -> float:
+def _call_reward(reward: Reward, row: Row, completion: str) -> float:
     value = reward(row.text, completion, row.as_dict())
     try:
         number = float(value)

@@ -8,22 +8,23 @@ import torch
 
 from rlhf.data.completions import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
-from rlhf.data.prompt_encoding import PromptFormat, conversation_row, encode_conversation, encode_replies
+from rlhf.data.prompt_encoding import conversation_row, encode_conversation, encode_replies
 from rlhf.data.records import Message
 from rlhf.engine.engine import Batch
 from rlhf.errors import DataError
 from rlhf.models.tokenizers import find_end_tokens
-from rlhf.trainers.ppo.trainer import PPO
+from rlhf.trainers.ppo.experience import Rollout
+from rlhf.trainers.ppo.trainer import PPOTrainer
 
 Conversation = str | Sequence[Mapping[str, str]]
 """What a user says, or the turns so far as `{"role": "user", "content": "..."}`."""
 
 
 class Texts:
-    """Encodes and decodes for one `PPO`; prompts are written in the form of its data."""
+    """Encodes and decodes for a `PPOTrainer`; prompts are written in the form of its data."""
 
-    def __init__(self, trainer: PPO, form: PromptFormat) -> None:
-        self._trainer, self._tokenizer, self._form = trainer, trainer.tokenizer, form
+    def __init__(self, trainer: PPOTrainer) -> None:
+        self._trainer, self._tokenizer, self._form = trainer, trainer.tokenizer, trainer.data.prompt_format
         self._lengths = trainer.context.config.data
         self._ends = find_end_tokens(trainer.tokenizer, trainer.actor.module.generation_config)
 
@@ -67,7 +68,7 @@ class Texts:
         return ids
 
     def batches(self, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, Batch]]:
-        """The places of `prompts`, batch by batch, and what `PPO.generate` takes; rows fill up the last one."""
+        """The places of `prompts`, batch by batch, and what `PPOTrainer.generate` takes; rows fill up the last one."""
         rows = self._trainer.batch_rows
         for start in range(0, len(prompts), rows):
             part = prompts[start : start + rows]
@@ -75,24 +76,31 @@ class Texts:
             batch = self._trainer.collate(filled, len(part))
             yield slice(start, start + len(part)), self._trainer.accelerator.to_device(batch)
 
-    def sequences(self, prompts: Batch, replies: Sequence[list[int]]) -> Batch:
-        """What `PPO.generate` would give, had the policy drawn `replies` to the first rows of `prompts`."""
+    def reply_rollout(self, prompts: Batch, replies: Sequence[list[int]]) -> Rollout:
+        """Return the rollout as if the policy had drawn `replies` to the first rows of `prompts`."""
         filled = [*replies, *[replies[0]] * (len(prompts["prompt_ids"]) - len(replies))]
         width = self._trainer.context.shapes.length(max(map(len, filled)), self._lengths.max_completion_length)
         pad = self._tokenizer.pad_token_id
         ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in filled])
         mask = (torch.arange(width) < torch.tensor([len(row) for row in filled])[:, None]).long()
         ids, mask = self._trainer.accelerator.to_device((ids, mask))
-        return {
-            "input_ids": torch.cat([prompts["prompt_ids"], ids], dim=1),
-            "attention_mask": torch.cat([prompts["prompt_mask"], mask], dim=1),
-            "action_mask": (mask * prompts["row_mask"].unsqueeze(1)).float(),
-            "ended": prompts["row_mask"].float(),
-        }
+        return Rollout.join(prompts, ids, mask, end_ids=None, micro_batcher=self._trainer.micro_batcher)
 
-    def completions(self, sequences: Batch) -> list[str]:
-        """The completion of each row of `PPO.generate`'s sequences."""
-        return completion_texts(self._tokenizer, completion_ids(sequences))
+    def tensors(self, rollout: Rollout) -> Batch:
+        """Return the tensors of a rollout by name."""
+        return {name: value for name, value in vars(rollout).items() if isinstance(value, torch.Tensor)}
+
+    def rollout(self, tensors: Batch) -> Rollout:
+        """Return the rollout that consists of these `tensors`."""
+        rows, completion = tensors["action_mask"].shape
+        prompt, lengths = tensors["input_ids"].shape[1] - completion, tensors.get("lengths")
+        cut = self._trainer.micro_batcher.cut(lengths, rows=rows, prompt=prompt, completion=completion)
+        row_mask = tensors["action_mask"].any(1)
+        return Rollout(**{"row_mask": row_mask, **tensors}, micro_batches=cut)
+
+    def completions(self, rollout: Rollout) -> list[str]:
+        """Return the completion of each row."""
+        return completion_texts(self._tokenizer, completion_ids(rollout.input_ids, rollout.action_mask))
 
 
 def shown(text: str) -> str:

@@ -28,6 +28,7 @@ from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
+    from rlhf.trainers.trainer import Trainer
 
 Found = dict[str, Any]
 
@@ -62,16 +63,15 @@ def profile(config: Config, stage: Stage, *, steps: int, trace: Path) -> Found:
         config = config.model_copy(update={"output": Path(folder, "run")})
         trial = Trial(steps, Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json"))
         with launch.open_run(config, (*before, stage)) as (decided, accelerator):
-            from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
+            from rlhf.trainers import oom, pipeline  # these import DeepSpeed, which has been told about the device
 
             directory = RunDirectory(config.output)
-            for earlier in before:
-                pipeline.run_stage(earlier, decided, accelerator, directory)
+            pipeline.run(decided, accelerator, directory, before)
             trial.begun = time.perf_counter()
-            try:
-                pipeline.run_stage(stage, decided, accelerator, directory, trial)
-            except Over:
-                pipeline.free(accelerator)
+            with pipeline.stage_context(stage, decided, accelerator, directory) as context, oom.explained(context):
+                pipeline.log_plan(context)
+                trial.take(pipeline.build_trainer(context), context)
+                pipeline.release_models(context)
         try:
             shutil.copyfile(trial.trace, trace.with_name(trace.name + PARTIAL))
             os.replace(trace.with_name(trace.name + PARTIAL), trace)
@@ -127,16 +127,12 @@ def lengthened(config: Config, stage: Stage, steps: int) -> Config:
     )
 
 
-class Over(Exception):
-    """The trial has taken its steps; what the stage would do after them is not done."""
-
-
 class Trial:
-    """What takes a stage's steps in place of its own loop; a `rlhf.trainers.context.Trial`.
+    """A few measured steps of a stage, in place of its loop.
 
     Attributes:
         begun: when the stage began, by `time.perf_counter`.
-        found: what it measured.
+        found: what was measured.
     """
 
     def __init__(self, steps: int, trace: Path) -> None:
@@ -144,13 +140,18 @@ class Trial:
         self.begun = time.perf_counter()
         self.found: Found = {}
 
-    def __call__(self, context: StageContext, take: Callable[[int], dict[str, float]]) -> None:
-        """Take the steps, and end the stage.
-
-        Raises:
-            Over: always.
-        """
+    def take(self, trainer: Trainer, context: StageContext) -> None:
+        """Take the steps."""
         from rlhf.reporting.timers import profile_operators
+        from rlhf.trainers import loop
+
+        context.directory.check_steps(trainer.total_steps)
+        loop.resume_or_seed(trainer, context)
+
+        def take(index: int) -> dict[str, float]:
+            with loop.measure_step(trainer, context, index) as metrics:
+                metrics |= trainer.step(index)
+            return metrics
 
         stage, set_up = context.directory.name, time.perf_counter() - self.begun
         with progress(self._steps + _MORE, f"{stage}: profiling", unit="steps") as bar:
@@ -189,7 +190,6 @@ class Trial:
                 for operator in operators.operators
             ],
         }
-        raise Over
 
     def _recorded(self, step: Callable[[], Any]) -> Any:
         """The profiler's events of a step, which it also writes to the trace."""

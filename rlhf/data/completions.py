@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf.engine.engine import Batch
+    from torch import Tensor
 
 
-def completion_ids(sequences: Batch) -> list[list[int]]:
-    """The actions in each row of `PPO.generate`'s sequences; none where a row only fills up the batch."""
-    rows = zip(sequences["input_ids"].tolist(), sequences["action_mask"].tolist(), strict=True)
+def completion_ids(input_ids: Tensor, action_mask: Tensor) -> list[list[int]]:
+    """Return the completion of each row as token ids; none if a row only fills up the batch.
+
+    Args:
+        input_ids: [B, P + A], completions from column P.
+        action_mask: [B, A], 1 on the tokens drawn.
+    """
+    rows = zip(input_ids.tolist(), action_mask.tolist(), strict=True)
     return [ids[-len(mask) :][: int(sum(mask))] for ids, mask in rows]
 
 
 def completion_texts(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
-    """Each completion as text, without control tokens."""
+    """Return each completion as text, without control tokens."""
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]

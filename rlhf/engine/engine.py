@@ -146,27 +146,23 @@ class TrainingEngine:
         return {"learning_rate": rate} | adapters
 
     def train(self) -> None:
-        """Have the forward passes from here on be training passes; `backward` sees to that itself."""
+        """Make the forward passes from here on training passes; `step` does so too."""
         self.engine.train()
         if self.zero_stage == 3 and not self._trained:
             patches.restart_trace(self.engine)
         self._trained = True
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss) -> MetricSums:
-        """One optimizer step over this rank's micro-batches of one global batch.
-
-        Returns:
-            The statistics of `loss`, summed on the device; the loss itself is one of them.
-        """
-        sums = self.backward(micro_batches, loss)
-        self.apply()
-        return sums
-
-    def backward(self, micro_batches: Sequence[Any], loss: Loss) -> MetricSums:
-        """The first part of `step`: the gradients, for `apply` to use.
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, apply: bool = True) -> MetricSums:
+        """Take one optimizer step over this rank's micro-batches of one global batch.
 
         A loss may be of forward passes that were made before (`train`), with these weights: below ZeRO-3 of all
         micro-batches, at ZeRO-3 of one, as it gathers weights in the order of a pass and its backward pass.
+
+        Args:
+            apply: False leaves the weights as they are, and the gradients for a later `apply`.
+
+        Returns:
+            The statistics of `loss`, summed on the device; the loss itself is one of them.
         """
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
@@ -190,10 +186,12 @@ class TrainingEngine:
                 self.engine.step()  # counts the micro-batch
                 boundary(f"{self.name}/step")
             sums.add(loss=value, **statistics)
+        if apply:
+            self.apply()
         return sums
 
     def apply(self) -> None:
-        """The second part of `step`: change the weights, unless gradients overflowed."""
+        """Change the weights by the gradients that `step` has left, unless they overflowed."""
         if self._clips_itself:
             clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -35,16 +35,12 @@ from rlhf.models.weight_loading import (
     prepare_parameters,
     read_parameters,
 )
-from rlhf.roles.roles import ModelPlacement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 logger = logging.getLogger(__name__)
-
-ModelLoader = Callable[[ModelPlacement], Any]
-"""Loads one role's model, to be held so."""
 
 
 def load_on_meta(

@@ -14,12 +14,10 @@ from rlhf.config.schema import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine, freeze_model
-from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import set_dropout
 from rlhf.models.flops import Products
 from rlhf.models.forward import ScalarHead
-from rlhf.models.loading import ModelLoader
 from rlhf.models.lora import add_adapters, should_merge
 from rlhf.models.quantized import count_quantized, quantize
 from rlhf.models.shape import Shape, shape_from
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
     from rlhf.runs.stage_directory import StageDirectory
 
 
-Trial = Callable[["StageContext", Callable[[int], Metrics]], None]
-"""(context, what takes step number N from 0 and gives its numbers); raises to end the stage."""
+ModelLoader = Callable[[RoleName], Any]
+"""Loads a role's model; see `rlhf.trainers.model_factory.ModelFactory`."""
 
 
 class Clock:
@@ -67,8 +65,6 @@ class StageContext:
     """What `engine` and `frozen` have made, by role."""
     bases: dict[str, SharedBase] = field(default_factory=dict)
     """What other models may stand on: the frozen weights of those that `engine` has made with LoRA, by role."""
-    trial: Trial | None = None
-    """Takes a few steps in place of the stage's own, and ends the stage (`rlhf.cli.profiler`)."""
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -125,12 +121,12 @@ class StageContext:
         total_steps: int,
         batch_size: int,
         micro_batch_size: int,
-        more: int = 0,
+        extra_micro_batches: int = 0,
     ) -> TrainingEngine:
         """Load the role's model and return its training engine, for batches of `batch_size` rows.
 
         Args:
-            more: micro-batches of each optimizer step on a rank beside those of these rows.
+            extra_micro_batches: of each optimizer step on a rank, in addition to those of these rows.
 
         Raises:
             RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
@@ -155,7 +151,7 @@ class StageContext:
                 optimizer=optimizer,
                 total_steps=total_steps,
                 micro_batch_size=micro_batch_size,
-                accumulation=batch_size // (micro_batch_size * self.world.size) + more,
+                accumulation=batch_size // (micro_batch_size * self.world.size) + extra_micro_batches,
             )
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]
@@ -187,7 +183,7 @@ class StageContext:
     def _loaded(self, placement: ModelPlacement, load: ModelLoader) -> Any:
         """A role's model, its frozen weights quantized where they are to be."""
         with self.phases.running("loading"):
-            model = load(placement)
+            model = load(placement.role.name)
         if kind := placement.quantization:
             packing = self.accelerator.kernels.get("quantized_weights", required=True)
             quantize(model, kind, packing, exported=placement.role.trained)  # what `load` has not packed yet

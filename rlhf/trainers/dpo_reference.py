@@ -1,7 +1,7 @@
-"""What the replies of pairs were worth to the policy before it was trained: known beforehand, or found in every step.
+"""DPO's reference: log-probabilities of replies under the policy before training, precomputed or live.
 
-Before its first step the policy is its own reference: it scores every pair that training will meet, and no other model
-is loaded. What it found is kept in the stage's folder, for a stage that resumes.
+Before its first step the policy is its own reference: it scores every pair that training will use, and no other model
+is loaded. The scores are saved in the stage's folder, for a stage that resumes.
 """
 
 from __future__ import annotations
@@ -30,54 +30,60 @@ from rlhf.utils.atomic_io import PARTIAL, sync
 FILE = "reference.safetensors"
 
 
-class Pass(NamedTuple):
-    """Batches of `rlhf.data.batches.collate_dpo`, and how many of them are used."""
+class BatchRange(NamedTuple):
+    """The first `steps` batches of `rlhf.data.batches.collate_dpo`."""
 
     batches: Batches[NumberedPair]
     steps: int
 
     @property
     def numbers(self) -> list[int]:
-        """Of the pairs that are met."""
+        """The numbers of the pairs in them."""
         return [example.number for step in range(self.steps) for example in self.batches.examples(step)]
 
 
 def reply_log_probs(model: nn.Module, batch: Batch) -> Tensor:
-    """Log-probabilities of the replies of a batch, in nats: [2B], as its rows."""
+    """Return the log-probabilities of a batch's replies, in nats: [2B], one for each row."""
     mask = batch["completion_mask"]
-    found = completion_log_probs(model, batch["input_ids"], batch["attention_mask"], mask.shape[1])
-    return sequence_log_probs(found.log_probs, mask)
+    tokens = completion_log_probs(model, batch["input_ids"], batch["attention_mask"], mask.shape[1])
+    return sequence_log_probs(tokens.log_probs, mask)
 
 
-class Precomputed:
-    """The policy's own log-probabilities of all pairs, found before its first step."""
+class PrecomputedReference:
+    """The policy's own log-probabilities of all pairs, computed before its first step."""
 
-    def __init__(self, context: StageContext, policy: TrainingEngine, passes: Sequence[Pass], pairs: int) -> None:
-        """`pairs`: how many there are in the data, and so how many numbers. Every rank calls it."""
-        table = _kept(context, [number for one in passes for number in one.numbers], pairs)
+    def __init__(self, context: StageContext, policy: TrainingEngine, ranges: Sequence[BatchRange], pairs: int) -> None:
+        """Read the table of log-probabilities, or compute it; every rank takes part.
+
+        Args:
+            ranges: the batches that training and evaluation will use.
+            pairs: how many there are in the data, and so the rows of the table.
+        """
+        table = _read_table(context, [number for batches in ranges for number in batches.numbers], pairs)
         if table is None:
-            table = _found(context, policy, passes, pairs)
-            _keep(context, table)
+            table = _compute_table(context, policy, ranges, pairs)
+            _write_table(context, table)
         self._table = table.to(context.accelerator.device())
 
-    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches, each with `reference` [2B]: log-probabilities of its rows' replies."""
+    def add_to(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches, each with `reference` [2B]: log-probabilities of its rows' replies."""
         return [batch | {"reference": self._table[batch["number"]].T.reshape(-1)} for batch in batches]
 
 
-class Beside:
-    """A model that is held beside the policy or, with LoRA, the policy without its adapters."""
+class LiveReference:
+    """A model next to the policy or, with LoRA, the policy without its adapters."""
 
     def __init__(self, context: StageContext, policy: TrainingEngine, model: nn.Module | None) -> None:
         self._policy, self._model = policy, model
         self._precision, self._boundary = context.precision, context.accelerator.step_boundary
 
     @torch.no_grad()
-    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
-        """As `Precomputed`."""
-        return [batch | {"reference": found} for batch, found in zip(batches, self._found(batches), strict=True)]
+    def add_to(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches as `PrecomputedReference` does."""
+        scores = self._score_batches(batches)
+        return [batch | {"reference": score} for batch, score in zip(batches, scores, strict=True)]
 
-    def _found(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def _score_batches(self, batches: Sequence[Batch]) -> list[Tensor]:
         if self._model is None:
             self._policy.engine.eval()
             with without_adapters(self._policy.module):
@@ -87,44 +93,44 @@ class Beside:
 
     def _score(self, model: nn.Module, batch: Batch) -> Tensor:
         with self._precision.autocast():
-            found = reply_log_probs(model, batch)
+            log_probs = reply_log_probs(model, batch)
         self._boundary("dpo/reference")
-        return found
+        return log_probs
 
 
 @torch.no_grad()
-def _found(context: StageContext, policy: TrainingEngine, passes: Sequence[Pass], pairs: int) -> Tensor:
-    """[pairs, 2], of the chosen and the rejected reply; NaN of pairs that are not met. In batches of training's."""
+def _compute_table(context: StageContext, policy: TrainingEngine, ranges: Sequence[BatchRange], pairs: int) -> Tensor:
+    """Return the log-probabilities of the chosen and the rejected replies, [pairs, 2]; NaN for pairs in no batch."""
     policy.engine.eval()
-    table, met = (torch.zeros(pairs, columns, device=context.accelerator.device()) for columns in (2, 1))
-    rows = sum(len(one.numbers) for one in passes)
+    table, visits = (torch.zeros(pairs, columns, device=context.accelerator.device()) for columns in (2, 1))
+    rows = sum(len(batches.numbers) for batches in ranges)
     bars = progress(rows, "dpo: reference log-probabilities", enabled=context.world.is_main)
     with context.phases.running("scoring"), bars as bar:
-        for batches, step in ((one.batches, step) for one in passes for step in range(one.steps)):
+        for batches, step in ((batches, step) for batches, steps in ranges for step in range(steps)):
             for batch in map(context.accelerator.to_device, batches.step(step)):
                 with context.precision.autocast():
-                    found = reply_log_probs(policy.engine, batch).view(2, -1).T
+                    log_probs = reply_log_probs(policy.engine, batch).view(2, -1).T
                 real = batch["pair_mask"][:, None]
-                table.index_add_(0, batch["number"], masked(found, real))
-                met.index_add_(0, batch["number"], real.float())
+                table.index_add_(0, batch["number"], masked(log_probs, real))
+                visits.index_add_(0, batch["number"], real.float())
                 context.accelerator.step_boundary("dpo/reference")
             bar.advance(len(batches.examples(step)))
-    # Each rank has met its own share.
-    return torch.where(distributed.all_sum(met) > 0, distributed.all_sum(table), torch.nan)
+    # Each rank has scored its own share.
+    return torch.where(distributed.all_sum(visits) > 0, distributed.all_sum(table), torch.nan)
 
 
-def _kept(context: StageContext, numbers: Sequence[int], pairs: int) -> Tensor | None:
-    """What an earlier process found, where the stage goes on from a checkpoint and it holds all `numbers`."""
-    path, found = context.directory.path / FILE, None
+def _read_table(context: StageContext, numbers: Sequence[int], pairs: int) -> Tensor | None:
+    """Read what an earlier process saved; None if the stage does not resume, or `numbers` are not all in the table."""
+    path, table = context.directory.path / FILE, None
     with distributed.on_main(f"reading {path}") as main:
         if main and context.directory.latest_checkpoint and path.is_file():
-            found = load_file(path)["log_probs"]
-            if found.shape[0] != pairs or found[numbers].isnan().any():  # it is to be trained for longer now
-                found = None
-    return distributed.all_gather_objects(found)[0]
+            table = load_file(path)["log_probs"]
+            if table.shape[0] != pairs or table[numbers].isnan().any():  # it is to be trained for longer now
+                table = None
+    return distributed.all_gather_objects(table)[0]
 
 
-def _keep(context: StageContext, table: Tensor) -> None:
+def _write_table(context: StageContext, table: Tensor) -> None:
     path = context.directory.path / FILE
     with distributed.on_main(f"writing {path}") as main:
         if main:

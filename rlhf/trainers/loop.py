@@ -1,107 +1,80 @@
-"""The loop of a stage's steps, with its records and checkpoints, and sums over held-out rows.
+"""The loop of a stage's steps: `fit` drives a `Trainer`, with its records, evaluations and checkpoints.
 
-A stage hands `run_steps` a function that does one step and returns numbers; the loop shows and records
-them, stops at a number that is not finite, writes checkpoints and resumes from them.
+It displays and records each step's metrics, stops at a number that is not finite, and resumes from checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from rlhf.checkpoint import training_state
-from rlhf.config.schema import TrainingConfig
-from rlhf.data.batches import Batches
 from rlhf.engine import distributed
-from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Metrics, MetricSums
+from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import DivergedError
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.evaluation_schedule import Evaluations, Found
+from rlhf.trainers.evaluation_schedule import EvaluationSchedule
+from rlhf.trainers.trainer import Trainer
 from rlhf.utils import signals
 
 
-def run_steps(
-    context: StageContext,
-    *,
-    total_steps: int,
-    step: Callable[[int], Metrics],
-    engines: dict[str, TrainingEngine],
-    settings: TrainingConfig,
-    unit: str,
-    shown: tuple[str, ...],
-    measure: Callable[[str], Found] = lambda when: Found({}),
-    leave: Callable[[Path], None] = lambda folder: None,
-    epoch: int | None = None,
-    save_state: Callable[[], dict[str, Any]] = dict,
-    load_state: Callable[[dict[str, Any]], None] = lambda state: None,
-) -> dict[str, Any]:
-    """Run `step(index)` for every step that no checkpoint holds yet, with evaluations before, after and in between.
-
-    Args:
-        step: one step; returns numbers that are the same on all ranks. One of them, `unit`, counts what the
-            step worked on and gives the rate. All are recorded; `shown` appear in the progress display.
-        measure, leave, epoch: see `Evaluations`.
-        save_state, load_state: the stage's own numbers that a checkpoint must carry.
+def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
+    """Take every step that no checkpoint holds yet, with evaluations before, after and in between.
 
     Returns:
-        What the stage's summary says of its evaluations and of the model that is left.
+        The stage's summary: its evaluations, its models, its data.
 
     Raises:
         DivergedError: a number is not finite; nothing more is written.
         KeyboardInterrupt: a signal arrived; the step was finished and a checkpoint written.
     """
-    name = context.directory.name
+    name, settings, total_steps, unit = context.directory.name, trainer.settings, trainer.total_steps, trainer.unit
     context.directory.check_steps(total_steps)
-    if context.trial:
-        begin(context, engines, load_state)
-        context.trial(context, lambda index: measured(context, index, step, engines, unit))
-    evaluations = Evaluations(context, settings, total_steps, measure=measure, leave=leave, epoch=epoch, shown=shown)
-    evaluations.take(0)
-    first = begin(context, engines, load_state)
+    schedule = EvaluationSchedule(trainer, context)
+    schedule.run(0)
+    first = resume_or_seed(trainer, context)
     training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
-    with ending_signals() as arrived, training as bar:
-        if 0 < first < total_steps and evaluations.due(first):  # the process may have died before it was done
-            evaluations.take(first)
+    with collect_signals() as signals_seen, training as bar:
+        if 0 < first < total_steps and schedule.is_due(first):  # the process may have died before it was done
+            schedule.run(first)
         for index in range(first, total_steps):
-            numbers, done = measured(context, index, step, engines, unit), index + 1
+            with measure_step(trainer, context, index) as metrics:
+                metrics |= trainer.step(index)
+            done = index + 1
             if done % settings.log_every == 0 or done == total_steps:
-                context.recorder.log(done, numbers)
+                context.recorder.log(done, metrics)
                 context.commit()
-            bar.advance(1, **{key: numbers[key] for key in shown}, **{f"{unit}/s": numbers[f"{unit}_per_second"]})
-            interrupted = anywhere(arrived, context)
+            displayed = {key: metrics[key] for key in trainer.displayed}
+            bar.advance(1, **displayed, **{f"{unit}/s": metrics[f"{unit}_per_second"]})
+            interrupted = any_rank_signalled(signals_seen, context)
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
             # After the last step too: the evaluation and the export that follow may fail, or be interrupted.
             if due or interrupted or done == total_steps:
-                save(context, done, engines, save_state)
+                save_checkpoint(trainer, context, done)
             if interrupted:
                 raise KeyboardInterrupt
-            if done < total_steps and evaluations.due(done):
-                evaluations.take(done)
-        if anywhere(arrived, context):  # while the last checkpoint was written
+            if done < total_steps and schedule.is_due(done):
+                schedule.run(done)
+        if any_rank_signalled(signals_seen, context):  # while the last checkpoint was written
             raise KeyboardInterrupt
-    evaluations.take(total_steps)
-    return evaluations.finish()
+    schedule.run(total_steps)
+    return schedule.finish() | trainer.summarize()
 
 
-def begin(
-    context: StageContext, engines: dict[str, TrainingEngine], load_state: Callable[[dict[str, Any]], None]
-) -> int:
-    """Go on from the newest checkpoint, or seed the generators where there is none; gives the steps that are done."""
+def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
+    """Restore the newest checkpoint, or seed the generators if there is none; return the steps that are done."""
     with context.phases.running("reading a checkpoint"):
-        restored = training_state.restore_checkpoint(context.directory, engines)
+        restored = training_state.restore_checkpoint(context.directory, trainer.engines)
     if not restored:
         context.accelerator.seed(_rank_seed(context))
         return 0
     done, state = restored
-    load_state(state["stage"])
+    trainer.load_state_dict(state["stage"])
     _restore_generators(context, state["rng"], done)
     context.clock.earlier += state["seconds"]
     context.phases.totals.update(state.get("phases", {}))  # checkpoints of earlier versions have none
@@ -109,105 +82,85 @@ def begin(
     return done
 
 
-def measured(
-    context: StageContext, index: int, step: Callable[[int], Metrics], engines: dict[str, TrainingEngine], unit: str
-) -> Metrics:
-    """The numbers of `step(index)`, with those that say how fast it was and what it took; see `run_steps`.
+@contextmanager
+def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterator[Metrics]:
+    """Measure step `index`, which the block takes and whose metrics it adds to the dictionary that is yielded.
+
+    After the block the dictionary also has the step's duration, rates and memory.
 
     Raises:
-        DivergedError: one of them is not finite, or fp16 cannot hold the gradients whatever the loss scale.
+        DivergedError: a metric is not finite, or fp16 cannot hold the gradients at any loss scale.
     """
-    phases, skipped = context.phases, _skipped(engines)
+    phases, unit, engines = context.phases, trainer.unit, trainer.engines
+    skipped_before = _skipped_steps(trainer)
+    metrics: Metrics = {}
     with phases.step():
-        numbers = step(index)
-    numbers |= phases.metrics() | {f"{unit}_per_second": numbers[unit] / phases.seconds}
+        yield metrics
+    metrics |= phases.metrics() | {f"{unit}_per_second": metrics[unit] / phases.seconds}
     compilations = context.accelerator.compilations()
     if compilations is not None:
-        numbers["compilations"] = float(compilations)
+        metrics["compilations"] = float(compilations)
     if context.precision.loss_scaling:
-        numbers |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
-        numbers["skipped_steps"] = float(_skipped(engines) - skipped)
-    _check_finite(numbers, context, index + 1)
+        metrics |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
+        metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)
+    _check_finite(metrics, context, index + 1)
     for name in (name for name, engine in engines.items() if engine.overflows_always):
         raise DivergedError(
             f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "
-            f"{index + 1} (batch {index}); {_kept(context)}; set precision=bf16 or fp32, or lower the learning rate"
+            f"{index + 1} (batch {index}); {_last_checkpoint(context)}; set precision=bf16 or fp32, or lower the "
+            "learning rate"
         )
-    return numbers
 
 
-def save(
-    context: StageContext, done: int, engines: dict[str, TrainingEngine], save_state: Callable[[], dict[str, Any]]
-) -> None:
+def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
     """Write the checkpoint of a stage that has done `done` steps."""
-    own = {"stage": save_state(), "rng": context.accelerator.rng_state(), "seconds": context.clock.seconds()}
-    own["phases"] = dict(context.phases.totals)
+    state = {
+        "stage": trainer.state_dict(),
+        "rng": context.accelerator.rng_state(),
+        "seconds": context.clock.seconds(),
+        "phases": dict(context.phases.totals),
+    }
     with context.phases.running("writing a checkpoint"):
-        training_state.save_checkpoint(context.directory, done, engines, own)
+        training_state.save_checkpoint(context.directory, done, trainer.engines, state)
     context.commit()
 
 
-@torch.no_grad()
-def sum_over(
-    context: StageContext,
-    engine: TrainingEngine,
-    held_out: Batches,
-    what: str,
-    statistics: Callable[[nn.Module, Batch], dict[str, Tensor]],
-) -> Metrics:
-    """Sums of `statistics(model, batch)` over the held-out batches of all ranks; `what` is shown meanwhile."""
-    name = context.directory.name
-    engine.engine.eval()
-    sums = MetricSums()
-    bars = progress(held_out.rows, f"{name}: {what}", enabled=context.world.is_main)
-    with context.phases.running("evaluation"), bars as bar:
-        for index in range(len(held_out)):
-            for batch in held_out.step(index):
-                batch = context.accelerator.to_device(batch)
-                with context.precision.autocast():
-                    found = statistics(engine.engine, batch)
-                context.accelerator.step_boundary(f"{name}/evaluate")
-                sums.add(**found)
-            bar.advance(len(held_out.examples(index)))
-    return sums.read()
-
-
 @contextmanager
-def ending_signals() -> Iterator[list[int]]:
-    """The signals to end that have arrived; an impatient one ends at once."""
-    arrived: list[int] = []
+def collect_signals() -> Iterator[list[int]]:
+    """Yield the list of interrupting signals that have arrived; a second, impatient one interrupts at once."""
+    received: list[int] = []
 
     def receive(number: int) -> None:
-        if signals.ends_at_once(arrived, number):
+        if signals.ends_at_once(received, number):
             raise KeyboardInterrupt
-        arrived.append(number)
+        received.append(number)
 
     with signals.handle_signals(receive):
-        yield arrived
+        yield received
 
 
-def _skipped(engines: dict[str, TrainingEngine]) -> int:
-    """Optimizer steps that were skipped so far; engines that step together skip together."""
-    return max((engine.skipped for engine in engines.values()), default=0)
-
-
-def anywhere(arrived: list[int], context: StageContext) -> bool:
-    """Whether a signal arrived on any rank, so that all stop after the same step."""
+def any_rank_signalled(received: list[int], context: StageContext) -> bool:
+    """Return whether a signal arrived on any rank, so that all stop after the same step."""
     if context.world.size == 1:
-        return bool(arrived)
-    return bool(distributed.all_sum(torch.tensor(float(len(arrived)), device=context.accelerator.device())) > 0)
+        return bool(received)
+    return bool(distributed.all_sum(torch.tensor(float(len(received)), device=context.accelerator.device())) > 0)
+
+
+def _skipped_steps(trainer: Trainer) -> int:
+    """Return the optimizer steps that were skipped so far; engines that step together skip together."""
+    return max((engine.skipped for engine in trainer.engines.values()), default=0)
 
 
 def _rank_seed(context: StageContext) -> int:
-    """Different samples on every rank, the same ones in every run with this seed."""
+    """Return a seed that differs between ranks and is the same in every run with this seed."""
     return context.config.seed * 100_003 + context.world.rank
 
 
 def _restore_generators(context: StageContext, state: dict[str, Any], step: int) -> None:
-    """Go on with the checkpoint's random numbers, or anew and not silently, where it is another accelerator's."""
-    mine = context.accelerator.rng_state()
+    """Restore the checkpoint's random generators; if another accelerator wrote them, seed again and say so."""
+    current = context.accelerator.rng_state()
     try:
-        if mine.keys() != state.keys():
+        if current.keys() != state.keys():
             raise KeyError
         context.accelerator.set_rng_state(state)
         fits = True
@@ -218,27 +171,25 @@ def _restore_generators(context: StageContext, state: dict[str, Any], step: int)
     context.accelerator.seed((_rank_seed(context) + step * 1_000_003) % 2**32)  # not the first step's numbers again
     context.say(
         f"{context.directory.name}: the checkpoint's random numbers are of another accelerator; they continue from the "
-        "seed, so this run will not equal one that was not stopped"
+        "seed, so this run will not equal an uninterrupted one"
     )
 
 
-def _check_finite(numbers: Metrics, context: StageContext, step: int) -> None:
-    bad = [key for key, value in numbers.items() if not math.isfinite(value)]
+def _check_finite(metrics: Metrics, context: StageContext, step: int) -> None:
+    bad = [key for key, value in metrics.items() if not math.isfinite(value)]
     if context.precision.loss_scaling:  # a step whose gradients overflow is skipped, and the scale lowered
         bad = [key for key in bad if not key.endswith("grad_norm")]
     if not bad:
         return
     stage = context.directory.name
     raise DivergedError(
-        f"{stage}: {bad[0]} became {numbers[bad[0]]} at step {step} (batch {step - 1}); {_kept(context)}; "
+        f"{stage}: {bad[0]} became {metrics[bad[0]]} at step {step} (batch {step - 1}); {_last_checkpoint(context)}; "
         f"lower {stage}.optimizer.learning_rate, or look for extreme rows in that batch"
     )
 
 
-def _kept(context: StageContext) -> str:
-    kept = context.directory.latest_checkpoint
-    return (
-        f"the last good checkpoint is {kept}"
-        if kept
-        else f"no checkpoint yet ({context.directory.name}.checkpoint_every)"
-    )
+def _last_checkpoint(context: StageContext) -> str:
+    latest = context.directory.latest_checkpoint
+    if latest:
+        return f"the last good checkpoint is {latest}"
+    return f"no checkpoint yet ({context.directory.name}.checkpoint_every)"

@@ -1,4 +1,4 @@
-"""What a stage leaves when it has trained: its model, its adapter, or both."""
+"""What a stage saves when it has trained: its model, its adapter, or both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
     from rlhf.trainers.context import StageContext
 
-_LAST = ("dpo", "ppo")  # stages from which no other starts by itself
+_LAST = ("dpo", "ppo")  # stages from which no other starts by default
 
 
-def leave(
+def save_outputs(
     context: StageContext,
     engine: TrainingEngine,
     tokenizer: PreTrainedTokenizerBase,
@@ -30,9 +30,9 @@ def leave(
 ) -> None:
     """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
 
-    A model that other stages start from is left whatever it says, and so is the reward model's adapter: with it PPO's
-    models can stand on one base. Beside all that, the same of the weights' moving average where there is one, and the
-    critic, if `ppo.save_critic` says so.
+    A model that other stages start from is always saved, and so is the reward model's adapter: with it PPO's models
+    can share one base. The moving average of the weights, if there is one, is saved in the same forms, and the critic
+    if `ppo.save_critic` is set.
     """
     with context.phases.running("saving"):
         if critic and context.config.ppo.save_critic:
@@ -52,21 +52,21 @@ def _write(
     if merged:
         save_model(engine, tokenizer, model)
     if adapted and (save != "merged" or stage == "reward"):
-        save_adapter(engine, folder / f"{ADAPTER}{suffix}", _start(context), merged)
+        save_adapter(engine, folder / f"{ADAPTER}{suffix}", _base_model(context), merged)
 
 
-def say_what_is_left(context: StageContext, engine: TrainingEngine) -> None:
-    """Say where `leave` writes more than `lora.save` asks for."""
+def log_outputs(context: StageContext, engine: TrainingEngine) -> None:
+    """Log what `save_outputs` wrote in addition to what `lora.save` asks for."""
     stage = context.directory.name
     if engine.ema:
         folders = " and ".join(f"{context.directory.path / name}" for name in context.directory.averages)
-        context.say(f"{stage}: the moving average of its weights is left in {folders}")
+        context.say(f"{stage}: the moving average of its weights is saved in {folders}")
     if engine.placement.lora.rank > 0 and context.config.lora.save == "adapter" and stage not in _LAST:
-        context.say(f"{stage}: its model is left beside its adapter: later stages start from it")
+        context.say(f"{stage}: its model is saved next to its adapter: later stages start from it")
 
 
-def _start(context: StageContext) -> str | None:
-    """Return the folder or hub name of the model that the stage started from; None if it was created by this run."""
+def _base_model(context: StageContext) -> str | None:
+    """Return the folder or hub id of the model that the stage trained; None if this run created it."""
     config, run = context.config, context.run
     pending = [stage for stage in EVERY_STAGE if not run.stage(stage).done]
     base = resolve_base_model(config, base_models(config, context.directory.name)[0], pending, run.finished_model)

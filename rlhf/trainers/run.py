@@ -85,6 +85,8 @@ def run(
                 from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
 
                 pipeline.run(*found, directory, stages)
+                if current_process().rank == 0:
+                    print_summary([stage.summary() for stage in directory.stages if stage.done], console)
     return directory
 
 

@@ -1,7 +1,4 @@
-"""Stage 1, supervised fine-tuning: raise the likelihood of demonstrations.
-
-Demonstrations flow in; a causal language model and its held-out perplexity, before and after, flow out.
-"""
+"""Stage 1, supervised fine-tuning: raise the likelihood of demonstrations."""
 
 from __future__ import annotations
 
@@ -11,23 +8,58 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhf.data.batches import Batches, collate_sft
+from rlhf.data.batches import collate_sft
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Metrics
+from rlhf.engine.engine import Batch
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_log_probs, model_inputs
 from rlhf.models.lm_head import compute_log_probs
-from rlhf.models.loading import ModelLoader
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.loop import sum_over
-from rlhf.trainers.supervised import Objective, Supervised
+from rlhf.trainers.model_factory import ModelFactory
+from rlhf.trainers.supervised import SupervisedTrainer
+from rlhf.trainers.trainer import EvalResult
+
+
+class SFTTrainer(SupervisedTrainer):
+    """A causal language model that learns demonstrations; evaluated by its perplexity."""
+
+    unit = "tokens"
+    displayed = ("loss",)
+
+    def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
+        collate = partial(
+            collate_sft,
+            pad_token_id=tokenizer.pad_token_id,
+            policy=context.shapes,
+            maximum=context.config.data.max_length,
+            loss_on=context.config.sft.loss_on,
+        )
+        super().__init__(context, models.causal_lm, tokenizer, collate, data)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of target tokens."""
+        return batch["loss_mask"][:, 1:].sum()
+
+    def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        """Return a part of the mean negative log-likelihood per target token, and the tokens of real rows."""
+        tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()
+        return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
+
+    def evaluate(self, when: str) -> EvalResult:
+        """Return the perplexity: exp of the mean negative log-likelihood per target token of the held-out rows."""
+
+        def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            return {"nll": negative_log_likelihood(model, batch), "targets": self.count(batch)}
+
+        sums = self.sum_over_heldout(f"perplexity {when}", statistics)
+        # exp(710) is beyond a float
+        return EvalResult({"perplexity": math.exp(min(sums["nll"] / max(sums["targets"], 1), 700))})
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats.
+    """Return the sum over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats.
 
-    Where the batch says which they are (`targets`), only the positions that foretell them have logits.
+    If the batch names their places (`targets`), only the positions that predict them have logits.
     """
     ids, mask, targets = batch["input_ids"], batch["attention_mask"], batch.get("targets")
     if targets is None:
@@ -35,36 +67,3 @@ def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
         return -masked(log_probs, batch["loss_mask"][:, 1:]).sum()
     labels = ids.flatten().index_select(0, targets)
     return -compute_log_probs(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs.sum()
-
-
-def run(context: StageContext, load: ModelLoader, tokenizer: Any, data: StageData) -> dict[str, Any]:
-    """Train what `load` gives on `data.train`, save the model, and return the stage's summary."""
-    collate = partial(
-        collate_sft,
-        pad_token_id=tokenizer.pad_token_id,
-        policy=context.shapes,
-        maximum=context.config.data.max_length,
-        loss_on=context.config.sft.loss_on,
-    )
-
-    def loss(model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
-        tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()  # of real rows
-        return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
-
-    objective = Objective(loss, count=_targets, evaluate=evaluate, unit="tokens", shown=("loss",))
-    return Supervised(context, load, collate, data).run(objective, tokenizer)
-
-
-def _targets(batch: Batch) -> Tensor:
-    return batch["loss_mask"][:, 1:].sum()
-
-
-def evaluate(context: StageContext, engine: TrainingEngine, held_out: Batches, when: str) -> Metrics:
-    """Perplexity: exp of the mean negative log-likelihood per target token of the held-out rows."""
-
-    def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return {"nll": negative_log_likelihood(model, batch), "targets": _targets(batch)}
-
-    sums = sum_over(context, engine, held_out, f"perplexity {when}", statistics)
-    # exp(710) is beyond a float
-    return {"perplexity": math.exp(min(sums["nll"] / max(sums["targets"], 1), 700))}

@@ -1,122 +1,156 @@
-"""The stages whose rows say what is right: one skeleton, filled in with what each learns and how it is measured.
+"""The trainer of stages whose rows say what is right: fine-tuning, the reward model, DPO.
 
-A model, rows and an `Objective` flow in; the trained model, and what it does with held-out rows before and after,
-flow out.
+`SupervisedTrainer` has their batches, step, checkpoints and results; each of them adds its loss and its evaluation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig
-from rlhf.data.batches import Batches, padding, tokens_of
+from rlhf.data.batches import padding, tokens_of
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Metrics, padding_share
+from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
 from rlhf.models.flops import Texts
-from rlhf.models.loading import ModelLoader
-from rlhf.trainers.context import StageContext
-from rlhf.trainers.loop import Found, run_steps
-from rlhf.trainers.outputs import leave, say_what_is_left
+from rlhf.reporting.progress import progress
+from rlhf.trainers.context import ModelLoader, StageContext
+from rlhf.trainers.outputs import log_outputs, save_outputs
+from rlhf.trainers.trainer import EvalResult
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What one stage learns, and how its model is measured.
+class SupervisedTrainer:
+    """A model that learns from rows; a `rlhf.trainers.trainer.Trainer`.
 
-    `loss(model, batch, total)` of a micro-batch is its part of the mean over the global batch, and sums of statistics;
-    `total` is the sum of `count(batch)` over all micro-batches of all ranks. `averages` makes a step's numbers of the
-    sums, of which `unit` is one that gives the rate; `shown` appear beside the progress.
-    `prepare` adds to a step's micro-batches, on the device, what the loss needs of other models than the trained one.
-    `evaluate(context, engine, held_out, when)` measures the model; `when` is for display.
+    A stage defines `count`, `loss` and `evaluate`, and if it needs them `average` and `prepare`.
     """
 
-    loss: Callable[[nn.Module, Batch, Tensor], tuple[Tensor, Batch]]
-    count: Callable[[Batch], Tensor]
-    evaluate: Callable[[StageContext, TrainingEngine, Batches, str], Metrics]
     unit: str
-    shown: tuple[str, ...]
-    averages: Callable[[Metrics], Metrics] = lambda sums: sums
-    prepare: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches
+    displayed: tuple[str, ...]
 
+    def __init__(self, context: StageContext, load: ModelLoader, tokenizer: Any, collate: Any, data: StageData) -> None:
+        """Load the model and prepare the batches.
 
-class Supervised:
-    """A stage's batches and its engine; `run` trains."""
-
-    def __init__(self, context: StageContext, load: ModelLoader, collate: Any, data: StageData) -> None:
+        Args:
+            collate: makes a micro-batch of examples; see `rlhf.data.batches`.
+        """
         name = context.directory.name
-        self.context = context
+        self.context, self.tokenizer, self._data = context, tokenizer, data
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
         sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
         self.batches = context.batches(data.train, collate, **sizes, length=tokens_of)
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=tokens_of)
-        self.total_steps = settings.total_steps(len(self.batches))
+        self.epoch_steps = len(self.batches)
+        self.total_steps = settings.total_steps(self.epoch_steps)
         (role,) = (role for role, placement in context.placements.items() if placement.role.trained)
-        self.engine = context.engine(
-            role,
-            load,
-            settings.optimizer,
-            total_steps=self.total_steps,
-            batch_size=settings.batch_size,
-            micro_batch_size=micro,
-        )
+        self.engine = context.engine(role, load, settings.optimizer, total_steps=self.total_steps, **sizes)
 
-    def run(self, objective: Objective, tokenizer: Any) -> dict[str, Any]:
-        """Train the model, save it, and return the stage's summary."""
+    @property
+    def engines(self) -> dict[str, TrainingEngine]:
+        """The model, by the name that checkpoints use."""
+        return {"model": self.engine}
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of targets in a micro-batch; the loss is a mean over those of the global batch."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        """Return a micro-batch's part of the mean over all `total` targets, and sums of statistics."""
+        raise NotImplementedError
+
+    def average(self, sums: Metrics) -> Metrics:
+        """Return a step's metrics, given the sums of `loss` over all ranks."""
+        return sums
+
+    def prepare(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Add to a step's micro-batches, on the device, what `loss` needs from other models."""
+        return batches
+
+    def evaluate(self, when: str) -> EvalResult:
+        """Measure the model on the held-out rows."""
+        raise NotImplementedError
+
+    def step(self, index: int) -> Metrics:
+        """Take one optimizer step on global batch `index`."""
         context, engine = self.context, self.engine
+        batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
+        with context.phases("training"):
+            batches = self.prepare(batches)
+            # Of the whole global batch: the loss is a mean over it, however rows are split.
+            total = distributed.all_sum(sum(self.count(batch) for batch in batches).float())
+            rates = engine.rates
+            sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
+        for batch in batches:
+            sums.add(**text_sums(batch), **padding(batch))
+        totals = sums.read()
+        texts = Texts(*(totals.pop(f"read_{name}") for name in Texts._fields))
+        context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
+        share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
+        return self.average(totals) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 
-        def step(index: int) -> Metrics:
-            batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
-            with context.phases("training"):
-                batches = objective.prepare(batches)
-                # Of the whole global batch: the loss is a mean over it, however rows are split.
-                total = distributed.all_sum(sum(objective.count(batch) for batch in batches).float())
-                rates = engine.rates
-                sums = engine.step(batches, lambda model, batch: objective.loss(model, batch, total))
-            for batch in batches:
-                sums.add(**read(batch), **padding(batch))
-            found = sums.read()
-            texts = Texts(*(found.pop(f"read_{name}") for name in Texts._fields))
-            context.phases.count_work("training", tokens=texts.tokens, flops=arithmetic(context, texts))
-            share = padding_share({key: found.pop(key) for key in ("present", "positions")})
-            return objective.averages(found) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
+    @torch.no_grad()
+    def sum_over_heldout(
+        self, description: str, statistics: Callable[[nn.Module, Batch], dict[str, Tensor]]
+    ) -> Metrics:
+        """Return the sums of `statistics(model, batch)` over the held-out batches of all ranks.
 
-        summary = run_steps(
-            context,
-            total_steps=self.total_steps,
-            step=step,
-            measure=lambda when: Found(objective.evaluate(context, engine, self.held_out, when)),
-            leave=lambda folder: leave(context, engine, tokenizer, folder),
-            engines={"model": engine},
-            settings=self.settings,
-            unit=objective.unit,
-            shown=objective.shown,
-            epoch=len(self.batches),
-        )
-        say_what_is_left(context, engine)
-        return summary | {"parameters": engine.parameter_counts}
+        Args:
+            description: shown with the progress.
+        """
+        context, name = self.context, self.context.directory.name
+        self.engine.engine.eval()
+        sums = MetricSums()
+        bars = progress(self.held_out.rows, f"{name}: {description}", enabled=context.world.is_main)
+        with context.phases.running("evaluation"), bars as bar:
+            for index in range(len(self.held_out)):
+                for batch in self.held_out.step(index):
+                    batch = context.accelerator.to_device(batch)
+                    with context.precision.autocast():
+                        batch_sums = statistics(self.engine.engine, batch)
+                    context.accelerator.step_boundary(f"{name}/evaluate")
+                    sums.add(**batch_sums)
+                bar.advance(len(self.held_out.examples(index)))
+        return sums.read()
+
+    def save(self, folder: Path) -> None:
+        """Save the model."""
+        save_outputs(self.context, self.engine, self.tokenizer, folder)
+
+    def summarize(self) -> dict[str, Any]:
+        """Log what was saved and return the summary's entries about the model and the data."""
+        log_outputs(self.context, self.engine)
+        return {"parameters": self.engine.parameter_counts, **self._data.written}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs in addition to the engine: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+
+    def _flops(self, texts: Texts) -> float | None:
+        """Return the operations of an update on these texts, and of a live reference's forward pass if there is one."""
+        context = self.context
+        if context.products is None:
+            return None
+        trained, *frozen = context.products.values()
+        live = context.directory.name == "dpo" and context.config.dpo.reference == "beside"
+        scored = frozen[0] if frozen else replace(trained, adapters=0)
+        return trained.update(texts) + (scored.forward(texts) if live else 0)
 
 
-def read(batch: Batch) -> Batch:
-    """Sums of what the model reads of a batch's real rows, as `Texts` has them, under names that begin with read."""
+def text_sums(batch: Batch) -> Batch:
+    """Return sums over a batch's real rows of what the model reads, as `Texts` has them, with the prefix `read_`."""
     real = batch["loss_mask"].any(1) if "loss_mask" in batch else batch["pair_mask"].repeat(2)
     lengths = batch["attention_mask"].sum(1) * real
-    foretold = batch.get("loss_mask", batch.get("completion_mask"))  # a scalar head is read at every token
-    outputs = lengths if foretold is None else foretold.sum(1) * real
+    targets = batch.get("loss_mask", batch.get("completion_mask"))  # a scalar head is read at every token
+    outputs = lengths if targets is None else targets.sum(1) * real
     return {"read_tokens": lengths.sum(), "read_pairs": (lengths**2).sum(), "read_outputs": outputs.sum()}
-
-
-def arithmetic(context: StageContext, texts: Texts) -> float | None:
-    """Operations of a step over these texts: an update and, in dpo with the reference beside, its forward pass."""
-    if context.products is None:
-        return None
-    trained, *frozen = context.products.values()
-    beside = context.directory.name == "dpo" and context.config.dpo.reference == "beside"
-    scored = frozen[0] if frozen else replace(trained, adapters=0)
-    return trained.update(texts) + (scored.forward(texts) if beside else 0)

@@ -65,7 +65,7 @@ def test_masters_take_the_step_of_clipped_gradients(engine_of, most):
     ]
     moments = [[torch.zeros_like(master, dtype=torch.float64) for _ in range(2)] for _, master in pairs]
     for count in range(1, 4):
-        engine.backward([ids], loss)
+        engine.step([ids], loss, apply=False)
         before = [master.detach().double() for _, master in pairs]
         gradients = [parameter.grad.double() for parameter, _ in pairs]
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
@@ -88,8 +88,7 @@ def test_masters_take_the_step_of_clipped_gradients(engine_of, most):
 def test_a_step_of_gradients_that_are_no_numbers_is_skipped(engine_of, wrong):
     engine = engine_of(1.0)
     before = [master.clone() for group in engine.optimizer.fp32_groups for master in group]
-    engine.backward([torch.ones(1, 3, dtype=torch.long)], lambda model, ids: (loss(model, ids)[0] * wrong, {}))
-    engine.apply()
+    engine.step([torch.ones(1, 3, dtype=torch.long)], lambda model, ids: (loss(model, ids)[0] * wrong, {}))
     assert engine.skipped == 1
     after = [master for group in engine.optimizer.fp32_groups for master in group]
     assert all(torch.equal(*pair) for pair in zip(after, before))
@@ -97,7 +96,7 @@ def test_a_step_of_gradients_that_are_no_numbers_is_skipped(engine_of, wrong):
 
 def test_one_number_is_read_on_the_host(engine_of, monkeypatch):
     engine = engine_of(0.01)
-    engine.backward([torch.ones(1, 3, dtype=torch.long)], loss)
+    engine.step([torch.ones(1, 3, dtype=torch.long)], loss, apply=False)
     engine.optimizer.optimizer.step = lambda: None  # that of torch-foreach reads counters, which are on the host
     reads: list[torch.Tensor] = []
     for name in ("item", "__float__", "__bool__", "tolist"):
@@ -163,7 +162,7 @@ def test_upstream_takes_a_step_while_it_sets_up(accelerator, monkeypatch):
 def test_upstream_reads_a_number_for_every_gradient(accelerator, monkeypatch):
     monkeypatch.setattr(patches, "replace_step", lambda engine, **options: None)
     engine = averages.build(accelerator, 0, "bf16")
-    engine.backward([averages.IDS], averages.loss)
+    engine.step([averages.IDS], averages.loss, apply=False)
     engine.optimizer.optimizer.step = lambda: None
     reads: list[torch.Tensor] = []
     for name in ("item", "__float__", "__bool__", "tolist"):
@@ -178,7 +177,7 @@ def test_upstream_divides_fp16_gradients_by_a_scale_that_the_loss_never_had(acce
     with halves.accepted() as precision:
         engine = averages.build(accelerator, 0, precision)
         scale = engine.loss_scale()
-        engine.backward([averages.IDS], averages.loss)
+        engine.step([averages.IDS], averages.loss, apply=False)
         largest = max(parameter.grad.abs().max().item() for parameter in engine.module.parameters())
         applied: list[float] = []
         weights = [weight for group in engine.optimizer.fp32_groups for weight in group]
@@ -197,7 +196,7 @@ def test_upstream_raises_a_bare_exception_at_the_lowest_loss_scale(accelerator, 
 
     with halves.accepted() as precision:
         engine = averages.build(accelerator, zero_stage, precision)
-        engine.backward([averages.IDS], infinite)
+        engine.step([averages.IDS], infinite, apply=False)
         scaler = engine.optimizer.loss_scaler
         scaler.cur_scale = scaler.min_scale
         with pytest.raises(Exception, match="already at minimum") as raised:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.fp16 import step_together
+from rlhf.engine.fp16 import synchronized_step
 from rlhf.errors import DivergedError
 from rlhf.trainers import loop
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.engine import halves
 from tests.engine.averages import IDS, build, loss, masters
 from tests.helpers import llama
-from tests.in_process import OPTIMIZER, given, scalar_llama, stage_context
+from tests.in_process import OPTIMIZER, StubTrainer, ppo_models, scalar_llama, stage_context
 from tests.optimum import language
 
 SCALE = 2.0**10
@@ -54,16 +54,16 @@ PLACES = [*((zero_stage, "none") for zero_stage in range(4)), *((zero_stage, "op
 def test_either_both_step_or_neither(accelerator, zero_stage, overflows, offload):
     with halves.accepted() as precision:
         first, second = (build(accelerator, zero_stage, precision, offload=offload) for _ in range(2))
-        step_together([(first, loss, [IDS]), (second, loss, [IDS])])
+        synchronized_step([(first, [IDS], loss), (second, [IDS], loss)])
         before = state(first), state(second)
         losses = [huge if overflows in (name, "both") else loss for name in ("first", "second")]
-        sums = step_together([(first, losses[0], [IDS]), (second, losses[1], [IDS])])
+        sums = synchronized_step([(first, [IDS], losses[0]), (second, [IDS], losses[1])])
         assert [found.read()["loss"] > 1e5 for found in sums] == [each is huge for each in losses]
         for engine, earlier, its_loss in zip((first, second), before, losses):
             assert changed(earlier, engine) == set()
             assert engine.loss_scale() == (SCALE / 2 if its_loss is huge else SCALE)
             assert (engine.skipped, engine.steps) == (1, 2)
-        step_together([(first, loss, [IDS]), (second, loss, [IDS])])
+        synchronized_step([(first, [IDS], loss), (second, [IDS], loss)])
         for engine, earlier in zip((first, second), before):
             assert changed(earlier, engine) == ALL
             assert (engine.skipped, engine.steps) == (1, 3)
@@ -76,7 +76,7 @@ def test_without_overflow_steps_are_those_that_each_takes_alone(accelerator, zer
         together = [build(accelerator, zero_stage, precision) for _ in range(2)]
         alone = build(accelerator, zero_stage, precision)
         for _ in range(3):
-            step_together([(engine, loss, [IDS]) for engine in together])
+            synchronized_step([(engine, [IDS], loss) for engine in together])
             alone.step([IDS], loss)
     for engine in together:
         assert changed(state(alone), engine) == set()
@@ -87,7 +87,7 @@ def test_without_overflow_steps_are_those_that_each_takes_alone(accelerator, zer
 def test_an_engine_alone_skips_and_counts_by_itself(accelerator):
     with halves.accepted() as precision:
         engine = build(accelerator, 1, precision)
-        step_together([(engine, huge, [IDS])])
+        engine.step([IDS], huge)
     assert (engine.skipped, engine.steps, engine.loss_scale()) == (1, 1, SCALE / 2)
 
 
@@ -105,41 +105,53 @@ def test_gradients_that_no_loss_scale_makes_fit_end_training(accelerator, tmp_pa
     with halves.accepted() as precision:
         context = stage_context(accelerator, tmp_path, "ppo", {}, precision=precision)
         engine = build(accelerator, zero_stage, precision)
+        trainer = StubTrainer(context.config.ppo, step, total_steps=11, unit="tokens", engines={"actor": engine})
+
+        def take(index):
+            with loop.measure_step(trainer, context, index) as metrics:
+                metrics |= trainer.step(index)
+
         for index in range(10):  # 2^10 to 1
-            loop.measured(context, index, step, {"actor": engine}, "tokens")
+            take(index)
         assert (engine.loss_scale(), engine.skipped) == (1, 10)
         with pytest.raises(DivergedError, match="actor overflow fp16 at the lowest loss scale at step 11"):
-            loop.measured(context, 10, step, {"actor": engine}, "tokens")
+            take(10)
 
 
-def test_without_loss_scaling_one_models_gradients_are_gone_before_the_next_ones_come(accelerator):
+def test_without_loss_scaling_one_models_gradients_are_gone_before_the_next_ones_come(accelerator, tmp_path):
     """What two models' gradients take is for fp16 alone."""
-    first, second = (build(accelerator, 0) for _ in range(2))
-    seen = []
+    ppo, seen = build_ppo(accelerator, tmp_path, 0), []
+    critic_loss = ppo._critic_loss
 
-    def looking(model, ids):
-        seen.append([parameter.grad is None or not parameter.grad.any() for parameter in first.module.parameters()])
-        return loss(model, ids)
+    def looking(*arguments, **options):
+        gradients = [parameter.grad for parameter in ppo.actor.module.parameters()]
+        seen.append(all(gradient is None or not gradient.any() for gradient in gradients))
+        return critic_loss(*arguments, **options)
 
-    step_together([(first, loss, [IDS]), (second, looking, [IDS])])
-    assert all(seen[0])
+    ppo._critic_loss = looking
+    ppo.step(0)
+    assert seen == [True]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_ppos_policy_waits_where_its_critic_overflows(accelerator, tmp_path, zero_stage):
-    """Rewards of thousands are whitened for the policy, and not for the critic."""
+def build_ppo(accelerator, folder, zero_stage, precision=None):
     values = {
         "engine": {"zero_stage": zero_stage},
         "data": {"max_prompt_length": language.PROMPT_COLUMNS, "max_completion_length": language.LENGTH},
         "ppo": {"batch_size": 4, "score_clip": 1e6, "optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER, "ema": 0.5},
     }
+    context = stage_context(accelerator, folder, "ppo", values, precision=precision)
     data = StageData([language.prompt(1), language.prompt(2)], [], [])
+    actor, reference = (llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
+    critic, rewards = (scalar_llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
+    rewards.score.weight.data *= 5e4
+    return PPOTrainer(context, ppo_models(actor, reference, critic, rewards), language.tokenizer(), data)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_ppos_policy_waits_where_its_critic_overflows(accelerator, tmp_path, zero_stage):
+    """Rewards of thousands are whitened for the policy, and not for the critic."""
     with halves.accepted() as precision:
-        context = stage_context(accelerator, tmp_path, "ppo", values, precision=precision)
-        actor, reference = (llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
-        critic, rewards = (scalar_llama(4, eos_token_id=0, num_hidden_layers=1) for _ in range(2))
-        rewards.score.weight.data *= 5e4
-        ppo = PPO(context, Models(*map(given, (actor, reference, critic, rewards))), language.tokenizer(), data)
+        ppo = build_ppo(accelerator, tmp_path, zero_stage, precision)
         before = state(ppo.actor), state(ppo.critic)
         average = [tensor.clone() for tensor in ppo.actor.ema.save_state()]
         ppo.step(0)
@@ -156,6 +168,6 @@ def test_the_loss_scale_doubles_after_the_window_that_is_set(accelerator, zero_s
         scales = []
         for _ in range(8):
             scales.append(engine.loss_scale())
-            step_together([(engine, loss, [IDS])])
+            engine.step([IDS], loss)
     risen = [place for place, (now, later) in enumerate(itertools.pairwise(scales)) if later == 2 * now]
     assert len(risen) == 2 and risen[1] - risen[0] == 3 and scales[-1] == 4 * SCALE, scales

@@ -12,7 +12,7 @@ from accelerators import Accelerator
 from rlhf.checkpoint.export import save_model
 from rlhf.engine import distributed
 from rlhf.engine.ema import EMA
-from rlhf.engine.fp16 import step_together
+from rlhf.engine.fp16 import synchronized_step
 from tests.engine import halves
 from tests.engine.averages import DECAY, IDS, Plain, build, loss, masters
 from tests.helpers import build_tokenizer
@@ -73,9 +73,9 @@ def overflowed(accelerator: Accelerator, zero_stage: int, precision: Any) -> dic
         return value * (1e6 if distributed.world().rank else 1), found
 
     engines = [build(accelerator, zero_stage, precision) for _ in range(2)]
-    step_together([(engine, loss, [rows()]) for engine in engines])
+    synchronized_step([(engine, [rows()], loss) for engine in engines])
     before = [masters(engine) for engine in engines]
-    step_together([(engines[0], loss, [rows()]), (engines[1], huge, [rows()])])
+    synchronized_step([(engines[0], [rows()], loss), (engines[1], [rows()], huge)])
     return {
         "before": before,
         "after": [masters(engine) for engine in engines],

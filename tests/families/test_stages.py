@@ -13,7 +13,7 @@ from rlhf.config.schema import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import outputs, pipeline, preflight
-from rlhf.trainers.ppo import updates
+from rlhf.trainers.ppo import trainer
 from tests.families.each import EACH
 from tests.families.table import Family
 from tests.helpers import weights
@@ -79,7 +79,7 @@ def trained(
 
     ends: dict[str, torch.Tensor] = {}
     ratios: list[torch.Tensor] = []
-    save, loss = outputs.save_model, updates.policy_loss
+    save, loss = outputs.save_model, trainer.policy_loss
 
     def saved(engine: Any, own: Any, path: Path) -> None:
         ends[f"{path.parent.name}/{path.name}"] = numbers(engine.module, len(tokenizer))
@@ -90,7 +90,7 @@ def trained(
         return loss(log_probs, old, advantages, mask, **options)
 
     monkeypatch.setattr(outputs, "save_model", saved)
-    monkeypatch.setattr(updates, "policy_loss", watched)
+    monkeypatch.setattr(trainer, "policy_loss", watched)
 
     def run(family: Family) -> tuple[Path, dict[str, torch.Tensor], list[torch.Tensor]]:
         special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}

@@ -19,9 +19,10 @@ from torch import Tensor
 from accelerators import Accelerator
 from rlhf.data.examples import Pair
 from rlhf.data.stage_dataset import StageData
-from rlhf.trainers import dpo
+from rlhf.trainers.dpo import DPOTrainer
+from rlhf.trainers.loop import fit
 from tests.helpers import llama
-from tests.in_process import ROW, stage_context
+from tests.in_process import ROW, one_model, stage_context
 from tests.optimum.language import (
     BETA,
     COMPLETIONS,
@@ -89,7 +90,7 @@ def trained(accelerator: Accelerator, folder: Path, **changes: Any) -> tuple[Ten
     context = stage_context(accelerator, folder, "dpo", {"data": data, "dpo": settings})
     model = llama(len(WORDS), **SIZES)
     before = log_probabilities(model)
-    dpo.run(context, lambda placement: model, tokenizer(), StageData(rows, rows[:1], []))
+    fit(DPOTrainer(context, one_model(model), tokenizer(), StageData(rows, rows[:1], [])), context)
     return before, log_probabilities(model)
 
 

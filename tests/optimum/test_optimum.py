@@ -18,9 +18,9 @@ import torch
 
 from accelerators import Accelerator
 from rlhf.data.stage_dataset import StageData
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import llama
-from tests.in_process import given, scalar_llama, stage_context
+from tests.in_process import ppo_models, scalar_llama, stage_context
 from tests.optimum.language import (
     BETA,
     LENGTH,
@@ -111,7 +111,7 @@ SELDOM = ("rloo", "grpo", "reinforce++", *(other.name for other in OTHERS))
 """Not in the default suite, where tests/reference compares their steps."""
 
 
-def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int) -> PPO:
+def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int) -> PPOTrainer:
     adamw = {"learning_rate": 4e-3, "warmup": 0.02, "min_lr_ratio": 0.0}
     settings = {
         "batch_size": 768,
@@ -128,10 +128,10 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
     context = stage_context(accelerator, folder, "ppo", {"seed": seed, "data": data, "ppo": settings})
     actor, reference = (llama(len(WORDS), seed=seed, **SIZES) for _ in range(2))
     critic = scalar_llama(len(WORDS), seed=seed, **SIZES)
-    models = Models(*map(given, (actor, reference, critic, TableOfRewards(seed=seed))))
+    models = ppo_models(actor, reference, critic, TableOfRewards(seed=seed))
     prompts = [PROMPT] * context.config.ppo.batch_size
     accelerator.seed(seed)
-    return PPO(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
+    return PPOTrainer(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
 
 
 @pytest.mark.parametrize(

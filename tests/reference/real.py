@@ -1,4 +1,4 @@
-"""Runs of the real stages: `run` of sft, reward, dpo and ppo with their loop, engines, batches and records.
+"""Runs of the real stages: `fit` with the trainers of sft, reward, dpo and ppo, their engines, batches and records.
 
 `supervised` and `reinforced` take models and settings of `cases` and return what the run left.
 """
@@ -23,11 +23,14 @@ from rlhf.models import loading
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.trainers import dpo, reward, sft
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.ppo import stage as ppo
+from rlhf.trainers.dpo import DPOTrainer
+from rlhf.trainers.loop import fit
+from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.trainers.reward import RewardTrainer
+from rlhf.trainers.sft import SFTTrainer
 from tests.helpers import weights
-from tests.in_process import given
+from tests.in_process import GivenModels, ppo_models
 from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
 from tests.reference.expected import ppo_batch
 
@@ -39,12 +42,13 @@ class StopError(Exception):
 def supervised(
     stage: str, accelerator: Accelerator, config: Config, model: Any, count: int, folder: Path
 ) -> Outcome | None:
-    """`sft.run`, `reward.run` or `dpo.run`; what it left is returned on rank 0."""
-    run = {"sft": sft.run, "reward": reward.run, "dpo": dpo.run}[stage]
+    """A stage with a supervised trainer; what it left is returned on rank 0."""
+    kind = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer}[stage]
     around = _context(accelerator, config, stage, folder)
     with around.recorder:
         # A model of its own at each call: DPO's reference is one beside the policy.
-        summary = run(around, lambda placement: _loaded(model, config), Tokenizer(), data(stage, count))
+        models = GivenModels(lambda role: _loaded(model, config))
+        summary = fit(kind(around, models, Tokenizer(), data(stage, count)), around)
     if not around.world.is_main:
         return None
     return Outcome(_records(around.directory, "loss"), summary["before"], {"model": weights(around.directory.model)})
@@ -59,49 +63,44 @@ def reinforced(
     *,
     stop_before: int | None = None,
 ) -> Outcome:
-    """`ppo.run`, its rollouts looked at; the same on every rank.
+    """The stage PPO, its rollouts looked at; the same on every rank.
 
     Raises:
         StopError: after all steps before step `stop_before` (0-based).
     """
     around = _context(accelerator, config, "ppo", folder)
-    watched: list[ppo.PPO] = []
     heldout: list[Sequence] = []
     rollouts: list[Rollout] = []
 
-    class Watched(ppo.PPO):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            watched.append(self)
-
+    class Watched(PPOTrainer):
         def generate(self, prompts: Any) -> Any:
             found = super().generate(prompts)
             if not heldout:
-                heldout.extend(_sequences(self, found, rows.heldout))
+                heldout.extend(_sequences(self, found.input_ids, found.completion_length, rows.heldout))
             return found
 
-        def step(self, index: int) -> dict[str, float]:
+        def step(self, index: int, reward_fn: Any = None) -> dict[str, float]:
             if index == stop_before:
                 raise StopError
-            numbers = super().step(index)
+            numbers = super().step(index, reward_fn)
             rollouts.append(_rollout(self, index, ppo_batch(config, rows.train, index)))
             return numbers
 
     rows = data("ppo", count)
     names = ("actor", "reference", "critic", "reward")
-    four = ppo.Models(*(given(_loaded(getattr(models, name), config)) for name in names))
+    four = ppo_models(*(_loaded(getattr(models, name), config) for name in names))
     documents = mock.patch.object(pretraining, "read", return_value=DOCUMENTS)
-    with mock.patch.object(ppo, "PPO", Watched), documents, around.recorder:
+    with documents, around.recorder:
+        trainer = Watched(around, four, Tokenizer(), rows)
         try:
-            summary = ppo.run(around, four, Tokenizer(), rows)
+            summary = fit(trainer, around)
         except StopError as stop:
             stop.args = (rollouts, heldout)
             raise
     return Outcome(
         _records(around.directory, "policy_loss"),
         summary["before"],
-        {name: _state(engine) for name, engine in watched[0].engines.items()}
-        | {"saved": weights(around.directory.model)},
+        {name: _state(engine) for name, engine in trainer.engines.items()} | {"saved": weights(around.directory.model)},
         rollouts,
         heldout,
     )
@@ -112,24 +111,23 @@ def _loaded(model: Any, config: Config) -> Any:
     return model and loading._fit(copy.deepcopy(model), Tokenizer())
 
 
-def _sequences(stage: ppo.PPO, drawn: dict[str, Tensor], examples: list[Any]) -> list[Sequence]:
+def _sequences(stage: PPOTrainer, ids: Tensor, columns: int, examples: list[Any]) -> list[Sequence]:
     """The real rows of what `generate` returned, of all ranks.
 
     A completion ends with the first of its end tokens: of the stage's masks nothing is taken over.
     """
-    columns = drawn["action_mask"].shape[1]
-    mine = [row[-columns:] for row in drawn["input_ids"].tolist()]
+    mine = [row[-columns:] for row in ids.tolist()]
     every = [row for share in distributed.all_gather_objects(mine) for row in share]
     ends = set(stage.decoder.eos_ids.tolist())
     return [(example.prompt_ids, _cut(row, ends)) for example, row in zip(examples, every)]
 
 
-def _rollout(stage: ppo.PPO, index: int, examples: list[Any]) -> Rollout:
-    """What chance decided in a step on `examples`, of all ranks; the order of the rows is that of `Updates.order`."""
+def _rollout(stage: PPOTrainer, index: int, examples: list[Any]) -> Rollout:
+    """What chance decided in a step on `examples`, of all ranks; the order of the rows is that of `row_order`."""
     settings, size = stage.settings, stage.context.world.size
     passes = []
     for epoch in range(settings.ppo_epochs):
-        generator = stage.updates.order(index, epoch)
+        generator = stage.row_order(index, epoch)
         share = settings.batch_size // size
         order = list(range(share)) if generator is None else torch.randperm(share, generator=generator).tolist()
         rows = (settings.minibatch_size or settings.batch_size) // size
@@ -139,7 +137,8 @@ def _rollout(stage: ppo.PPO, index: int, examples: list[Any]) -> Rollout:
             for start in range(0, share, rows)
         ]
         passes.append(minibatches)
-    return Rollout(_sequences(stage, vars(stage.experience), examples), passes)
+    drawn = stage.experience
+    return Rollout(_sequences(stage, drawn.input_ids, drawn.completion_length, examples), passes)
 
 
 def _cut(tokens: list[int], ends: set[int]) -> list[int]:

@@ -15,8 +15,7 @@ from rlhf.models.lora import add_adapters
 from rlhf.models.shape import shape_from
 from rlhf.reporting import timers as module
 from rlhf.reporting.timers import PhaseTimers, is_machine_dependent
-from rlhf.trainers.ppo.flops import tell
-from rlhf.trainers.ppo.metrics import lengths
+from rlhf.trainers.ppo.metrics import length_sums, record_arithmetic
 from tests.helpers import llama
 from tests.trainers.test_keys import table
 
@@ -95,7 +94,7 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
     attended = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     drawn = torch.tensor([[1.0, 1, 0], [1, 1, 1], [0, 0, 0]])
     rows = torch.tensor([1.0, 1, 0])
-    sums = lengths({"attention_mask": attended, "action_mask": drawn}, rows)
+    sums = length_sums(SimpleNamespace(attention_mask=attended, action_mask=drawn), rows)
     found = {key: value.item() for key, value in sums.items()} | {"rows": 2, "tokens": 5}
     assert found == {
         "prompt_tokens": 4, "prompt_pairs": 10, "text_tokens": 9, "text_pairs": 41, "rows": 2, "tokens": 5,
@@ -108,8 +107,8 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
         products={"actor": actor, "critic": scalar, "reward": scalar},
         phases=SimpleNamespace(count_work=lambda name, **said: told.update({name: said})),
     )
-    raw = SimpleNamespace(texts=Texts.of([7], outputs=6))
-    tell(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
+    raw = Texts.of([7], outputs=6)
+    record_arithmetic(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
     passes, policy, values = 2, Texts(9, 41, 5), Texts(9, 41, 9)
     plain = Products.of(SHAPE)  # the reference is the actor without its adapters
     assert told == {
@@ -120,12 +119,12 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
         },
         "training": {
             "tokens": 2 * 9 + 4 * 7,
-            "flops": passes * (actor.update(policy) + scalar.update(values)) + 4 * actor.update(raw.texts),
+            "flops": passes * (actor.update(policy) + scalar.update(values)) + 4 * actor.update(raw),
         },
     }
     forward = actor.forward(policy) + scalar.forward(values)
     context.config = build_config({"ppo": {"batch_size": 4}})
-    tell(context, found, 1, reused=True)
+    record_arithmetic(context, found, 1, reused=True)
     assert told["training"] == {"tokens": 9, "flops": actor.update(policy) + scalar.update(values) - forward}
 
 

@@ -18,9 +18,10 @@ from rlhf.evaluation.resolve import model_folder
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import parse_step
-from rlhf.trainers import dpo
+from rlhf.trainers.dpo import DPOTrainer
+from rlhf.trainers.loop import fit
 from tests.helpers import assert_same_weights, start, wait_for, weights
-from tests.in_process import OPTIMIZER, stage_context
+from tests.in_process import OPTIMIZER, GivenModels, stage_context
 from tests.reference import cases
 from tests.reference.dpo import before
 from tests.reference.network import Network
@@ -39,7 +40,8 @@ def run(
     place = RunDirectory(folder).stage("dpo")
     with Recorder(place, resume_step=place.latest_checkpoint and parse_step(place.latest_checkpoint)) as recorder:
         context = stage_context(accelerator, folder, "dpo", values, precision=precision, recorder=recorder)
-        dpo.run(context, lambda placement: cases.language_model(1, kind), cases.Tokenizer(), DATA)
+        models = GivenModels(lambda role: cases.language_model(1, kind))
+        fit(DPOTrainer(context, models, cases.Tokenizer(), DATA), context)
     lines = [json.loads(line) for line in (folder / "dpo" / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "learning_rate" in line]
 

@@ -51,7 +51,7 @@ def test_it_is_a_model_with_its_tokenizer(one_update):
     folder, printed = one_update
     AutoModelForCausalLM.from_pretrained(folder / "model-ema")
     assert len(AutoTokenizer.from_pretrained(folder / "model-ema")) > 0
-    assert f"ppo: the moving average of its weights is left in {folder / 'model-ema'}" in printed
+    assert f"ppo: the moving average of its weights is saved in {folder / 'model-ema'}" in printed
     assert json.loads((folder / "stage.json").read_text())["average"] == ["model-ema"]
 
 

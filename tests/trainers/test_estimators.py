@@ -10,24 +10,25 @@ from rlhf.config.schema import build_config
 from rlhf.data.stage_dataset import load_stage
 from rlhf.memory.advice import plan
 from rlhf.memory.model_state import Surroundings
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.preflight import check
 from tests.helpers import llama
-from tests.in_process import given, scalar_llama, stage_context
+from tests.in_process import GivenModels, given, ppo_models, scalar_llama, stage_context
 
 
-def nobody(placement):
-    raise AssertionError(f"{placement.role.name} was loaded")
+def load_nothing(role):
+    raise AssertionError(f"{role} was loaded")
 
 
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, tmp_path):
-    def ppo(critic=nobody, **changes):
+    def ppo(critic=load_nothing, **changes):
         settings = {**recipe["ppo"], "batch_size": 8, "minibatch_size": 4, **changes}
         context = stage_context(accelerator, tmp_path, "ppo", {**recipe, "ppo": settings})
         size = len(tokenizer)
-        models = Models(given(llama(size)), given(llama(size)), critic, given(scalar_llama(size)))
-        return PPO(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
+        others = ppo_models(llama(size), llama(size), None, scalar_llama(size))
+        models = GivenModels(lambda role: critic(role) if role == "critic" else others.causal_lm(role))
+        return PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
 
     return ppo
 
@@ -54,7 +55,7 @@ def test_the_completions_of_a_prompt_are_neighbours_and_different_samples(build)
     first, second = (prompts["prompt_ids"][rows] for rows in (slice(4), slice(4, 8)))
     assert torch.equal(first, first[:1].expand_as(first)) and torch.equal(second, second[:1].expand_as(second))
     assert not torch.equal(first[0], second[0])
-    completions = ppo.generate(prompts)["input_ids"][:, prompts["prompt_ids"].shape[1] :]
+    completions = ppo.generate(prompts).input_ids[:, prompts["prompt_ids"].shape[1] :]
     assert len({tuple(row) for row in completions.tolist()}) == 8
     expected = [
         ppo.batches._collate(part, 2)["prompt_ids"] for part in (ppo.batches.examples(0), ppo.batches.examples(1))
@@ -68,7 +69,7 @@ def test_generation_may_cut_a_group_anywhere(build, accelerator):
     for rows in (None, 3):
         ppo = build(estimator="grpo", completions_per_prompt=4, generation_batch_size=rows)
         accelerator.seed(5)
-        found.append(ppo.generate(ppo.prompts(0))["input_ids"])
+        found.append(ppo.generate(ppo.prompts(0)).input_ids)
     assert torch.equal(*found)
 
 

@@ -16,10 +16,11 @@ import torch
 
 from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers import sft
-from rlhf.trainers.loop import Found, run_steps
+from rlhf.trainers.loop import fit
+from rlhf.trainers.sft import SFTTrainer
+from rlhf.trainers.trainer import EvalResult
 from tests.helpers import assert_same_weights, user_environment, weights
-from tests.in_process import stage_context
+from tests.in_process import StubTrainer, stage_context
 from tests.trainers.test_stage_numbers import HELDOUT, transformers_loss
 from tests.trainers.tuned import BEST, PLACES, STEPS, tune
 
@@ -98,17 +99,13 @@ def test_of_models_that_are_as_good_the_first_is_kept_and_numbers_that_are_not_f
     values = {"sft": {"eval_every": 1, "keep": "best(perplexity)"}}
     context = stage_context(accelerator, tmp_path, "sft", values)
     left = []
-    summary = run_steps(
-        context,
+    trainer = StubTrainer(
+        context.config.sft,
         total_steps=5,
-        step=lambda index: {"rows": 1.0},
-        engines={},
-        settings=context.config.sft,
-        unit="rows",
-        shown=(),
-        measure=lambda when: Found({"perplexity": numbers.pop(0)}),
-        leave=lambda folder: (left.append(folder.name), (folder / "model").mkdir(parents=True)),
+        evaluate=lambda when: EvalResult({"perplexity": numbers.pop(0)}),
+        save=lambda folder: (left.append(folder.name), (folder / "model").mkdir(parents=True)),
     )
+    summary = fit(trainer, context)
     assert left == ["step-00000002"]
     assert summary["kept"] == {"step": 2, "metric": "perplexity", "value": 3.0}
 
@@ -116,17 +113,13 @@ def test_of_models_that_are_as_good_the_first_is_kept_and_numbers_that_are_not_f
 def test_more_is_better_of_an_accuracy(accelerator, tmp_path):
     accuracies = [0.9, 0.5, 0.8, 0.6]
     context = stage_context(accelerator, tmp_path, "reward", {"reward": {"eval_every": 1, "keep": "best(accuracy)"}})
-    summary = run_steps(
-        context,
+    trainer = StubTrainer(
+        context.config.reward,
         total_steps=3,
-        step=lambda index: {"rows": 1.0},
-        engines={},
-        settings=context.config.reward,
-        unit="rows",
-        shown=(),
-        measure=lambda when: Found({"accuracy": accuracies.pop(0)}),
-        leave=lambda folder: (folder / "model").mkdir(parents=True),
+        evaluate=lambda when: EvalResult({"accuracy": accuracies.pop(0)}),
+        save=lambda folder: (folder / "model").mkdir(parents=True),
     )
+    summary = fit(trainer, context)
     assert summary["kept"] == {"step": 2, "metric": "accuracy", "value": 0.8}
 
 
@@ -139,14 +132,11 @@ def test_a_measure_that_draws_random_numbers_leaves_those_of_training_alone(acce
             found.append(torch.rand(1).item())
             return {"rows": 1.0}
 
-        def measure(when: str) -> Found:
+        def evaluate(when: str) -> EvalResult:
             torch.rand(3)
-            return Found({"perplexity": 1.0})
+            return EvalResult({"perplexity": 1.0})
 
-        settings = context.config.sft
-        run_steps(
-            context, total_steps=6, step=step, engines={}, settings=settings, unit="rows", shown=(), measure=measure
-        )
+        fit(StubTrainer(context.config.sft, step, total_steps=6, evaluate=evaluate), context)
         return found
 
     assert drawn("without", 0) == drawn("with", 2)
@@ -213,8 +203,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, accelerator, monkeypatch, place):
     folder, (expected, summary), (_, step) = killed / place, whole, PLACES[place]
-    evaluate, again = sft.evaluate, []
-    monkeypatch.setattr(sft, "evaluate", lambda *arguments: again.append(arguments[-1]) or evaluate(*arguments))
+    evaluate, again = SFTTrainer.evaluate, []
+    monkeypatch.setattr(SFTTrainer, "evaluate", lambda *arguments: again.append(arguments[-1]) or evaluate(*arguments))
     place_ = RunDirectory(folder).stage("sft")
     assert place_.latest_checkpoint and place_.latest_checkpoint.name == f"step-{step:08d}"
     known = map(int, json.loads((place_.path / "evaluations.json").read_text()))
@@ -228,7 +218,7 @@ def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, ac
 @contextmanager
 def failing_at(monkeypatch: pytest.MonkeyPatch, moment: str) -> Iterator[None]:
     """SFT ends with an error when it is measured at that moment."""
-    evaluate = sft.evaluate
+    evaluate = SFTTrainer.evaluate
 
     def fails(*arguments: Any) -> Any:
         if arguments[-1] == moment:
@@ -236,7 +226,7 @@ def failing_at(monkeypatch: pytest.MonkeyPatch, moment: str) -> Iterator[None]:
         return evaluate(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "evaluate", fails)
+        patch.setattr(SFTTrainer, "evaluate", fails)
         with pytest.raises(RuntimeError):
             yield
 
@@ -273,14 +263,14 @@ def test_a_kept_model_that_is_gone_is_named(accelerator, tmp_path, monkeypatch):
 
     from rlhf.errors import RunError
 
-    evaluate = sft.evaluate
+    evaluate = SFTTrainer.evaluate
 
     def deletes(*arguments: Any) -> Any:
         if arguments[-1] == "after":
             shutil.rmtree(tmp_path / "sft" / "best")
         return evaluate(*arguments)
 
-    monkeypatch.setattr(sft, "evaluate", deletes)
+    monkeypatch.setattr(SFTTrainer, "evaluate", deletes)
     with pytest.raises(RunError, match=r"best/step-00000007: the model that sft keeps is not there"):
         tune(accelerator, tmp_path)
 

@@ -11,10 +11,10 @@ from accelerators import Memory, Precision
 from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ConfigError
 from rlhf.trainers import context as stage
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.engine import halves
 from tests.helpers import llama
-from tests.in_process import given, stage_context
+from tests.in_process import ppo_models, stage_context
 from tests.trainers.test_ppo import NO_BF16, gpt2, scalar
 
 ONE = {"batch_size": 6, "minibatch_size": None, "micro_batch_size": 2, "ppo_epochs": 1, "kl_target": None}
@@ -24,7 +24,9 @@ ONE = {"batch_size": 6, "minibatch_size": None, "micro_batch_size": 2, "ppo_epoc
 def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
     """(PPO, the lines that it has said)"""
 
-    def ppo(model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any) -> tuple[PPO, list[str]]:
+    def ppo(
+        model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any
+    ) -> tuple[PPOTrainer, list[str]]:
         engine = {**recipe["engine"], "zero_stage": zero_stage, "zero_persistence_threshold": 0}
         settings = {**recipe["ppo"], **ONE, **changes}
         values = {**recipe, "engine": engine, "lora": lora or {}, "ppo": settings}
@@ -33,9 +35,9 @@ def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
         monkeypatch.setattr(type(context), "say", lambda _, line: said.append(line))
         size = len(tokenizer)
         reference = None if lora else model(size, seed=5)
-        models = Models(*map(given, (model(size), reference, scalar(model(size)), scalar(model(size)))))
+        models = ppo_models(model(size), reference, scalar(model(size)), scalar(model(size)))
         accelerator.seed(0)
-        return PPO(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0)), said
+        return PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0)), said
 
     return ppo
 
@@ -44,7 +46,7 @@ def dropping(vocabulary: int, seed: int = 0) -> Any:
     return gpt2(vocabulary)
 
 
-def passes(ppo: PPO, index: int) -> dict[str, int]:
+def passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
     """Forward passes of the policy and of the critic in a step, but for those that draw."""
     counts = dict.fromkeys(ppo.engines, 0)
 
@@ -121,7 +123,7 @@ def test_a_model_whose_shape_is_not_known_keeps_one_micro_batch_alone(build, mon
     assert [line for line in said if "is not known: actor: the plan does not know" in line] == (said if rows else [])
 
 
-def state(ppo: PPO) -> dict[str, torch.Tensor]:
+def state(ppo: PPOTrainer) -> dict[str, torch.Tensor]:
     found = {}
     for name, engine in ppo.engines.items():
         with engine.whole_weights() as module:
@@ -175,4 +177,6 @@ def test_scores_that_are_asked_for_leave_nothing_behind(build):
     ppo, _ = build()
     (prompts,) = ppo.batches.step(0)
     scored = ppo.score(ppo.generate(prompts))
-    assert not any(tensor.requires_grad for tensor in scored.values())
+    assert scored.passes == ()
+    tensors = [value for value in vars(scored).values() if isinstance(value, torch.Tensor)]
+    assert tensors and not any(tensor.requires_grad for tensor in tensors)

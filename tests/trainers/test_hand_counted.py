@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +14,21 @@ from torch import Tensor, nn
 
 from accelerators import ShapePolicy
 from rlhf.config.schema import RewardConfig
-from rlhf.data.batches import Batches, collate_reward
+from rlhf.data.batches import collate_reward
 from rlhf.data.examples import Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine.metric_sums import MetricSums
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting import timers
-from rlhf.trainers import loop, reward
-from rlhf.trainers.ppo import stage
-from rlhf.trainers.ppo.evaluation import distinct, evaluate
-from rlhf.trainers.ppo.samples import samples
+from rlhf.trainers import reward
+from rlhf.trainers.context import StageContext
+from rlhf.trainers.loop import fit
+from rlhf.trainers.ppo.experience import Scores
+from rlhf.trainers.ppo.samples import select_samples
+from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.utils.statistics import distinct
 from tests.helpers import llama
-from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
+from tests.in_process import OPTIMIZER, ROW, StubTrainer, one_model, ppo_models, scalar_llama, stage_context
 from tests.optimum import language
 
 EOS = 0
@@ -45,8 +49,7 @@ def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_pat
         now[0] += 4.0
         return {"tokens": 10.0 * (index + 1)}
 
-    settings = context.config.sft
-    loop.run_steps(context, total_steps=3, step=step, engines={}, settings=settings, unit="tokens", shown=())
+    fit(StubTrainer(context.config.sft, step, total_steps=3, unit="tokens"), context)
     assert logged == [(2, 4.0, 20.0, 5.0), (3, 4.0, 30.0, 7.5)]
 
 
@@ -73,7 +76,7 @@ def collate(pairs, real=None):
 def test_accuracy_counts_pairs_with_the_higher_chosen_score_and_a_tie_is_not_one():
     batch = collate(COUNTED)
     result = reward.pair_loss(LastToken(), batch, RewardConfig())
-    numbers = reward.averages({key: value.item() for key, value in reward.pair_statistics(result, batch).items()})
+    numbers = reward.pair_means({key: value.item() for key, value in reward.pair_sums(result, batch).items()})
     # accuracy 2 of 4; chosen (9 + 3 + 4 + 7) / 4; rejected (5 + 6 + 4 + 5) / 4
     assert numbers == {"pairs": 4, "accuracy": 0.5, "chosen_score": 5.75, "rejected_score": 5.0, "margin": 0.75}
 
@@ -96,12 +99,14 @@ def test_the_loss_of_the_last_tokens_asks_for_the_margin_of_all_and_that_of_the_
     assert loss == pytest.approx((first + second) / 2, rel=1e-5)
 
 
-def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path):
-    context = stage_context(accelerator, tmp_path, "reward", {"reward": {"loss": "last"}})
+def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path, monkeypatch):
+    settings = {"loss": "last", "batch_size": 4, "micro_batch_size": 4}
+    context = stage_context(accelerator, tmp_path, "reward", {"reward": settings})
     # five in batches of four: the last one fills its batch up with three copies of itself
     pairs = [*COUNTED, Pair([1], [8], [2], ROW)]
-    held_out = Batches(pairs, collate, batch_size=4, micro_batch_size=2, rank=0, world_size=1, seed=0, shuffle=False)
-    found = reward.evaluate(context, SimpleNamespace(engine=LastToken()), held_out, "now")
+    monkeypatch.setattr(StageContext, "engine", lambda *_, **__: SimpleNamespace(engine=LastToken()))
+    data = StageData(pairs, pairs, [])
+    found = reward.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now").numbers
     margins = [9 - 5, 3 - 6, 4 - 4, 7 - 5, 8 - 2]
     # accuracy 3 of 5; chosen (9 + 3 + 4 + 7 + 8) / 5; rejected (5 + 6 + 4 + 5 + 2) / 5
     assert found == {
@@ -124,13 +129,13 @@ DRAWN = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
 RATIO = torch.tensor([[1, 1.5, 1], [0.5, 1, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
 LOG_RATIO = torch.tensor([[1, 0, 1], [1, 0, JUNK], [0, JUNK, JUNK], [JUNK] * 3])  # policy / reference
 LOG_PROBS = -FOUR - RATIO.log()
-SCORED = {
-    "log_probs": LOG_PROBS,
-    "ref_log_probs": LOG_PROBS - LOG_RATIO,
-    "entropy": torch.tensor([[1, 2, 3], [1, 3, JUNK], [2, JUNK, JUNK], [JUNK] * 3]),
-    "values": torch.tensor([[0, 0, 0], [0, 0, JUNK], [0, JUNK, JUNK], [JUNK] * 3]),
-    "scores": torch.tensor([1.0, 4, 7, JUNK]),
-}
+SCORES = Scores(
+    log_probs=LOG_PROBS,
+    ref_log_probs=LOG_PROBS - LOG_RATIO,
+    entropy=torch.tensor([[1, 2, 3], [1, 3, JUNK], [2, JUNK, JUNK], [JUNK] * 3]),
+    values=torch.tensor([[0, 0, 0], [0, 0, JUNK], [0, JUNK, JUNK], [JUNK] * 3]),
+    reward=torch.tensor([1.0, 4, 7, JUNK]),
+)
 ROLLOUT = {
     "reward": 4.0,  # (1 + 4 + 7) / 3, not clipped to 5
     "reward_std": math.sqrt(6),  # ((1 - 4)^2 + (4 - 4)^2 + (7 - 4)^2) / 3 = 6
@@ -156,9 +161,9 @@ class KnownLogits:
 
 @pytest.fixture
 def build_ppo(accelerator, tmp_path, monkeypatch):
-    """PPO whose decoder draws `IDS` and whose models find `SCORED`, on three prompts in batches of four."""
+    """PPO whose decoder draws `IDS` and whose models find `SCORES`, on three prompts in batches of four."""
 
-    def build(**settings: Any) -> stage.PPO:
+    def build(**settings: Any) -> PPOTrainer:
         values = {
             "precision": "fp32",
             "data": {"max_prompt_length": 3, "max_completion_length": 3},
@@ -167,17 +172,22 @@ def build_ppo(accelerator, tmp_path, monkeypatch):
         context = stage_context(accelerator, tmp_path, "ppo", values)
         actor, reference = (llama(4, eos_token_id=EOS, num_hidden_layers=1) for _ in range(2))
         critic, reward = scalar_llama(4, eos_token_id=EOS, num_hidden_layers=1), language.TableOfRewards(seed=0)
-        models = stage.Models(*map(given, (actor, reference, critic, reward)))
-        built = stage.PPO(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
+        models = ppo_models(actor, reference, critic, reward)
+        built = PPOTrainer(context, models, language.tokenizer(), StageData(PROMPTS, PROMPTS, []))
         built.batches._endless = False  # here a row fills the batch up, and must count nowhere
         monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN))
-        built.score = lambda sequences, examples, keep=None: SCORED
+        give_scores(built, SCORES)
         return built
 
     return build
 
 
 PROMPTS = [language.prompt(1), language.prompt(2, 3), language.prompt(3, 1, 2)]
+
+
+def give_scores(built: PPOTrainer, scores: Scores) -> None:
+    """Have every rollout scored so."""
+    built.score = lambda rollout, examples, reward_fn=None, for_update=False: scores
 
 
 def step_of(models: list[Any]) -> Any:
@@ -228,7 +238,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     }
 
 
-def quiet(built: stage.PPO) -> stage.PPO:
+def quiet(built: PPOTrainer) -> PPOTrainer:
     """Its engines take no step."""
     built.actor.step = built.critic.step = lambda parts, loss: MetricSums()
     built.actor.grad_norm = built.critic.grad_norm = lambda: 0.0
@@ -237,9 +247,8 @@ def quiet(built: stage.PPO) -> stage.PPO:
 
 def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
-    built.score = lambda sequences, examples, keep=None: (
-        SCORED | {"values": torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])}
-    )
+    values = torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])
+    give_scores(built, replace(SCORES, values=values))
     # Returns [0, .5, .5], [3.5, 4], [5], their mean 2.25: squares 5.0625 + 2 * 3.0625 + 1.5625 + 3.0625 + 7.5625
     # Errors [0, -.5, -.5], [.5, 0], [2], their mean .25: squares .0625 + 2 * .5625 + .0625 + .0625 + 3.0625
     assert built.step(0)["explained_variance"] == pytest.approx(1 - 4.375 / 23.375, rel=1e-5)
@@ -256,8 +265,8 @@ def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_p
     settings = {"normalize_scores": "running", "score_clip": 9, "kl_coef": 0, "lam": 1.0}
     first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
     first.step(0)
-    second.load_state(first.save_state())
-    second.score = lambda sequences, examples, keep=None: SCORED | {"scores": torch.tensor([10.0, 10, 10, JUNK])}
+    second.load_state_dict(first.state_dict())
+    give_scores(second, replace(SCORES, reward=torch.tensor([10.0, 10, 10, JUNK])))
     second.step(1)
     # 1, 4, 7 and three times 10: mean 7, squares 36 + 9 + 0 + 3 * 9 = 72, deviation sqrt(12)
     assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)
@@ -265,7 +274,7 @@ def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_p
 
 def test_a_checkpoint_of_an_earlier_version_holds_the_coefficient_alone(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5))
-    built.load_state({"kl_coef": 0.25})
+    built.load_state_dict({"kl_coef": 0.25})
     numbers = built.step(0)
     assert numbers["kl_coef"] == 0.25 and numbers["reward_ema"] == pytest.approx(4.0)
 
@@ -273,31 +282,33 @@ def test_a_checkpoint_of_an_earlier_version_holds_the_coefficient_alone(build_pp
 def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
     built = quiet(build_ppo())
     rewards = [4.0, 1.0, 10.0]
-    found = [built.shaping.learn({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
+    found = [built.shaping.update({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
     assert found == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
 
 
 def test_samples_of_a_rollout_are_its_texts_with_the_score_and_the_kl_of_each(build_ppo):
     built = build_ppo()
-    assert samples(built, 3) == [], "there is no rollout yet"
+    assert built.experience is None, "there is no rollout yet"
     (prompts,) = built.batches.step(0)
     built.experience = built.collect(prompts, MetricSums())
     asked = [" ".join(language.WORDS[token] for token in row if token) for row in prompts["prompt_ids"].tolist()]
     assert set(asked[:3]) == {example.row.text for example in PROMPTS}
     expected = [("a b c", 1.0, 2.0, 3), ("a b", 4.0, 1.0, 2), ("", 7.0, 0.0, 1)]  # an end is not shown
-    found = samples(built, 3)
+    samples = partial(select_samples, built.experience, built.tokenizer, host="cpu")
+    found = samples(3)
     assert [sample.prompt for sample in found] == asked[:3]
     assert [sample[1:] for sample in found] == [
         (text, score, pytest.approx(kl, abs=1e-5), tokens) for text, score, kl, tokens in expected
     ]
     assert found[0].numbers == "score 1, KL 2, 3 tokens"
-    assert samples(built, 2) == [found[0], found[2]], "as far apart as can be"
-    assert len(samples(built, 9)) == 4
+    assert samples(2) == [found[0], found[2]], "as far apart as can be"
+    assert len(samples(9)) == 4
 
 
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     built = build_ppo()
-    found = evaluate(built.context, built, PROMPTS, "now", lambda prompt, completion: completion.endswith("c"))
+    built._judge = lambda prompt, completion: completion.endswith("c")
+    found = built.evaluate("now")
     assert found.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "distinct_2": pytest.approx(2 / 3),  # (1, 2), (2, 3) and (1, 2) again
@@ -307,7 +318,7 @@ def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
 
 def test_without_a_judge_no_share_is_approved_or_not(build_ppo):
     built = build_ppo()
-    assert "approved_share" not in evaluate(built.context, built, PROMPTS, "now", None).numbers
+    assert "approved_share" not in built.evaluate("now").numbers
 
 
 @pytest.mark.parametrize(
@@ -337,7 +348,7 @@ def test_evaluation_repeats_its_prompts_and_random_numbers_and_leaves_the_genera
     torch.manual_seed(5)
     found = []
     for _ in range(2):
-        evaluate(built.context, built, PROMPTS, "now", None)
+        built.evaluate("now")
         found += torch.rand(2).tolist()
     assert seen[0] == seen[1]
     assert found == expected

@@ -12,10 +12,11 @@ from rlhf.config.schema import build_config
 from rlhf.data.stage_dataset import load_stage
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
-from rlhf.trainers import sft, supervised
-from rlhf.trainers.loop import begin, run_steps
+from rlhf.trainers import supervised
+from rlhf.trainers.loop import fit, resume_or_seed
+from rlhf.trainers.sft import SFTTrainer
 from tests.helpers import assert_same_weights
-from tests.in_process import given, stage_context
+from tests.in_process import StubTrainer, one_model, stage_context
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def train(accelerator, recipe, tokenizer):
 
     def run(folder):
         model = load_causal_lm(config.model, tokenizer, attention="sdpa")
-        return sft.run(stage_context(accelerator, folder, "sft", recipe), given(model), tokenizer, data)
+        context = stage_context(accelerator, folder, "sft", recipe)
+        return fit(SFTTrainer(context, one_model(model), tokenizer, data), context)
 
     return run
 
@@ -35,16 +37,16 @@ def train(accelerator, recipe, tokenizer):
 @pytest.mark.parametrize("failing", ["evaluation", "export"])
 def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch, failing, failure):
     expected = train(tmp_path / "whole")
-    measure = sft.evaluate
+    evaluate = SFTTrainer.evaluate
 
     def fails(*arguments):
         if arguments[-1] == "before":
-            return measure(*arguments)
+            return evaluate(*arguments)
         raise failure
 
     steps = []
     with monkeypatch.context() as patch:
-        patch.setattr(*((sft, "evaluate") if failing == "evaluation" else (supervised, "leave")), fails)
+        patch.setattr(SFTTrainer, "evaluate" if failing == "evaluation" else "save", fails)
         with pytest.raises(failure):
             train(tmp_path / "failed")
     assert (tmp_path / "failed" / "sft" / "checkpoints" / "step-00000003").is_dir()
@@ -64,7 +66,7 @@ def test_every_rank_draws_numbers_of_its_own_and_the_same_ones_again(accelerator
             return {"rows": 1.0}
 
         around = replace(context, world=World(rank, 2))
-        run_steps(around, total_steps=1, step=step, engines={}, settings=context.config.sft, unit="rows", shown=())
+        fit(StubTrainer(context.config.sft, step, total_steps=1), around)
         return found
 
     first, second = draws(0, 1), draws(1, 1)
@@ -96,14 +98,13 @@ def test_a_stage_that_resumes_goes_on_with_the_sums_of_its_steps(accelerator, re
                     os.kill(os.getpid(), signal.SIGTERM)
             return {"rows": 1.0}
 
-        settings = context.config.sft
-        run_steps(context, total_steps=total, step=step, engines={}, settings=settings, unit="rows", shown=())
+        fit(StubTrainer(context.config.sft, step, total_steps=total), context)
         return context.phases.totals
 
     with pytest.raises(KeyboardInterrupt):
         run(4, arrived=1)
     context = stage_context(accelerator, tmp_path, "sft", recipe)
-    begin(context, {}, lambda state: None)
+    resume_or_seed(StubTrainer(context.config.sft, total_steps=4), context)
     before = dict(context.phases.totals)
     assert before["step"] >= before["training"] > 0
     after = run(4, arrived=None)

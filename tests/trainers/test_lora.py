@@ -18,9 +18,9 @@ from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
-from tests.in_process import given, make_placement, stage_context
+from tests.in_process import make_placement, ppo_models, stage_context
 from tests.trainers.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
@@ -141,8 +141,8 @@ def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
         config = context.config
         reward = str(lora_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
-        models = Models(*map(given, (original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)))
-        return PPO(context, models, tokenizer, load_stage(config.data, "ppo", tokenizer, seed=0))
+        models = ppo_models(original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)
+        return PPOTrainer(context, models, tokenizer, load_stage(config.data, "ppo", tokenizer, seed=0))
 
     return build
 
@@ -156,17 +156,17 @@ def rollout(ppo):
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_the_reference_is_the_policy_that_training_began_with(build_ppo, lora_run, tokenizer, zero_stage):
     ppo = build_ppo(zero_stage)
-    _, scored = rollout(ppo)
-    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    _, scores = rollout(ppo)
+    assert torch.equal(scores.log_probs, scores.ref_log_probs)
     for index in range(2):
         ppo.step(index)
-    sequences, scored = rollout(ppo)
+    sequences, scores = rollout(ppo)
     model = original(lora_run / "sft" / "model", tokenizer)
     with torch.no_grad():
-        length = sequences["action_mask"].shape[1]
-        expected = completion_log_probs(model, sequences["input_ids"], sequences["attention_mask"], length).log_probs
-    torch.testing.assert_close(scored["ref_log_probs"], expected)
-    assert (scored["log_probs"] - expected).abs().max() > 1e-3
+        ids, mask, length = sequences.input_ids, sequences.attention_mask, sequences.completion_length
+        expected = completion_log_probs(model, ids, mask, length).log_probs
+    torch.testing.assert_close(scores.ref_log_probs, expected)
+    assert (scores.log_probs - expected).abs().max() > 1e-3
 
 
 def test_ppo_trains_adapters_and_the_critics_head(build_ppo):

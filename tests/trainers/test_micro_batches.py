@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rlhf.data.stage_dataset import load_stage
-from rlhf.trainers.ppo import trainer
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.experience import MicroBatcher
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import llama
-from tests.in_process import given, stage_context
+from tests.in_process import ppo_models, stage_context
 from tests.trainers.test_ppo import scalar
 
 SETTINGS = {"batch_size": 6, "micro_batch_size": 2, "kl_target": None, "kl_coef": 0.1}
@@ -15,13 +15,13 @@ SETTINGS = {"batch_size": 6, "micro_batch_size": 2, "kl_target": None, "kl_coef"
 
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, tmp_path):
-    def ppo(**changes) -> PPO:
+    def ppo(**changes) -> PPOTrainer:
         engine = {**recipe["engine"], "shapes": "dynamic"}
         values = {**recipe, "precision": "fp32", "engine": engine, "ppo": {**recipe["ppo"], **SETTINGS, **changes}}
         context, size = stage_context(accelerator, tmp_path, "ppo", values), len(tokenizer)
-        models = Models(*map(given, (llama(size), llama(size, seed=5), scalar(llama(size)), scalar(llama(size)))))
+        models = ppo_models(llama(size), llama(size, seed=5), scalar(llama(size)), scalar(llama(size)))
         accelerator.seed(0)
-        built = PPO(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
+        built = PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
         built.decoder.eos_ids = torch.arange(0, size, 6)  # completions of all lengths
         return built
 
@@ -42,7 +42,7 @@ def test_packed_or_not_ppo_learns_the_same(build, monkeypatch, changes):
     found, widths = [], []
     for ppo in (packed, whole):
         if ppo is whole:
-            monkeypatch.setattr(trainer, "lengths", lambda *_: None)
+            monkeypatch.setattr(MicroBatcher, "lengths", lambda *_: None)
         handle = ppo.reward.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
         ppo.accelerator.seed(1)
         found.append([ppo.step(index) for index in range(2)])

@@ -9,9 +9,9 @@ from accelerators import ShapePolicy
 from rlhf.data.batches import Batches, collate_reward, collate_sft, padding, tokens_of
 from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.records import Message, Row
-from rlhf.generation import micro_batches
 from rlhf.models import lm_head
 from rlhf.models.forward import completion_log_probs
+from rlhf.trainers.ppo.experience import MicroBatcher, join_rows
 from rlhf.trainers.sft import negative_log_likelihood
 from tests.helpers import llama
 
@@ -155,23 +155,24 @@ def drawn():
     return before, after
 
 
-def packed(policy, size, rows=4):
-    found = micro_batches.lengths(*(mask[:rows] for mask in drawn()), policy)
-    return micro_batches.parts(found, rows=rows, prompt=5, completion=6, size=size, policy=policy)
+def cut(policy, size, rows=4):
+    batcher = MicroBatcher(size, policy)
+    lengths = batcher.lengths(*(mask[:rows] for mask in drawn()))
+    return batcher.cut(lengths, rows=rows, prompt=5, completion=6)
 
 
 def test_columns_that_are_padding_in_all_rows_are_cut_off():
-    first, second = packed(DYNAMIC, 2)
+    first, second = cut(DYNAMIC, 2)
     assert (first.rows.tolist(), first.prompt, first.completion) == ([0, 1], 5, 6)  # 8 and 6 tokens
     assert (second.rows.tolist(), second.prompt, second.completion) == ([3, 2], 3, 2)  # 4 and 3
     assert [part.positions(4) for part in (first, second)] == [22, 10]
-    bucketed = packed(BUCKETED, 2)
+    bucketed = cut(BUCKETED, 2)
     assert [(part.prompt, part.completion) for part in bucketed] == [(5, 6), (4, 4)]
 
 
 def test_where_shapes_are_one_rows_stay_and_no_length_is_read():
-    assert micro_batches.lengths(*drawn(), STATIC) is None
-    parts = packed(STATIC, 2)
+    assert MicroBatcher(2, STATIC).lengths(*drawn()) is None
+    parts = cut(STATIC, 2)
     assert [(part.rows.tolist(), part.prompt, part.completion) for part in parts] == [([0, 1], 5, 6), ([2, 3], 5, 6)]
 
 
@@ -179,12 +180,12 @@ def test_where_shapes_are_one_rows_stay_and_no_length_is_read():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_micro_batches_give_comes_back_in_place(policy, size):
     """All but what is padding: that is 0 where it was cut off."""
-    (before, after), parts = drawn(), packed(policy, size)
+    (before, after), parts = drawn(), cut(policy, size)
     columns, rows = torch.randn(4, 6) * after, torch.randn(4)
-    assert torch.equal(micro_batches.together(parts, [part.of(columns, 6) for part in parts], 6), columns)
-    assert torch.equal(micro_batches.together(parts, [part.of(rows, 6) for part in parts], 6), rows)
+    assert torch.equal(join_rows(parts, [part.select(columns, 6) for part in parts], 6), columns)
+    assert torch.equal(join_rows(parts, [part.select(rows, 6) for part in parts], 6), rows)
     both = torch.cat([before, after], 1)
-    assert sum(int(part.of(both, 6).sum()) for part in parts) == both.sum()
+    assert sum(int(part.select(both, 6).sum()) for part in parts) == both.sum()
 
 
 def test_scores_of_packed_sequences_are_those_of_whole_ones():
@@ -193,9 +194,10 @@ def test_scores_of_packed_sequences_are_those_of_whole_ones():
     ids = torch.randint(1, 60, mask.shape)
     with torch.no_grad():
         whole = completion_log_probs(model, ids, mask, 6).log_probs
-        parts = packed(DYNAMIC, 2)
+        parts = cut(DYNAMIC, 2)
         found = [
-            completion_log_probs(model, part.of(ids, 6), part.of(mask, 6), part.completion).log_probs for part in parts
+            completion_log_probs(model, part.select(ids, 6), part.select(mask, 6), part.completion).log_probs
+            for part in parts
         ]
     after = drawn()[1]
-    torch.testing.assert_close(micro_batches.together(parts, found, 6) * after, whole * after, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(join_rows(parts, found, 6) * after, whole * after, rtol=1e-5, atol=1e-6)

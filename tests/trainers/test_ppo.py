@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rlhf.data.stage_dataset import load_stage
-from rlhf.trainers.ppo.trainer import PPO, Models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.families.table import BY_NAME
 from tests.families.table import build as architecture
 from tests.helpers import llama
-from tests.in_process import given, stage_context
+from tests.in_process import ppo_models, stage_context
 
 NO_BF16 = pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 
@@ -47,9 +47,9 @@ def build(accelerator, recipe, tokenizer, tmp_path):
         changed = {"precision": precision, "engine": engine, "lora": lora or {}, "ppo": {**recipe["ppo"], **settings}}
         context = stage_context(accelerator, tmp_path, "ppo", {**recipe, **changed})
         size = len(tokenizer)
-        models = Models(*map(given, (model(size), model(size), scalar(model(size)), scalar(model(size)))))
+        models = ppo_models(model(size), model(size), scalar(model(size)), scalar(model(size)))
         data = load_stage(context.config.data, "ppo", tokenizer, seed=0)
-        return PPO(context, models, tokenizer, data)
+        return PPOTrainer(context, models, tokenizer, data)
 
     return ppo
 
@@ -83,5 +83,5 @@ def test_in_bf16_the_reference_is_the_policy_before_its_first_step(build, zero_s
     ppo = build(llama, zero_stage=zero_stage, precision="bf16")
     (prompts,) = ppo.batches.step(0)
     scored = ppo.score(ppo.generate(prompts))
-    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    assert torch.equal(scored.log_probs, scored.ref_log_probs)
     assert ppo.step(0)["kl"] == 0.0

@@ -18,7 +18,7 @@ def test_raw_text_is_read_learned_from_and_recorded(rlhf: Any, finished_run: Pat
     keys = [*models, f"data.pretraining={texts}", "ppo.ptx_coef=1", "ppo.ptx_length=16", "ppo.steps=3"]
     settings = [part for key in keys for part in ("--set", key)]
     found = rlhf("ppo", "--output", output, *settings)
-    assert "rows of 16 tokens to go on modelling, of 60 documents; 2 in each update" in found.stdout
+    assert "rows of 16 tokens of raw text, of 60 documents; 2 in each update" in found.stdout
     lines = [json.loads(line) for line in (output / "ppo" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["ptx_loss"] for line in lines if "policy_loss" in line]
     assert len(losses) == 3 and losses[-1] < losses[0]

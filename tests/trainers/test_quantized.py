@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from rlhf.models.forward import last_token_scores
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.quantized import count_quantized, find_quantized_layers
-from rlhf.trainers import pipeline
+from rlhf.trainers.model_factory import ModelFactory
 from tests.helpers import weights
 from tests.in_process import given, scalar_llama, stage_context
 
@@ -71,7 +71,7 @@ def test_a_frozen_reward_model_scores_nearly_as_it_does_whole(accelerator, tmp_p
 def test_a_stages_loader_packs_each_layer_as_it_is_read(accelerator, tmp_path, model_folder, tokenizer):
     values = {"engine": {"frozen": "int8"}, "lora": {"rank": 4}, "model": {"path": str(model_folder)}}
     context = stage_context(accelerator, tmp_path, "sft", values)
-    put = pipeline._put(context, context.placements["sft"])
+    put = ModelFactory(context)._parameter_maker(context.placements["sft"])
     model = load_causal_lm(context.config.model, tokenizer, attention="sdpa", put=put)
     assert count_quantized(model) == 15_360
 

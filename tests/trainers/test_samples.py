@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf.trainers.ppo.samples import Sample, readable, shown
+from rlhf.trainers.ppo.samples import RolloutSample, escape_text, render_sample
 from tests.helpers import user_environment
 
 
-def printed(sample: Sample, **options: Any) -> str:
+def printed(sample: RolloutSample, **options: Any) -> str:
     file = io.StringIO()
-    Console(file=file, width=60, **options).print(shown(sample, "ppo: step 20"))
+    Console(file=file, width=60, **options).print(render_sample(sample, "ppo: step 20"))
     return file.getvalue()
 
 
 def test_a_sample_says_what_was_asked_and_answered_and_what_that_was_worth() -> None:
-    lines = printed(Sample("What is red?", "The plum is.", 1.25, 0.5, 4)).splitlines()
+    lines = printed(RolloutSample("What is red?", "The plum is.", 1.25, 0.5, 4)).splitlines()
     assert [re.sub(r" {2,}", " | ", line.strip()) for line in lines] == [
         "prompt | What is red?",
         "completion | The plum is.",
@@ -36,15 +36,15 @@ def test_a_sample_says_what_was_asked_and_answered_and_what_that_was_worth() -> 
 
 def test_nothing_in_a_text_is_taken_for_markup_or_obeyed_by_the_terminal() -> None:
     text = "[bold]no[/] \x1b[2J\x07\r\x9b31m \u202e \ud800 :smile: [link=http://x]"
-    found = printed(Sample(text, "", 0, 0, 0), force_terminal=True, color_system=None)
+    found = printed(RolloutSample(text, "", 0, 0, 0), force_terminal=True, color_system=None)
     for part in ("[bold]no[/]", r"\x1b[2J\x07\r\x9b31m", r"\u202e", r"\ud800", ":smile:"):
         assert part in found
     assert not set(found) & set("\x1b\x07\r\x9b\u202e") and "(empty)" in found
 
 
 def test_a_log_file_gets_no_colours() -> None:
-    assert "\x1b" not in printed(Sample("a", "b", 1, 2, 3))
-    assert "\x1b" in printed(Sample("a", "b", 1, 2, 3), force_terminal=True, color_system="standard")
+    assert "\x1b" not in printed(RolloutSample("a", "b", 1, 2, 3))
+    assert "\x1b" in printed(RolloutSample("a", "b", 1, 2, 3), force_terminal=True, color_system="standard")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_log_file_gets_no_colours() -> None:
     ],
 )
 def test_a_text_stays_readable(text: str, expected: str) -> None:
-    assert readable(text, 10 if "0" in text else 100) == expected
+    assert escape_text(text, 10 if "0" in text else 100) == expected
 
 
 def test_samples_stand_in_a_log_and_among_the_records(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:

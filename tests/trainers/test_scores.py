@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from accelerators import Accelerator, ShapePolicy
 from rlhf.config.data import DataConfig
@@ -17,10 +18,10 @@ from rlhf.data.batches import Batches, collate_ppo
 from rlhf.data.examples import Prompt
 from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import load_stage
-from rlhf.engine.engine import Batch
 from rlhf.errors import RewardError
-from rlhf.trainers.ppo.metrics import means, rollout_statistics
-from rlhf.trainers.ppo.scores import Rewards
+from rlhf.trainers.ppo.experience import Rollout, Scores
+from rlhf.trainers.ppo.metrics import rollout_means, rollout_sums
+from rlhf.trainers.ppo.rewards import WeightedRewards
 from tests.optimum.language import COMPLETIONS, WORDS, Distance, log_probabilities, optimum, prompt, tokenizer
 from tests.optimum.test_optimum import BETA, build
 
@@ -33,12 +34,14 @@ def taste(prompt, completion, row): return completion.count("a") - 0.7 * complet
 IDS = torch.tensor([[1, 2, 3, 1, 0], [0, 1, 2, 0, 0], [1, 2, 1, 1, 1], [1, 1, 1, 1, 1]])
 # Completions "c a <end>", "b <end>", "a a a"; the last row fills the batch up. Prompts are of two columns.
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]).float()
-SEQUENCES: Batch = {
-    "input_ids": IDS,
-    "attention_mask": torch.ones_like(IDS),
-    "action_mask": MASK,
-    "ended": torch.tensor([1.0, 1, 0, 0]),
-}
+ROLLOUT = Rollout(
+    input_ids=IDS,
+    attention_mask=torch.ones_like(IDS),
+    action_mask=MASK,
+    row_mask=torch.tensor([True, True, True, False]),
+    ended=torch.tensor([1.0, 1, 0, 0]),
+    micro_batches=(),
+)
 MODEL = torch.tensor([1.0, -2.0, 3.0, 99.0])
 EXAMPLES = [prompt(3), prompt(1), prompt(2, 1)]
 
@@ -50,9 +53,10 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def scores(examples: list[Prompt] = EXAMPLES, **settings: Any) -> Batch:
-    rewards = Rewards(build_config({"ppo": settings}).ppo, tokenizer())
-    return rewards({"scores": MODEL} if settings.get("reward_weight", 1) else {}, SEQUENCES, examples)
+def rewards(examples: list[Prompt] = EXAMPLES, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scores of `ROLLOUT`, and their parts."""
+    reward_fn = WeightedRewards(build_config({"ppo": settings}).ppo, tokenizer())
+    return reward_fn(ROLLOUT, MODEL if settings.get("reward_weight", 1) else None, examples)
 
 
 def test_the_weighted_sum_by_hand(file: Path) -> None:
@@ -60,36 +64,36 @@ def test_the_weighted_sum_by_hand(file: Path) -> None:
         {"function": f"{file}:words", "weight": 0.5},
         {"function": f"{file}:echoes", "weight": -2, "name": "e"},
     ]
-    found = scores(reward_functions=functions, reward_weight=3)
-    assert found["reward_model"].tolist() == MODEL.tolist()
-    assert found["reward/words"].tolist() == [2, 1, 3, 0]
-    assert found["reward/e"].tolist() == [1, 0, 0, 0]
-    assert found["scores"][:3].tolist() == [3 + 1 - 2, -6 + 0.5, 9 + 1.5]
-    assert found["scores"].dtype == torch.float32
+    total, parts = rewards(reward_functions=functions, reward_weight=3)
+    assert parts["reward_model"].tolist() == MODEL.tolist()
+    assert parts["reward/words"].tolist() == [2, 1, 3, 0]
+    assert parts["reward/e"].tolist() == [1, 0, 0, 0]
+    assert total[:3].tolist() == [3 + 1 - 2, -6 + 0.5, 9 + 1.5]
+    assert total.dtype == torch.float32
 
 
 def test_without_a_model_the_functions_alone(file: Path) -> None:
-    found = scores(reward_functions=[f"{file}:words", {"function": f"{file}:echoes", "weight": 0}], reward_weight=0)
-    assert found["scores"].tolist() == [2, 1, 3, 0] and found["reward/echoes"].tolist() == [1, 0, 0, 0]
-    assert "reward_model" not in found
+    functions = [f"{file}:words", {"function": f"{file}:echoes", "weight": 0}]
+    total, parts = rewards(reward_functions=functions, reward_weight=0)
+    assert total.tolist() == [2, 1, 3, 0] and parts["reward/echoes"].tolist() == [1, 0, 0, 0]
+    assert "reward_model" not in parts
 
 
 def test_without_functions_the_model_s_score_and_nothing_beside() -> None:
-    found = scores(reward_weight=0.5)
-    assert found.keys() == {"scores"} and torch.equal(found["scores"], MODEL / 2)
+    total, parts = rewards(reward_weight=0.5)
+    assert parts == {} and torch.equal(total, MODEL / 2)
 
 
 def test_rows_that_are_missing_do_not_score_0(file: Path) -> None:
     with pytest.raises(RewardError, match="called with rows of the data, and these sequences came without"):
-        scores(EXAMPLES[:2], reward_functions=f"{file}:words")
+        rewards(EXAMPLES[:2], reward_functions=f"{file}:words")
 
 
 def test_they_are_recorded_as_means_over_real_rows(file: Path) -> None:
-    scored = scores(reward_functions=[f"{file}:words"])
     nothing = torch.zeros_like(MASK)
-    scored |= {"log_probs": nothing, "ref_log_probs": nothing, "entropy": nothing}
-    sums = rollout_statistics(scored, SEQUENCES, torch.tensor([True, True, True, False]))
-    found = means({name: float(number) for name, number in sums.items()})
+    scores = Scores(nothing, nothing, nothing, None, *rewards(reward_functions=[f"{file}:words"]))
+    sums = rollout_sums(ROLLOUT, scores)
+    found = rollout_means({name: float(number) for name, number in sums.items()})
     assert found["reward/words"] == 2.0
     assert found["reward_model"] == pytest.approx(2 / 3) and found["reward"] == pytest.approx(2 / 3 + 2)
 
@@ -108,7 +112,8 @@ def rows_of(folder: Path, *records: dict[str, Any]) -> dict[str, Prompt]:
 def test_a_function_sees_the_columns_of_its_row(file: Path, tmp_path: Path) -> None:
     found = rows_of(tmp_path, *({"prompt": p, "answer": a} for p, a in {"a b": "c a", "b": "b", "c c": "b"}.items()))
     examples = [found[text] for text in ("a b", "b", "c c")]
-    assert scores(examples, reward_functions=[f"{file}:exact"], reward_weight=0)["scores"].tolist() == [1, 1, 0, 0]
+    total, _ = rewards(examples, reward_functions=[f"{file}:exact"], reward_weight=0)
+    assert total.tolist() == [1, 1, 0, 0]
 
 
 def test_columns_stand_above_what_was_read_in_them(tmp_path: Path) -> None:

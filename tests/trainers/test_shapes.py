@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf.data.stage_dataset import load_stage
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.trainers.ppo.trainer import PPO, Models
-from tests.in_process import given, stage_context
+from rlhf.trainers.ppo.trainer import PPOTrainer
+from tests.in_process import ppo_models, stage_context
 
 
 class Operators(TorchDispatchMode):
@@ -28,7 +28,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: Path):
-    def ppo(shapes: str, zero_stage: int = 1, **settings: object) -> PPO:
+    def ppo(shapes: str, zero_stage: int = 1, **settings: object) -> PPOTrainer:
         changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
         values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6, **settings}}
         context = stage_context(accelerator, tmp_path, "ppo", values)
@@ -37,12 +37,12 @@ def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: 
         reward = str(finished_run / "reward" / "model")
         critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
         data = load_stage(config.data, "ppo", tokenizer, seed=0)
-        return PPO(context, Models(*map(given, (actor, reference, critic, scorer))), tokenizer, data)
+        return PPOTrainer(context, ppo_models(actor, reference, critic, scorer), tokenizer, data)
 
     return ppo
 
 
-def end_with(ppo: PPO, part: float) -> None:
+def end_with(ppo: PPOTrainer, part: float) -> None:
     """Let this part of the vocabulary end a completion; the tensor keeps its shape."""
     size = len(ppo.tokenizer)
     ends = torch.where(torch.arange(size) < part * size, torch.arange(size), -1)
@@ -52,11 +52,11 @@ def end_with(ppo: PPO, part: float) -> None:
         ppo.decoder.eos_ids = ends
 
 
-def lengths(ppo: PPO) -> list[int]:
+def lengths(ppo: PPOTrainer) -> list[int]:
     return ppo.experience.action_mask.sum(-1).int().tolist()
 
 
-def steps_of_different_lengths(ppo: PPO) -> list[set[tuple]]:
+def steps_of_different_lengths(ppo: PPOTrainer) -> list[set[tuple]]:
     """Operators of a step with mixed lengths, one whose rows stop at once, and one whose rows never stop."""
     longest = ppo.context.config.data.max_completion_length
     found = []
@@ -80,7 +80,7 @@ def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage, r
         assert sorted(map(str, seen - first)) == []
 
 
-def comparisons_by_step(ppo: PPO, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def comparisons_by_step(ppo: PPOTrainer, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often each step had the ranks compare the order in which they gather weights, as DeepSpeed does anew."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as zero_3
 

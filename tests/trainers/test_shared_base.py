@@ -13,7 +13,6 @@ from accelerators.backends.cpu import info as cpu_info
 from rlhf.evaluation.resolve import model_folder
 from rlhf.launchers import local
 from rlhf.trainers import oom, pipeline
-from rlhf.trainers.ppo.trainer import PPO
 from tests.in_process import stage_context
 
 NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
@@ -33,7 +32,7 @@ def lora_run(rlhf, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def build(accelerator, recipe, lora_run, monkeypatch, capsys):
+def build(accelerator, recipe, lora_run, capsys):
     """PPO's models as a run makes them, before its first step; gives PPO, and what was said."""
 
     def made(precision="fp32", zero_stage=1, roles=None, engine=None, **lora):
@@ -44,17 +43,9 @@ def build(accelerator, recipe, lora_run, monkeypatch, capsys):
             "lora": {"rank": RANK, **lora},
             "roles": roles or {},
         }
-        found = []
         context = stage_context(accelerator, lora_run, "ppo", values)
-
-        def run(context, models, tokenizer, data, judge):
-            found.append(PPO(context, models, tokenizer, data))
-            return {}
-
-        monkeypatch.setattr(pipeline.ppo, "run", run)
         capsys.readouterr()
-        pipeline._ppo(context)
-        return found[0], capsys.readouterr().out
+        return pipeline.build_trainer(context), capsys.readouterr().out
 
     return made
 
@@ -123,7 +114,7 @@ def test_numbers_are_those_of_four_separate_models(build, precision):
     assert "critic" not in said.partition("rows")[0]
     assert frozen_base(apart)["actor"].isdisjoint(frozen_base(apart)["critic"] | frozen_base(apart)["reward"])
     (sequences, scored), (same, expected) = first_rollout(shared), first_rollout(apart)
-    assert torch.equal(sequences["input_ids"], same["input_ids"])
+    assert torch.equal(sequences.input_ids, same.input_ids)
     for key in ("log_probs", "ref_log_probs"):
         assert torch.equal(scored[key], expected[key])
     unit = {"fp32": 2.0**-20, "bf16": 2.0**-7}[precision]  # of numbers below 1: a few roundings, of 24 bits or of 8
@@ -171,7 +162,7 @@ def test_with_norms_trained_too_the_reference_is_a_model_on_the_actor_s_base(bui
     bases = frozen_base(ppo)
     assert bases["actor"] < bases["reference"] and len(bases["reference"] - bases["actor"]) == 5
     sequences, scored = first_rollout(ppo)
-    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    assert torch.equal(scored.log_probs, scored.ref_log_probs)
     # The reward model was trained without norms: the critic begins with the base's, and trains its own.
     norms = [modules(ppo)[name].model.model.norm.weight for name in ("critic", "reward")]
     critic, reward = (norm.detach().clone() for norm in norms)
@@ -179,9 +170,9 @@ def test_with_norms_trained_too_the_reference_is_a_model_on_the_actor_s_base(bui
         ppo.step(index)
     assert not torch.equal(norms[0], critic) and torch.equal(norms[1], reward)
     after = ppo.score(sequences)
-    assert torch.equal(after["ref_log_probs"], scored["ref_log_probs"])
-    assert (after["log_probs"] - scored["log_probs"]).abs().max() > 1e-3
-    assert torch.equal(after["scores"], scored["scores"])
+    assert torch.equal(after.ref_log_probs, scored.ref_log_probs)
+    assert (after.log_probs - scored.log_probs).abs().max() > 1e-3
+    assert torch.equal(after.reward, scored.reward)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +227,7 @@ def test_quantized_weights_are_there_once_too_and_the_policy_begins_as_the_refer
     ]
     assert len(packed[0]) == 14 and packed[0] == packed[1] == packed[2]
     _, scored = first_rollout(ppo)
-    assert torch.equal(scored["log_probs"], scored["ref_log_probs"])
+    assert torch.equal(scored.log_probs, scored.ref_log_probs)
     ppo.step(0)
 
 
@@ -263,5 +254,5 @@ def test_what_ppo_leaves_is_merged_or_an_adapter_or_both(rlhf, lora_run, tmp_pat
 
 def test_a_model_that_later_stages_start_from_is_left_whatever_is_saved(rlhf, tmp_path):
     said = rlhf("sft", "--output", tmp_path / "run", "--set", "lora.rank=4", "--set", "lora.save=adapter").stdout
-    assert "sft: its model is left beside its adapter: later stages start from it" in said
+    assert "sft: its model is saved next to its adapter: later stages start from it" in said
     assert all((tmp_path / "run" / "sft" / name).is_dir() for name in ("model", "adapter"))

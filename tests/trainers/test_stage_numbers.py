@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers import dpo, reward, sft
-from rlhf.trainers.ppo import stage as ppo
+from rlhf.trainers.dpo import DPOTrainer
+from rlhf.trainers.loop import fit
+from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.trainers.reward import RewardTrainer
+from rlhf.trainers.sft import SFTTrainer
 from tests.helpers import llama
-from tests.in_process import OPTIMIZER, ROW, given, scalar_llama, stage_context
+from tests.in_process import OPTIMIZER, ROW, one_model, ppo_models, scalar_llama, stage_context
 from tests.optimum import language
 from tests.trainers.test_keys import RECORDS, STAGES, keys_of_records, table
 
@@ -87,6 +91,10 @@ def run_stage(accelerator, tmp_path_factory):
     return run
 
 
+def train(kind: Any, model: Any, data: StageData, context: Any) -> dict[str, Any]:
+    return fit(kind(context, one_model(model), language.tokenizer(), data), context)
+
+
 DEMONSTRATIONS = [
     Demonstration([3, 4], [5, 6, 7, EOS], ROW),
     Demonstration([8], [9, EOS], ROW),
@@ -122,7 +130,7 @@ def gradient_norm(model: nn.Module, loss: Tensor) -> float:
 def sft_ran(run_stage):
     values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
     data = StageData(DEMONSTRATIONS, HELDOUT, [])
-    return run_stage("sft", values, lambda context: sft.run(context, given(policy()), language.tokenizer(), data))
+    return run_stage("sft", values, partial(train, SFTTrainer, policy(), data))
 
 
 def test_the_supervised_loss_is_that_of_transformers_before_the_update(sft_ran):
@@ -180,7 +188,7 @@ HELDOUT_PAIRS = [
 def reward_ran(run_stage):
     values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
     data = StageData(PAIRS, HELDOUT_PAIRS, [])
-    return run_stage("reward", values, lambda context: reward.run(context, given(scorer()), language.tokenizer(), data))
+    return run_stage("reward", values, partial(train, RewardTrainer, scorer(), data))
 
 
 def test_the_arithmetic_of_a_reward_step_is_of_both_rows_of_each_real_pair(reward_ran):
@@ -254,7 +262,7 @@ def test_the_heldout_scores_are_those_of_plain_transformers(reward_ran):
 def dpo_ran(run_stage):
     values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "beta": 0.3, "optimizer": OPTIMIZER}
     data = StageData(PAIRS, HELDOUT_PAIRS, [])
-    return run_stage("dpo", values, lambda context: dpo.run(context, given(policy()), language.tokenizer(), data))
+    return run_stage("dpo", values, partial(train, DPOTrainer, policy(), data))
 
 
 def plain_log_probs(model: Any, pairs: list[Pair]) -> Tensor:
@@ -336,12 +344,11 @@ def ppo_ran(run_stage):
 
     def call(context):
         actor, reference = (llama(4, eos_token_id=EOS, num_hidden_layers=1) for _ in range(2))
-        models = ppo.Models(*map(given, (actor, reference, scalar_llama(4, **SIZES), language.TableOfRewards(seed=0))))
+        models = ppo_models(actor, reference, scalar_llama(4, **SIZES), language.TableOfRewards(seed=0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Decoder, "generate", Echo(backwards=3))  # the held-out prompts, two at a time
-            return ppo.run(
-                context, models, language.tokenizer(), data, lambda prompt, text: text.split() == prompt.split()[::-1]
-            )
+            judge = lambda prompt, text: text.split() == prompt.split()[::-1]  # noqa: E731
+            return fit(PPOTrainer(context, models, language.tokenizer(), data, judge), context)
 
     return run_stage("ppo", values, call)
 

@@ -30,8 +30,9 @@ def tune(accelerator: Any, folder: Path, **changes: Any) -> dict[str, Any]:
     from rlhf.reporting.recorder import Recorder
     from rlhf.runs.directory import RunDirectory
     from rlhf.runs.stage_directory import parse_step
-    from rlhf.trainers import sft
-    from tests.in_process import given, stage_context
+    from rlhf.trainers.loop import fit
+    from rlhf.trainers.sft import SFTTrainer
+    from tests.in_process import one_model, stage_context
     from tests.optimum import language
     from tests.trainers.test_stage_numbers import DEMONSTRATIONS, HELDOUT, policy
 
@@ -41,7 +42,8 @@ def tune(accelerator: Any, folder: Path, **changes: Any) -> dict[str, Any]:
     latest = place.latest_checkpoint
     with Recorder(place, resume_step=parse_step(latest) if latest else None) as recorder:
         context = stage_context(accelerator, folder, "sft", values, recorder=recorder)
-        return sft.run(context, given(policy()), language.tokenizer(), StageData(DEMONSTRATIONS, HELDOUT, []))
+        data = StageData(DEMONSTRATIONS, HELDOUT, [])
+        return fit(SFTTrainer(context, one_model(policy()), language.tokenizer(), data), context)
 
 
 def _kill(*arguments: Any) -> None:
@@ -60,19 +62,20 @@ def _nth(count: int, function: Callable[..., Any], instead: Callable[..., Any]) 
 
 
 def _patch(place: str) -> None:
-    from rlhf.trainers import evaluation_schedule, sft, supervised
+    from rlhf.trainers import evaluation_schedule
+    from rlhf.trainers.sft import SFTTrainer
 
     if place == "its model is written, and what was found is not":
         evaluation_schedule.atomic_write_json = _nth(1 + 5, evaluation_schedule.atomic_write_json, _kill)
     elif place == "a better model is kept than the checkpoint knows":
-        sft.evaluate = _nth(1 + 8, sft.evaluate, _kill)
+        SFTTrainer.evaluate = _nth(1 + 8, SFTTrainer.evaluate, _kill)
     elif place == "a checkpoint is written, and its model is not measured":
-        sft.evaluate = _nth(1 + 6, sft.evaluate, _kill)
+        SFTTrainer.evaluate = _nth(1 + 6, SFTTrainer.evaluate, _kill)
     elif place == "its model is not written, and is the best":
-        supervised.leave = _nth(6, supervised.leave, _kill)
+        SFTTrainer.save = _nth(6, SFTTrainer.save, _kill)
     else:
-        publish = evaluation_schedule.atomic_rename_dir
-        evaluation_schedule.atomic_rename_dir = lambda *paths: (publish(*paths), _kill())
+        rename = evaluation_schedule.atomic_rename_dir
+        evaluation_schedule.atomic_rename_dir = lambda *paths: (rename(*paths), _kill())
 
 
 PLACES = {

@@ -1,38 +1,44 @@
-"""Numbers that describe a rollout: reward, drift from the reference, length, variety; and means over many."""
+"""Metrics of a PPO step: reward, drift from the reference, lengths, and the arithmetic of its phases."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from rlhf.data.batches import Batch
 from rlhf.engine import distributed
-from rlhf.engine.engine import Batch
 from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.log_probs import masked
-from rlhf.trainers.ppo.scores import is_part
+from rlhf.models.flops import Texts, generated
+from rlhf.reporting.timers import Phase
+from rlhf.trainers.context import StageContext
+from rlhf.trainers.ppo.experience import Rollout, Scores
+from rlhf.trainers.ppo.rewards import is_reward_part
 
 
-def rollout_statistics(scored: Batch, sequences: Batch, row_mask: Tensor) -> Batch:
-    """Sums over real rows and tokens of what `PPO.score` and `PPO.generate` gave of a rollout; `means` divides them."""
-    rows, mask = row_mask.float(), sequences["action_mask"]
-    log_ratio = masked(scored["log_probs"] - scored["ref_log_probs"], mask)
+def rollout_sums(rollout: Rollout, scores: Scores) -> Batch:
+    """Return sums over real rows and tokens of a rollout, for `rollout_means` to divide."""
+    rows, mask = rollout.row_mask.float(), rollout.action_mask
+    log_ratio = masked(scores.log_probs - scores.ref_log_probs, mask)
     return {
         "rows": rows.sum(),
         "tokens": mask.sum(),
-        "reward": (scored["scores"] * rows).sum(),
-        "reward_squared": (scored["scores"] ** 2 * rows).sum(),
+        "reward": (scores.reward * rows).sum(),
+        "reward_squared": (scores.reward**2 * rows).sum(),
         "kl": log_ratio.sum(),
-        "entropy": masked(scored["entropy"], mask).sum(),
-        "ended": (sequences["ended"] * rows).sum(),
-        **lengths(sequences, rows),
-        **{name: (part * rows).sum() for name, part in scored.items() if is_part(name)},
+        "entropy": masked(scores.entropy, mask).sum(),
+        "ended": (rollout.ended * rows).sum(),
+        **length_sums(rollout, rows),
+        **{name: (part * rows).sum() for name, part in scores.reward_parts.items()},
     }
 
 
-def lengths(sequences: Batch, rows: Tensor) -> Batch:
-    """Sums over real rows of the lengths of prompts and of whole texts, and of their squares."""
-    whole = sequences["attention_mask"].sum(1) * rows
-    prompts = whole - sequences["action_mask"].sum(1)
+def length_sums(rollout: Rollout, rows: Tensor) -> Batch:
+    """Return sums over real rows of the lengths of prompts and of whole texts, and of their squares."""
+    whole = rollout.attention_mask.sum(1) * rows
+    prompts = whole - rollout.action_mask.sum(1)
     return {
         "prompt_tokens": prompts.sum(),
         "prompt_pairs": (prompts**2).sum(),
@@ -41,8 +47,15 @@ def lengths(sequences: Batch, rows: Tensor) -> Batch:
     }
 
 
-def means(sums: Metrics) -> Metrics:
-    """Means of what `rollout_statistics` summed: per sequence, but entropy per token."""
+def padding_sums(rollout: Rollout) -> Batch:
+    """Return the positions that one model's scoring pass computes, and how many hold a token of a real row."""
+    present = (rollout.attention_mask * rollout.row_mask.unsqueeze(1)).sum()
+    computed = sum(micro_batch.positions(len(rollout.row_mask)) for micro_batch in rollout.micro_batches)
+    return {"present": present, "positions": torch.full_like(present, computed)}
+
+
+def rollout_means(sums: Metrics) -> Metrics:
+    """Return the means of `rollout_sums`: per sequence, but entropy per token."""
     rows = max(sums["rows"], 1)
     mean = sums["reward"] / rows
     return {
@@ -53,14 +66,14 @@ def means(sums: Metrics) -> Metrics:
         "entropy": sums["entropy"] / max(sums["tokens"], 1),
         "response_length": sums["tokens"] / rows,
         "truncated_share": 1 - sums["ended"] / rows,
-        **{name: number / rows for name, number in sums.items() if is_part(name)},
+        **{name: number / rows for name, number in sums.items() if is_reward_part(name)},
     }
 
 
-def critic_statistics(values: Tensor, returns: Tensor, mask: Tensor) -> Batch:
-    """Sums of squares about their means over all ranks, [B, A] each; `explained_variance` divides them.
+def critic_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Batch:
+    """Return sums of squares about their means over all ranks, for `explained_variance`; all inputs are [B, A].
 
-    The means are taken off first: of returns that lie close together, sums of squares have no digits left.
+    The means are subtracted first: if returns lie close together, sums of squares have no digits left.
     """
     both = torch.stack([returns, returns - values])
     *totals, count = distributed.all_sum(torch.stack([*(both * mask).sum((1, 2)), mask.sum()]))
@@ -70,45 +83,47 @@ def critic_statistics(values: Tensor, returns: Tensor, mask: Tensor) -> Batch:
 
 
 def explained_variance(sums: Metrics) -> float:
-    """1 - Var(returns - values) / Var(returns): of a perfect critic 1, of a constant one 0, as where returns agree."""
+    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one.
+
+    It is 0 too if all returns are equal.
+    """
     return 1 - sums["error"] / sums["spread"] if sums["spread"] else 0.0
 
 
-class Moments:
-    """Mean and variance of all values so far, on all ranks; `state`: their count, mean and variance, on the device."""
+def record_arithmetic(
+    context: StageContext, sums: Metrics, updates: float, pretraining: Texts | None = None, *, reused: bool = False
+) -> None:
+    """Tell `context.phases` the tokens that a step's phases worked on, and the operations that this takes.
 
-    def __init__(self) -> None:
-        self.state = torch.zeros(3)
-
-    def scale(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Take in the values [B] where `mask` [B] is 1, then scale them to mean 0 and deviation 1 of all so far.
-
-        What two sets of values have together follows from each one's count, mean and variance (T. Chan, G. Golub and
-        R. LeVeque, 1979), so that no digits are lost however many there are.
-        """
-        count, mean, variance = self.state.to(values.device)
-        here, total = distributed.all_sum(torch.stack([mask.sum(), (values * mask).sum()]))
-        own_mean = total / here.clamp_min(1)
-        own_variance = distributed.all_sum((((values - own_mean) * mask) ** 2).sum()) / here.clamp_min(1)
-        share, apart = here / (count + here).clamp_min(1), own_mean - mean
-        mean = mean + share * apart
-        variance = variance + share * (own_variance - variance) + share * (1 - share) * apart**2
-        self.state = torch.stack([count + here, mean, variance])
-        return (values - mean) * torch.rsqrt(variance + 1e-8)
-
-
-class MovingMean:
-    """Mean of a number over steps, each weighted 0.9 times the one after it; `state`: weighted sum, and the weights'.
-
-    Divided by the sum of the weights, as Adam's moments are (arXiv:1412.6980, section 3), the first steps count as
-    later ones do.
+    Args:
+        sums: those of `rollout_sums`, over all ranks.
+        updates: how many followed the rollout.
+        pretraining: raw text of each update, in addition to the rollout's.
+        reused: the update differentiates the passes that scored policy and critic, and makes none of its own.
     """
-
-    def __init__(self) -> None:
-        self.state = (0.0, 0.0)
-
-    def add(self, number: float) -> float:
-        """The mean up to and with `number`."""
-        total, weights = (0.9 * part + 0.1 * new for part, new in zip(self.state, (number, 1.0)))
-        self.state = total, weights
-        return total / weights
+    settings, products = context.config.ppo, context.products
+    texts = Texts(sums["text_tokens"], sums["text_pairs"], sums["tokens"])
+    passes = settings.ppo_epochs * updates / settings.updates
+    raw_text = pretraining or Texts(0, 0, 0)
+    flops: dict[Phase, float] = {}
+    if products is not None:
+        values = texts._replace(outputs=texts.tokens)  # a scalar head is read at every token
+        read = {name: values if name in ("critic", "reward") else texts for name in (*products, "reference")}
+        actor = products["actor"]
+        known = {"reference": replace(actor, adapters=0)} | products
+        scored = {name: known[name].forward(read[name]) for name in read}
+        trained = {name: products[name].update(read[name]) for name in ("actor", "critic") if name in products}
+        updated = sum(trained.values()) - (sum(scored[name] for name in trained) if reused else 0)
+        prompts = Texts(sums["prompt_tokens"], sums["prompt_pairs"], 0)
+        flops = {
+            "generation": actor.forward(generated(sums["rows"], prompts, texts)),
+            "scoring": sum(scored.values()),
+            "training": passes * updated + updates * actor.update(raw_text),
+        }
+    tokens: dict[Phase, float] = {
+        "generation": texts.outputs,
+        "scoring": texts.tokens,
+        "training": passes * texts.tokens + updates * raw_text.tokens,
+    }
+    for phase, count in tokens.items():
+        context.phases.count_work(phase, tokens=count, flops=flops.get(phase))

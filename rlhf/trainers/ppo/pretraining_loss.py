@@ -1,7 +1,7 @@
-"""The mixed pre-training loss: raw text that the policy goes on to model while it learns from rewards.
+"""The pre-training loss of PPO-ptx: raw text that the policy continues to model while it learns from rewards.
 
-A part of each update's micro-batches is of this text; its loss enters the same gradient and the same optimizer step as
-the policy's (arXiv:2203.02155, equation 2: PPO-ptx).
+Each update has some micro-batches of this text; their loss enters the same gradient and the same optimizer step as
+the policy's (arXiv:2203.02155, equation 2).
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from rlhf.models.forward import completion_log_probs
 from rlhf.trainers.context import StageContext
 
 
-class Pretraining:
-    """This rank's rows of raw text for each update, and their loss."""
+class PretrainingLoss:
+    """This rank's rows of raw text for each update, and their loss.
+
+    Attributes:
+        texts: those of one update, over all ranks.
+    """
 
     def __init__(self, context: StageContext, rows: Sequence[list[int]]) -> None:
-        """`rows`: those of all ranks, of equal length."""
+        """Prepare the batches.
+
+        Args:
+            rows: those of all ranks, of equal length.
+        """
         settings, length = context.config.ppo, len(rows[0])
         self.texts = Texts.of([length] * settings.pretraining_rows, settings.pretraining_rows * (length - 1))
-        """Those of one update, over all ranks."""
         self._to_device = context.accelerator.to_device
         self._coefficient = settings.ptx_coef
         self._targets = self.texts.outputs
@@ -40,8 +47,8 @@ class Pretraining:
         )
 
     @classmethod
-    def read(cls, context: StageContext, tokenizer: Any) -> Pretraining | None:
-        """The texts that the settings name; None: none, and no loss.
+    def read(cls, context: StageContext, tokenizer: Any) -> PretrainingLoss | None:
+        """Read the texts that the settings name; None if there is no such loss.
 
         Raises:
             DataError: they cannot be read, or are too few.
@@ -52,17 +59,17 @@ class Pretraining:
         documents = pretraining.read(config, show=context.world.is_main)
         rows = pretraining.pack(config, documents, tokenizer)
         context.say(
-            f"ppo: {len(rows):,} rows of {rows.length} tokens to go on modelling, of {len(documents):,} documents; "
+            f"ppo: {len(rows):,} rows of {rows.length} tokens of raw text, of {len(documents):,} documents; "
             f"{config.ppo.pretraining_rows} in each update"
         )
         return cls(context, rows)
 
     def micro_batches(self, update: int) -> list[Batch]:
-        """This rank's micro-batches for update `update` of the run: `input_ids` [B, L]."""
+        """Return this rank's micro-batches for update `update` of the run: `input_ids` [B, L]."""
         return [self._to_device(batch) for batch in self.batches.step(update)]
 
-    def beside(self, loss: Loss) -> Loss:
-        """The loss of a list of parts some of which are of raw text; `loss` is that of the others."""
+    def add_to(self, loss: Loss) -> Loss:
+        """Return the loss of micro-batches some of which are raw text (dictionaries); `loss` is that of the others."""
 
         def mixed(model: nn.Module, part: Any) -> tuple[Tensor, Batch]:
             return self._loss(model, part) if isinstance(part, dict) else loss(model, part)
@@ -70,7 +77,7 @@ class Pretraining:
         return mixed
 
     def _loss(self, model: nn.Module, part: Batch) -> tuple[Tensor, Batch]:
-        """A part of the mean of -log p over all tokens of the update but each row's first, weighted."""
+        """Return this part of the weighted mean of -log p over all tokens of the update but each row's first."""
         ids = part["input_ids"]
         log_probs = completion_log_probs(model, ids, torch.ones_like(ids), ids.shape[1] - 1).log_probs
         value = -log_probs.sum() / self._targets
@@ -78,5 +85,5 @@ class Pretraining:
 
 
 def _collate(rows: Sequence[list[int]], real: int) -> Batch:
-    """Endless batches have no rows that only fill them up."""
+    """Stack rows; endless batches have none that only fill them up."""
     return {"input_ids": torch.tensor(list(rows))}

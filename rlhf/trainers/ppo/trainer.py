@@ -1,120 +1,154 @@
-"""One step of reinforcement learning: sample from the policy, score, and raise what scored above expectation.
+"""PPO, from top to bottom: draw completions, score them, estimate advantages, update policy and critic.
 
-Prompts flow in, an `Experience` of each rollout lies between, new weights flow out (arXiv:1707.06347; the arrangement
-is that of arXiv:2203.02155).
+`PPOTrainer.step` is the algorithm (arXiv:1707.06347, arranged as in arXiv:2203.02155): `collect` turns prompts into an
+`Experience`, by `generate` and `score`, and `update` turns that into new weights. `rlhf.trainers.loop.fit` calls the
+steps; `rlhf.losses` has the equations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from rlhf.data.batches import collate_ppo
+from rlhf.data.completions import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
+from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.ema import EMA
-from rlhf.engine.engine import Batch, TrainingEngine
+from rlhf.engine.engine import Batch, Loss, TrainingEngine
+from rlhf.engine.fp16 import EngineStep, synchronized_step
 from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
 from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import generating
-from rlhf.generation.micro_batches import lengths
 from rlhf.generation.strategy import choose
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
-from rlhf.losses.log_probs import ends_with, masked
-from rlhf.models.loading import ModelLoader
+from rlhf.losses.log_probs import masked, masked_mean, token_weights
+from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
+from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
+from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
+from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.ppo import flops
-from rlhf.trainers.ppo.experience import Experience
+from rlhf.trainers.model_factory import ModelFactory
+from rlhf.trainers.outputs import log_outputs, save_outputs
+from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.forward_reuse import why_not
-from rlhf.trainers.ppo.metrics import critic_statistics, explained_variance, means, rollout_statistics
-from rlhf.trainers.ppo.pretraining_loss import Pretraining
-from rlhf.trainers.ppo.reward_shaping import Shaping
-from rlhf.trainers.ppo.scores import Rewards
-from rlhf.trainers.ppo.scoring import Pass, Scorer
-from rlhf.trainers.ppo.updates import MEANS, Updates
+from rlhf.trainers.ppo.metrics import (
+    critic_sums,
+    explained_variance,
+    padding_sums,
+    record_arithmetic,
+    rollout_means,
+    rollout_sums,
+)
+from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
+from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
+from rlhf.trainers.ppo.samples import show_samples
+from rlhf.trainers.trainer import EvalResult
+from rlhf.utils.statistics import distinct
+
+Judge = Callable[[str, str], bool]
+"""(prompt, completion) -> approved; it judges results and is never part of training."""
+
+_UPDATE_METRICS = (
+    *("policy_loss", "value_loss", "clip_fraction", "approx_kl", "kl_loss", "value_clip_fraction", "ptx_loss"),
+)  # of each update; the mean over a step's updates is recorded
+_SUMMARY_SAMPLES = 3
 
 
-@dataclass(frozen=True)
-class Models:
-    """The four models of PPO, each loaded when its turn comes; `critic` and `reward` have a scalar head.
+class PPOTrainer:
+    """PPO's models, prompts and step; a `rlhf.trainers.trainer.Trainer`.
 
-    Where the actor is trained by LoRA, `reference` is not loaded: it is the actor without its adapters.
+    Attributes:
+        actor, critic: the models that are trained; an estimator may need no critic.
+        reference, reward: those that only score. With LoRA the reference is None: it is the actor without its
+            adapters. A reward that functions alone give needs no reward model.
+        experience: the latest, without its passes; None before the first step.
     """
 
-    actor: ModelLoader
-    reference: ModelLoader
-    critic: ModelLoader
-    reward: ModelLoader
+    unit = "tokens"
+    displayed = ("reward", "kl", "response_length")
+    epoch_steps = None
 
+    def __init__(
+        self,
+        context: StageContext,
+        models: ModelFactory,
+        tokenizer: Any,
+        data: StageData,
+        judge: Judge | None = None,
+    ) -> None:
+        """Load the models and prepare the batches.
 
-class PPO:
-    """The engines, and one step of the algorithm."""
-
-    def __init__(self, context: StageContext, models: Models, tokenizer: Any, data: StageData) -> None:
-        self.context = context
-        self.settings = settings = context.config.ppo
-        # Before the models, which take longer; a loop of one's own may put another in its place.
-        self.rewards: Callable[[Batch, Batch, Sequence[Prompt]], Batch] = Rewards(settings, tokenizer)
+        Args:
+            judge: used in evaluation only.
+        """
+        self.context, self.tokenizer, self.data, self._judge = context, tokenizer, data, judge
         self.accelerator = context.accelerator
-        self.tokenizer = tokenizer
-        self.experience: Experience | None = None  # the latest, for samples
-        self.steps = settings.total_steps(len(data.train))
-        minibatch, micro_rows = settings.minibatch(context.world.size)
+        self.settings = settings = context.config.ppo
+        self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which take longer
+        self.shaping = RewardShaping(settings)
+        self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
+        self.total_steps = settings.total_steps(len(data.train))
+        self.experience: Experience | None = None
+
+        ranks = context.world.size
+        minibatch, micro_rows = settings.minibatch(ranks)
+        self._minibatch_rows = minibatch // ranks  # of this rank
+        self.micro_batcher = MicroBatcher(micro_rows, context.shapes)
+
+        self.pretraining = PretrainingLoss.read(context, tokenizer)
         sizes = {
-            "total_steps": self.steps * settings.updates,
+            "total_steps": self.total_steps * settings.updates,
             "batch_size": minibatch,
             "micro_batch_size": micro_rows,
         }
-        held = context.placements
-        pretraining = Pretraining.read(context, tokenizer)
-        more = settings.pretraining(context.world.size)[0]
-        self.actor = context.engine("actor", models.actor, settings.optimizer, **sizes, more=more)
-        self.critic = (
-            context.engine("critic", models.critic, settings.critic_optimizer, **sizes) if "critic" in held else None
+        roles = context.placements
+        self.actor = context.engine(
+            "actor",
+            models.causal_lm,
+            settings.optimizer,
+            **sizes,
+            extra_micro_batches=settings.pretraining(ranks)[0],
         )
+        self.critic: TrainingEngine | None = None
+        if "critic" in roles:
+            self.critic = context.engine("critic", models.scalar_head, settings.critic_optimizer, **sizes)
         if settings.ema:
             self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
-        self.reference = context.frozen("reference", models.reference) if "reference" in held else None
-        self.reward = context.frozen("reward", models.reward) if "reward" in held else None
-        self.scorer = Scorer(
-            context,
-            actor=self.actor,
-            critic=self.critic,
-            reference=self.reference,
-            reward=self.reward,
-            micro_rows=micro_rows,
-        )
-        self.shaping = Shaping(settings)
-        self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
-        self.updates = Updates(context, self.actor, self.critic, pretraining)
-        apart = why_not(context, self.engines)
-        if apart:
-            context.say(f"ppo: rollouts are scored in passes of their own, not in those of the update: {apart}")
-        self._keeps = not apart
+        self.reference = context.frozen("reference", models.causal_lm) if "reference" in roles else None
+        self.reward = context.frozen("reward", models.scalar_head) if "reward" in roles else None
+        separate = why_not(context, self.engines)
+        if separate:
+            context.say(f"ppo: rollouts are scored in passes of their own, not in those of the update: {separate}")
+        self._reuses_passes = not separate
 
-        self.collate = collate = partial(
+        self.collate = partial(
             collate_ppo,
             pad_token_id=tokenizer.pad_token_id,
             policy=context.shapes,
             maximum=context.config.data.max_prompt_length,
         )
-        self.batch_rows = rows = settings.batch_size // context.world.size
+        self.batch_rows = settings.batch_size // ranks
         # Endless: a minibatch without a real row would move weights by momentum alone.
-        share = settings.prompts(context.world.size)
+        prompts = settings.prompts(ranks)
         self.batches = context.batches(
-            data.train, collate, batch_size=share * context.world.size, micro_batch_size=share, endless=True
+            data.train, self.collate, batch_size=prompts * ranks, micro_batch_size=prompts, endless=True
         )
-        # The same rows at a time as in training, so that evaluation adds no shapes.
-        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
+        # As many rows at a time as in training, so that evaluation adds no shapes.
+        self.held_out = context.evaluation_batches(data.heldout, self.collate, settings, rows=self.batch_rows)
         self.decoder = Decoder(
-            context.accelerator,
+            self.accelerator,
             eos_ids=find_end_tokens(tokenizer, self.actor.module.generation_config),
             pad_id=tokenizer.pad_token_id,
             max_new_tokens=context.config.data.max_completion_length,
@@ -128,48 +162,90 @@ class PPO:
         """The models that are trained, by role."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
-    def step(self, index: int) -> Metrics:
-        """One rollout and the updates that follow from it."""
+    def step(self, index: int, reward_fn: RewardFunction | None = None) -> Metrics:
+        """Take step `index`: one rollout, and the updates that follow from it.
+
+        Args:
+            reward_fn: scores the completions in place of the settings' reward model and functions.
+        """
         sums = MetricSums()
         prompts = self.accelerator.to_device(self.prompts(index))
-        passes: list[Pass] | None = [] if self._keeps else None
-        self.experience = experience = self.collect(prompts, sums, self.examples(index), keep=passes)
+        experience = self.collect(prompts, sums, self.examples(index), reward_fn)
+        self.experience = replace(experience, passes=())
         with self.context.phases("training"):
-            made = self.updates(experience, index, sums, kl_coef=self.shaping.kl_coef, passes=passes or ())
-        found = sums.read()
-        flops.tell(self.context, found, made["updates"], self.updates.pretraining, reused=self._keeps)
-        numbers = means(found) | {key: found[key] / made["updates"] for key in MEANS if key in found}
-        numbers |= {
-            "returns": found["returns"] / max(found["tokens"], 1),
-            "padding_share": padding_share(found),
-            **made,
-            **{_norm_of(name): engine.grad_norm() for name, engine in self.engines.items()},
+            updates, rates = self.update(experience, index, sums)
+        totals = sums.read()
+        raw_text = self.pretraining.texts if self.pretraining else None
+        record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
+        metrics = rollout_means(totals)
+        metrics |= {key: totals[key] / updates for key in _UPDATE_METRICS if key in totals}
+        metrics |= {
+            "returns": totals["returns"] / max(totals["tokens"], 1),
+            "padding_share": padding_share(totals),
+            "updates": float(updates),
+            **rates,
+            "grad_norm": self.actor.grad_norm(),
         }
         if self.critic:
-            numbers["explained_variance"] = explained_variance(found)
-        return numbers | self.shaping.learn(numbers)
+            metrics["critic_grad_norm"] = self.critic.grad_norm()
+            metrics["explained_variance"] = explained_variance(totals)
+        metrics |= self.shaping.update(metrics)
+        if self.settings.shows_samples(index + 1, self.total_steps):
+            show_samples(self.context, self.tokenizer, self.experience, index + 1)
+        return metrics
 
     def prompts(self, index: int) -> Batch:
-        """This rank's prompts of rollout `index`, each as often as it is to be completed, one row after the other."""
+        """Return this rank's prompts of rollout `index`, each repeated for its completions, one row after the other."""
         (prompts,) = self.batches.step(index)
         return {key: rows.repeat_interleave(self.settings.method.group_size, 0) for key, rows in prompts.items()}
 
     def examples(self, index: int) -> list[Prompt]:
-        """What the rows of `prompts(index)` are made of."""
+        """Return the examples behind the rows of `prompts(index)`."""
         return [example for example in self.batches.share(index) for _ in range(self.settings.method.group_size)]
 
+    # --- collect: from prompts to an Experience
+
+    def collect(
+        self,
+        prompts: Batch,
+        sums: MetricSums,
+        examples: Sequence[Prompt] = (),
+        reward_fn: RewardFunction | None = None,
+    ) -> Experience:
+        """Draw and score completions of this rank's `prompts`, and estimate advantages; add metrics to `sums`."""
+        with self.context.phases("generation"):
+            rollout = self.generate(prompts)
+            self.decoder.make_room()
+        with self.context.phases("scoring"):
+            scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
+        mask = rollout.action_mask
+        values = torch.zeros_like(mask) if scores.values is None else scores.values * mask
+        rewards = self.shaping.token_rewards(scores, rollout)
+        advantages, returns = self._estimate(rewards, values, mask, self.settings)
+        sums.add(**rollout_sums(rollout, scores), returns=(returns * mask).sum(), **padding_sums(rollout))
+        if self.critic:
+            sums.add(**critic_sums(values, returns, mask))
+        if self.settings.method.whiten_advantages:
+            advantages = whiten(advantages, mask, distributed.all_sum)
+        self.accelerator.step_boundary("rollout/advantages")
+        return Experience(
+            input_ids=rollout.input_ids,
+            attention_mask=rollout.attention_mask,
+            action_mask=mask,
+            log_probs=masked(scores.log_probs, mask),
+            ref_log_probs=masked(scores.ref_log_probs, mask),
+            values=values,
+            reward=scores.reward,
+            advantages=advantages * mask,
+            returns=returns * mask,
+            micro_batches=rollout.micro_batches,
+            lengths=rollout.lengths,
+            passes=scores.passes,
+        )
+
     @torch.no_grad()
-    def generate(self, prompts: Batch) -> Batch:
-        """Complete a batch of prompts.
-
-        Args:
-            prompts: `prompt_ids`, `prompt_mask` [B, P], padded left, and `row_mask` [B].
-
-        Returns:
-            `input_ids`, `attention_mask` [B, P + A] and `action_mask` [B, A]; rows that only fill up the
-            batch have no actions. `ended` [B]: 1 where the last action is an end token. Where padding is to be left
-            out of passes over them, `lengths` (see `rlhf.generation.micro_batches`).
-        """
+    def generate(self, prompts: Batch) -> Rollout:
+        """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
         with self.context.phases.running("generation"), generating(self.actor, self.decoder.team) as model:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
@@ -177,74 +253,273 @@ class PPO:
             if self.actor.zero_stage == 3:  # weights will be gathered to other places, which a recording cannot follow
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
-        action_mask = (completions.mask * prompts["row_mask"].unsqueeze(1)).float()
-        found = lengths(prompts["prompt_mask"], completions.mask, self.context.shapes)
-        return ({} if found is None else {"lengths": found}) | {
-            "input_ids": torch.cat([prompts["prompt_ids"], completions.ids], dim=1),
-            "attention_mask": torch.cat([prompts["prompt_mask"], completions.mask], dim=1),
-            "action_mask": action_mask,
-            "ended": ends_with(completions.ids, action_mask, self.decoder.eos_ids),
-        }
+        return Rollout.join(
+            prompts,
+            completions.ids,
+            completions.mask,
+            end_ids=self.decoder.eos_ids,
+            micro_batcher=self.micro_batcher,
+            lengths=self.micro_batcher.lengths(prompts["prompt_mask"], completions.mask),
+        )
 
-    def score(self, sequences: Batch, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None) -> Batch:
-        """What the models, and the reward functions, make of `generate`'s sequences.
+    def score(
+        self,
+        rollout: Rollout,
+        examples: Sequence[Prompt] = (),
+        reward_fn: RewardFunction | None = None,
+        *,
+        for_update: bool = False,
+    ) -> Scores:
+        """Score a rollout by the models and the reward functions.
 
         Args:
-            examples: of the sequences that do not only fill up the batch, for reward functions; see `examples`.
-            keep: is given the training passes by which policy and critic are scored; None: they need none.
-
-        Returns:
-            `log_probs`, `ref_log_probs`, `entropy` [B, A]; where there is a critic `values` [B, A]; the `scores` [B],
-            and with reward functions the parts that they are the weighted sum of (`Rewards`). All float32.
+            examples: those behind the rollout's real rows, for reward functions; see `examples`.
+            reward_fn: as in `step`.
+            for_update: score policy and critic by training passes, and keep these in `Scores.passes`.
 
         Raises:
             RewardError: a reward function failed.
         """
         with self.context.phases.running("scoring"):
-            return self.rewards(self.scorer(sequences, keep), sequences, examples)
+            length = rollout.completion_length
+            inputs = [
+                (cut.select(rollout.input_ids, length), cut.select(rollout.attention_mask, length), cut.completion)
+                for cut in rollout.micro_batches
+            ]
+            for engine in self.engines.values():
+                engine.engine.eval()
+            with torch.no_grad(), on_device(self.reference, self.reward):
+                frozen = [self._score_frozen(*part) for part in inputs]
+            if for_update:
+                for engine in self.engines.values():
+                    engine.train()
+            # Last, and the critic first, which has no logits: from here on, activations of training passes are kept.
+            with torch.set_grad_enabled(for_update):
+                values = [self._score_values(*part) if self.critic else None for part in inputs]
+                passes = [ForwardPass(self._score_policy(*part), value) for part, value in zip(inputs, values)]
 
-    def collect(
-        self, prompts: Batch, sums: MetricSums, examples: Sequence[Prompt] = (), *, keep: list[Pass] | None = None
-    ) -> Experience:
-        """Rollout, scores, rewards and advantages of this rank's `prompts`; adds statistics to `sums`."""
-        with self.context.phases("generation"):
-            sequences = self.generate(prompts)
-            self.decoder.make_room()
-        with self.context.phases("scoring"):
-            scored = self.score(sequences, examples, keep=keep)
-        mask = sequences["action_mask"]
-        values = scored["values"] * mask if "values" in scored else torch.zeros_like(mask)
-        rewards = self.shaping.rewards(scored, mask, sequences["ended"])
-        advantages, returns = self._estimate(rewards, values, mask, self.settings)
-        sums.add(**rollout_statistics(scored, sequences, prompts["row_mask"]), returns=(returns * mask).sum())
-        sums.add(**self.scorer.padding(sequences, prompts["row_mask"]))
-        if self.critic:
-            sums.add(**critic_statistics(values, returns, mask))
-        if self.settings.method.whiten_advantages:
-            advantages = whiten(advantages, mask, distributed.all_sum)
-        self.accelerator.step_boundary("rollout/advantages")
-        return Experience(
-            input_ids=sequences["input_ids"],
-            attention_mask=sequences["attention_mask"],
-            action_mask=mask,
-            log_probs=masked(scored["log_probs"], mask),
-            ref_log_probs=masked(scored["ref_log_probs"], mask),
-            values=values,
-            scores=scored["scores"],
-            advantages=advantages * mask,
-            returns=returns * mask,
-            lengths=sequences.get("lengths"),
+            join = partial(join_rows, rollout.micro_batches, completion_length=length)
+            model_scores = join([score for _, score in frozen if score is not None]) if self.reward else None
+            reward, parts = (reward_fn or self.reward_fn)(rollout, model_scores, examples)
+            return Scores(
+                log_probs=join([policy.log_probs.detach() for policy, _ in passes]),
+                ref_log_probs=join([log_probs for log_probs, _ in frozen]),
+                entropy=join([policy.entropy.detach() for policy, _ in passes if policy.entropy is not None]),
+                values=join([value.detach().float() for value in values if value is not None]) if self.critic else None,
+                reward=reward,
+                reward_parts=parts,
+                passes=tuple(passes) if for_update else (),
+            )
+
+    def _score_frozen(self, input_ids: Tensor, attention_mask: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+        """Return the reference's log-probabilities [n, a] and the reward model's scores [n] of a micro-batch."""
+        scores = None
+        with self.context.precision.autocast():
+            with self._reference_policy() as model:
+                log_probs = self._log_probs(model, input_ids, attention_mask, length).log_probs
+            self.accelerator.step_boundary("score/reference")
+            if self.reward:
+                scores = sequence_scores(self.reward, input_ids, attention_mask)
+                self.accelerator.step_boundary("score/reward")
+        return log_probs, scores
+
+    def _score_values(self, input_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
+        assert self.critic
+        with self.context.precision.autocast():
+            values = action_values(self.critic.engine(input_ids, attention_mask), length)
+        self.accelerator.step_boundary("score/critic")
+        return values
+
+    def _score_policy(self, input_ids: Tensor, attention_mask: Tensor, length: int) -> LogProbs:
+        with self.context.precision.autocast():
+            outputs = self._log_probs(self.actor.engine, input_ids, attention_mask, length, entropy=True)
+        self.accelerator.step_boundary("score/actor")
+        return outputs
+
+    def _log_probs(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, length: int, *, entropy: bool = False
+    ) -> LogProbs:
+        """Return a policy's log-probabilities of the last `length` tokens, at the temperature they are drawn with."""
+        temperature = self.settings.sampling.temperature
+        return completion_log_probs(model, input_ids, attention_mask, length, temperature=temperature, entropy=entropy)
+
+    @contextmanager
+    def _reference_policy(self) -> Iterator[nn.Module]:
+        """Yield the policy as it was before training: a separate model, or the actor without its adapters."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        with without_adapters(self.actor.module):
+            yield self.actor.engine
+
+    # --- update: from an Experience to new weights
+
+    def update(self, experience: Experience, index: int, sums: MetricSums) -> tuple[int, dict[str, float]]:
+        """Pass over the rollout of step `index`, up to the update that exceeds `ppo.kl_stop`.
+
+        Args:
+            sums: metrics of each update are added to it.
+
+        Returns:
+            The number of updates, and the policy's learning rates in the first.
+        """
+        settings, updates = self.settings, 0
+        kl_coef = torch.tensor(self.shaping.kl_coef, device=experience.action_mask.device)
+        for engine in self.engines.values():
+            engine.left_out = index * settings.updates - engine.steps
+        rates = self.actor.rates
+        for epoch in range(settings.ppo_epochs):
+            order = self.row_order(index, epoch)
+            for minibatch in experience.minibatches(self._minibatch_rows, self.micro_batcher, order):
+                # Actions and sequences of the whole global minibatch: losses are means over them, however rows are
+                # split.
+                mask = minibatch.action_mask
+                total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
+                micro_batches: list[Any] = minibatch.split()
+                actor_loss: Loss = partial(self._actor_loss, total=total, rows=rows, kl_coef=kl_coef)
+                critic_loss: Loss = partial(self._critic_loss, total=total)
+                steps: list[EngineStep] = [(self.actor, micro_batches, actor_loss)]
+                if self.pretraining:
+                    raw_text = self.pretraining.micro_batches(index * settings.updates + updates)
+                    steps = [(self.actor, [*micro_batches, *raw_text], self.pretraining.add_to(actor_loss))]
+                if self.critic:
+                    steps.append((self.critic, micro_batches, critic_loss))
+                update_sums = MetricSums()
+                if self.context.precision.loss_scaling and len(steps) > 1:
+                    for step_sums in synchronized_step(steps):
+                        update_sums.extend(step_sums, *_UPDATE_METRICS)
+                else:  # the gradients of one model are in memory at a time
+                    for engine, parts, loss in steps:
+                        update_sums.extend(engine.step(parts, loss), *_UPDATE_METRICS)
+                sums.extend(update_sums, *_UPDATE_METRICS)
+                updates += 1
+                if settings.kl_stop is not None and update_sums.read()["approx_kl"] > settings.kl_stop:
+                    return updates, rates
+        return updates, rates
+
+    def _actor_loss(
+        self, model: nn.Module, part: Experience, *, total: Tensor, rows: Tensor, kl_coef: Tensor
+    ) -> tuple[Tensor, Batch]:
+        """Return the policy's loss on a part of a minibatch with `total` actions in `rows` sequences; a `Loss`."""
+        settings, method, mask = self.settings, self.settings.method, part.action_mask
+        weights = token_weights(
+            mask,
+            method.loss_mean,
+            tokens=total,
+            sequences=rows,
+            longest=self.context.config.data.max_completion_length,
         )
+        if part.passes:
+            log_probs, entropy = part.passes[0].policy
+        else:
+            log_probs, entropy = self._log_probs(
+                model, part.input_ids, part.attention_mask, part.completion_length, entropy=settings.entropy_coef > 0
+            )
+        loss = policy_loss(log_probs, part.log_probs, part.advantages, weights, clip=settings.clip, total=total)
+        log_ratio = masked(log_probs.detach() - part.log_probs, mask)
+        metrics = {
+            "policy_loss": loss,
+            "clip_fraction": ((log_ratio.exp() - 1).abs() > settings.clip).sum() / total,
+            "approx_kl": masked_mean(kl_estimate(-log_ratio, "k3"), mask, total),
+        }
+        if method.kl_in == "loss":
+            drift = kl_estimate(masked(log_probs - part.ref_log_probs, mask), method.kl_estimator)
+            metrics["kl_loss"] = masked_mean(drift, weights, total)
+            loss = loss + kl_coef * metrics["kl_loss"]
+        if settings.entropy_coef and entropy is not None:
+            loss = loss - settings.entropy_coef * masked_mean(masked(entropy, mask), weights, total)
+        return loss, metrics
 
-    def save_state(self) -> dict[str, Any]:
-        return self.shaping.save_state() | ({"ema": self.actor.ema.save_state()} if self.actor.ema else {})
+    def _critic_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
+        """Return the critic's loss, as `_actor_loss`."""
+        settings, mask = self.settings, part.action_mask
+        values = part.passes[0].values if part.passes else None
+        if values is None:
+            values = action_values(model(part.input_ids, part.attention_mask), part.completion_length)
+        loss = value_loss(values, part.values, part.returns, mask, clip=settings.value_clip, total=total)
+        clipped = masked(value_is_clipped(values.detach(), part.values, part.returns, settings.value_clip), mask)
+        return loss, {"value_loss": loss, "value_clip_fraction": clipped.sum() / total}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.shaping.load_state(state)
+    def row_order(self, index: int, epoch: int) -> torch.Generator | None:
+        """Return what draws the order of the rows in one pass; None if one minibatch holds them all."""
+        if self._minibatch_rows == self.batch_rows:
+            return None
+        seed = (self.context.config.seed * 1_000_003 + index) * 1_009 + epoch
+        return torch.Generator().manual_seed(seed)
+
+    # --- evaluation, checkpoints and results
+
+    def evaluate(self, when: str) -> EvalResult:
+        """Complete the held-out prompts, and again with the moving average of the weights if there is one."""
+        result = self._evaluate_policy(when)
+        if not self.actor.ema or when == "before":  # the average starts at the same weights
+            return result
+        with self.actor.ema.in_place():
+            average = self._evaluate_policy(f"{when}, by the average")
+        return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
+
+    def _evaluate_policy(self, when: str) -> EvalResult:
+        """Complete the held-out prompts, the same ones with the same random numbers each time.
+
+        Returns:
+            Means over the prompts; the first few prompts with their completions.
+        """
+        context = self.context
+        examples = [example for example in self.data.heldout if isinstance(example, Prompt)][: self.settings.eval_rows]
+        state = context.accelerator.rng_state()
+        context.accelerator.seed(context.config.seed + context.world.rank)
+        sums = MetricSums()
+        ids: list[list[int]] = []
+        bars = progress(len(examples), f"ppo: held-out prompts {when}", enabled=context.world.is_main)
+        with context.phases.running("evaluation"), bars as bar:
+            for index in range(len(self.held_out)):
+                (prompts,) = (self.accelerator.to_device(batch) for batch in self.held_out.step(index))
+                rollout = self.generate(prompts)
+                sums.add(**rollout_sums(rollout, self.score(rollout, self.held_out.share(index))))
+                ids += completion_ids(rollout.input_ids, rollout.action_mask)
+                bar.advance(len(self.held_out.examples(index)))
+        context.accelerator.set_rng_state(state)
+
+        numbers = rollout_means(sums.read())
+        del numbers["tokens"]
+        # Rank r holds the r-th share of each batch; put the rows back into the order of the examples.
+        shares, rows = distributed.all_gather_objects(ids), self.batch_rows
+        completions = [
+            row for start in range(0, len(ids), rows) for share in shares for row in share[start : start + rows]
+        ][: len(examples)]
+        prompt_texts = [example.row.text for example in examples]
+        texts = completion_texts(self.tokenizer, completions)
+        numbers["distinct_2"] = distinct(completions, 2)
+        if self._judge is not None:
+            numbers["approved_share"] = sum(map(self._judge, prompt_texts, texts)) / len(texts)
+        pairs = list(zip(prompt_texts, texts))[:_SUMMARY_SAMPLES]
+        return EvalResult(numbers, [{"prompt": prompt, "completion": text} for prompt, text in pairs])
+
+    def save(self, folder: Path) -> None:
+        """Save the policy, and the critic if `ppo.save_critic` is set."""
+        save_outputs(self.context, self.actor, self.tokenizer, folder, self.critic)
+
+    def summarize(self) -> dict[str, Any]:
+        """Log what was saved and return the summary's entries about models and data."""
+        log_outputs(self.context, self.actor)
+        counts = {name: engine.parameter_counts for name, engine in self.engines.items()}
+        return {"parameters": counts, **self.data.written}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs in addition to the engines."""
+        return self.shaping.state_dict() | ({"ema": self.actor.ema.save_state()} if self.actor.ema else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.shaping.load_state_dict(state)
         if self.actor.ema:
             self.actor.ema.load_state(state["ema"])
 
 
-def _norm_of(role: str) -> str:
-    """The name under which a role's gradient norm is recorded."""
-    return "grad_norm" if role == "actor" else f"{role}_grad_norm"
+def action_values(token_values: Tensor, completion_length: int) -> Tensor:
+    """Return the value of the state in which each completion token was drawn, one column before it: [B, T] -> [B, A].
+
+    Args:
+        completion_length: A.
+    """
+    return token_values[:, -completion_length - 1 : -1]

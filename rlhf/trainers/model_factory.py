@@ -1,0 +1,138 @@
+"""Loads the models of a stage by their roles, each from its base model and in the form of its placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.data.toy_world import world_tokenizer
+from rlhf.engine.deepspeed_config import build_deepspeed_config
+from rlhf.models.attention import EMBEDDED_MODEL, choose_attention, describe_attention
+from rlhf.models.compatibility import load_generation_config
+from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
+from rlhf.models.quantized import quantize_on_load
+from rlhf.models.shared_base import build_on_base
+from rlhf.models.toy_model import build_llama
+from rlhf.models.weight_loading import PlaceParameter, place_in_memory
+from rlhf.models.zero3_loading import place_sharded
+from rlhf.roles.base_sharing import Sharing, decide_sharing
+from rlhf.roles.lineage import ACTOR, CRITIC, REWARD_MODEL, BaseModelRef, ResolvedBaseModel, resolve_base_models
+from rlhf.roles.roles import ModelPlacement, RoleName
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from rlhf.trainers.context import StageContext
+
+
+class ModelFactory:
+    """The models of a stage, loaded when asked for, and the tokenizer that they share.
+
+    Attributes:
+        tokenizer: that of the model which the stage trains.
+    """
+
+    def __init__(self, context: StageContext) -> None:
+        self.context = context
+        bases = resolve_stage_bases(context)
+        self._paths: dict[BaseModelRef, Any] = {base.ref: base.path for base in bases}
+        self.path = bases[0].path
+        self.tokenizer = self._load_tokenizer()
+        self._attention = self._choose_attention()
+        self._sharing = Sharing()
+        if context.directory.name == "ppo":
+            assert self.path
+            reward_model = self._paths.get(REWARD_MODEL)
+            self._sharing = decide_sharing(context.config, context.placements, self._paths[ACTOR], reward_model)
+            if line := self._sharing.describe(context.placements):
+                context.say(f"ppo: {line}")
+        self._lines: set[str] = set()
+
+    @property
+    def generation_settings(self) -> GenerationConfig | None:
+        """The generation settings of the model that the stage trains; None for the embedded one."""
+        return load_generation_config(self.path, self.context.config.model) if self.path else None
+
+    def causal_lm(self, role: RoleName) -> Any:
+        """Load a role's causal language model."""
+        context, config = self.context, self.context.config
+        placement = context.placements[role]
+        path, attention = self._paths[placement.role.base], self._attention[placement.role.base]
+        if donor := self._sharing.donors.get(role):
+            return build_on_base(context.bases[donor], config.model, attention=attention)
+        if path is None:
+            return build_llama(self.tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
+        put = self._parameter_maker(placement)
+        return load_causal_lm(config.model, self.tokenizer, attention=attention, path=path, put=put)
+
+    def scalar_head(self, role: RoleName) -> Any:
+        """Load a role's model with a scalar head."""
+        context, config = self.context, self.context.config
+        placement = context.placements[role]
+        path, attention = self._paths[placement.role.base], self._attention[placement.role.base]
+        if donor := self._sharing.donors.get(role):
+            base, adapter = context.bases[donor], self._sharing.adapter
+            return build_on_base(base, config.model, attention=attention, scalar_head=True, adapter=adapter)
+        assert path
+        new_head: dict[str, Any] = {}
+        if context.directory.name == "reward":
+            new_head = {"seed": config.seed, "reset_norm": config.reward.reset_final_norm}
+        elif placement.role.base == CRITIC:
+            new_head = {"seed": config.seed, "reset_norm": "auto"}
+        return load_scalar_head(
+            config.model,
+            self.tokenizer,
+            attention=attention,
+            path=path,
+            put=self._parameter_maker(placement),
+            say=self._say_once,
+            **new_head,
+        )
+
+    def _say_once(self, line: str) -> None:
+        """Log a line; the critic and the reward model may start as one model, and have the same to say."""
+        if line not in self._lines:
+            self._lines.add(line)
+            self.context.say(line)
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.path is None:
+            return world_tokenizer()
+        # `model.tokenizer` belongs to the model that fine-tuning starts from; other stages find one next to theirs.
+        path = None if self.context.directory.name == "sft" else self.path
+        tokenizer, notes = load_model_tokenizer(self.context.config.model, path)
+        for line in notes:
+            self.context.say(f"note: {line}")
+        return tokenizer
+
+    def _choose_attention(self) -> dict[BaseModelRef, str]:
+        """Choose transformers' attention for each base model; log a choice that is not the backend's first."""
+        context = self.context
+        choices = {
+            path: choose_attention(context.accelerator, path, context.config.model) for path in self._paths.values()
+        }
+        if line := describe_attention({_short_name(path): choice for path, choice in choices.items()}):
+            context.say(line)
+        return {ref: choices[path].name for ref, path in self._paths.items()}
+
+    def _parameter_maker(self, placement: ModelPlacement) -> PlaceParameter:
+        """Return what makes a role's parameters: in the compute precision, and where its engine will have them."""
+        accelerator, precision = self.context.accelerator, self.context.precision
+        if placement.zero_stage == 3:
+            return place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
+        offloaded = not placement.role.trained and placement.offloads_parameters
+        place = accelerator.host_device() if offloaded else accelerator.device()
+        put = place_in_memory(precision.dtype, place)
+        if kind := placement.quantization:
+            put = quantize_on_load(put, kind, accelerator.kernels.get("quantized_weights", required=True), place)
+        return put
+
+
+def resolve_stage_bases(context: StageContext) -> tuple[ResolvedBaseModel, ...]:
+    """Return the models that a stage starts from, first that of the model which it trains; earlier stages are done."""
+    return resolve_base_models(context.config, context.directory.name, (), context.run.finished_model)
+
+
+def _short_name(path: str | None) -> str:
+    """Return the end of a model's path for messages, with the stage's name if a stage saved it."""
+    return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED_MODEL
