@@ -204,7 +204,7 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
 def _possible(config: Config, stages: Sequence[Stage], around: Surroundings) -> bool:
     """Whether the models can be held so."""
     try:
-        roles.check_placements(config, stages, around.ranks)
+        roles.check_placements(config, stages)
     except ConfigError:
         return False
     return True

@@ -37,7 +37,7 @@ def told(
         ConfigError: as `fit.plan`; the run would be refused; `measured` holds no run.
     """
     resolved = settled(config, [stage], around, room=room)
-    roles.check_placements(resolved, [stage], around.ranks)
+    roles.check_placements(resolved, [stage])
     if stage == "ppo":
         strategy.check(config, around.ranks)
     (found,) = plan(config, [stage], around, room=room)

@@ -213,7 +213,7 @@ def _more_offload(situation: Situation) -> str:
     for wish in ("all", "optimizer", "parameters"):
         changed = config.model_copy(update={"engine": config.engine.model_copy(update={"offload": wish})})
         with contextlib.suppress(ConfigError):
-            roles.check_placements(changed, [stage], situation.ranks)
+            roles.check_placements(changed, [stage])
             return wish if _offloaded(changed, stage) != _offloaded(config, stage) else ""
     return ""
 

@@ -86,7 +86,7 @@ def check(
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     _check_batches(config, pending, ranks)
     _check_judge(config, pending)
-    check_placements(config, pending, ranks)
+    check_placements(config, pending)
     zeropp.check(config, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)

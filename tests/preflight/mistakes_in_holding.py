@@ -10,7 +10,7 @@ def an_optimizer_on_the_host_without_zero(bench: Bench) -> tuple[list[str], list
     keys = {"engine__zero_stage": 1, "roles__critic__zero_stage": 0, "engine__offload": "optimizer"}
     return settings(**keys), [
         "engine.offload: optimizer",
-        "the critic model is held at ZeRO 0; set roles.critic.zero_s",
+        "the critic model uses ZeRO 0; set roles.critic.zero_s",
     ]
 
 
@@ -33,13 +33,13 @@ def a_setting_that_deepspeed_does_not_know(bench: Bench) -> tuple[list[str], lis
 
 @mistake
 def quantized_weights_of_a_model_that_is_trained_whole(bench: Bench) -> tuple[list[str], list[str]]:
-    said = "roles.critic.frozen: int4: the critic model is trained whole, and has no frozen weights"
-    return settings(roles__critic__frozen="int4"), [said, "set roles.critic.lora_rank, or leave it out"]
+    said = "roles.critic.frozen: int4: the critic model is trained in full"
+    return settings(roles__critic__frozen="int4"), [said, "set roles.critic.lora_rank, or remove"]
 
 
 @mistake
 def quantized_weights_at_zero_3(bench: Bench) -> tuple[list[str], list[str]]:
-    said = "engine.frozen: int8: ZeRO-3 shards the weights of the sft model"
+    said = "engine.frozen: int8: quantized weights cannot be sharded, and the sft model"
     return settings(engine__frozen="int8", engine__zero_stage=3, lora__rank=4), [said, "set engine.zero_stage=2"]
 
 

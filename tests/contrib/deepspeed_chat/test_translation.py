@@ -178,7 +178,7 @@ def test_its_recipe_loads_and_its_models_can_be_held_so(name: str, tmp_path: Pat
     recipe = translated([getattr(commands, name)], {}, 8)
     config = loaded(text_of(recipe), tmp_path)
     ranks = 1 if name in ("OPT_1_3B", "OPT_350M") else 8
-    check_placements(config, recipe.stages, ranks)  # type: ignore[arg-type]
+    check_placements(config, recipe.stages)  # type: ignore[arg-type]
     assert config.ppo.minibatch(ranks)[0] == (config.ppo.minibatch_size or 32)
     assert recipe.options == ([] if ranks == 1 else ["--ranks", "8"])
 
