@@ -105,7 +105,8 @@ class EngineConfig(ConfigModel):
     )
     deepspeed: dict[str, Any] = Field(
         {},
-        description="settings in DeepSpeed's own words, merged last into its configuration; what rlhf sets is refused",
+        description="settings of DeepSpeed, added to its configuration; keys that rlhf manages are rejected or, with a "
+        "warning, ignored",
     )
     shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
         "auto", description="how batches are padded; auto: the accelerator's own policy"

@@ -1,14 +1,14 @@
-"""DeepSpeed's configuration of one model: its ZeRO stage, what is offloaded, and the user's own settings last.
+"""DeepSpeed's configuration of one model: its ZeRO stage, what is offloaded, and the user's own settings.
 
-`check_deepspeed_keys` refuses, before a run, settings of `engine.deepspeed` that rlhf decides itself, and settings that
-DeepSpeed does not know.
+Settings of `engine.deepspeed` replace rlhf's defaults (sizes of buffers), but not values that follow from other keys of
+the recipe: top-level keys of that kind are rejected before a run, and those of ZeRO are ignored with a warning.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed.comm.config import CommsLoggerConfig
@@ -25,75 +25,29 @@ from rlhf.roles.roles import ModelPlacement
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
 
-_BATCH = "the batch is that of the stage; set batch_size and micro_batch_size of sft, reward, dpo or ppo"
-_OPTIMIZER = "set the stage's own: sft.optimizer, reward.optimizer, ppo.optimizer or ppo.critic_optimizer"
-_PRECISION = "the numbers to compute in are the run's; set precision"
-_SUMS = "rlhf adds the gradients of bf16 up in float32; leave it out, or set precision=fp32"
-_METRICS = "rlhf records a run's numbers in its own folder; leave it out, and see <stage>.log_every"
-_CHECKPOINT = "rlhf writes the checkpoints; set <stage>.checkpoint_every"
-_NOT_USED = "rlhf does without; leave it out"
-_OFFLOAD = "set engine.offload, and engine.nvme for a disk"
+logger = logging.getLogger(__name__)
 
-MANAGED_KEYS: Mapping[str, str] = {
-    "train_batch_size": _BATCH,
-    "train_micro_batch_size_per_gpu": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "managed_gradient_accumulation": _BATCH,
-    "optimizer": _OPTIMIZER,
-    "scheduler": _OPTIMIZER,
-    "gradient_clipping": f"{_OPTIMIZER}, its max_grad_norm",
-    "gradient_allreduce_op": "losses arrive divided by the global batch; leave it out",
-    "zero_allow_untested_optimizer": "the optimizer is the accelerator's choice; leave it out",
-    "zero_force_ds_cpu_optimizer": "the optimizer is the accelerator's choice; leave it out",
-    "fp16": _PRECISION,
-    "bf16": _PRECISION,
-    "bfloat16": _PRECISION,
-    "amp": _PRECISION,
-    "torch_autocast": _PRECISION,
-    "data_types": _SUMS,
-    "communication_data_type": _SUMS,
-    "seq_parallel_communication_data_type": _SUMS,
-    "steps_per_print": _METRICS,
-    "tensorboard": _METRICS,
-    "wandb": _METRICS,
-    "comet": _METRICS,
-    "csv_monitor": _METRICS,
-    "monitor_config": _METRICS,
-    "checkpoint": _CHECKPOINT,
-    "datastates": _CHECKPOINT,
-    "activation_checkpointing": "set model.gradient_checkpointing, or that of one of roles",
-    "tensor_parallel": _NOT_USED,
-    "expert_parallel": _NOT_USED,
-    "sequence_parallel_size": _NOT_USED,
-    "pipeline": _NOT_USED,
-    "inference": _NOT_USED,
-    "hybrid_engine": _NOT_USED,
-    "autotuning": _NOT_USED,
-    "elasticity": _NOT_USED,
-    "compile": _NOT_USED,
-    "compression_training": _NOT_USED,
-    "weight_quantization": _NOT_USED,
-    "data_efficiency": "rows and their order are rlhf's; leave it out",
-    "dataloader_drop_last": "rows and their order are rlhf's; leave it out",
-    "zero_optimization.stage": "set engine.zero_stage, or that of one of roles",
-    "zero_optimization.stage3_param_persistence_threshold": "set engine.zero_persistence_threshold",
-    "zero_optimization.cpu_offload": _OFFLOAD,
-    "zero_optimization.cpu_offload_param": _OFFLOAD,
-    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
-    **{
-        f"zero_optimization.{section}.{key}": f"{_OFFLOAD}; of these sections, sizes and numbers of buffers may be set"
-        for section, keys in {
-            "offload_optimizer": ("device", "nvme_path", "pin_memory", "ratio", "super_offload", "cpuadam_cores_perc"),
-            "offload_param": ("device", "nvme_path", "pin_memory"),
-        }.items()
-        for key in keys
-    },
-    "zero_optimization.zenflow": "updates that come late change what is learned; leave it out",
-    "zero_optimization.compute_grad_norm": "rlhf clips by the norm and records it; leave it out",
-    "zero_optimization.elastic_checkpoint": _CHECKPOINT,
-    "zero_optimization.legacy_stage1": _NOT_USED,
+_RECIPE_KEYS = {
+    "STAGE.batch_size and STAGE.micro_batch_size": (
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    ),
+    "STAGE.optimizer": ("optimizer", "scheduler", "gradient_clipping"),
+    "precision": ("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "data_types", "communication_data_type"),
+    "STAGE.checkpoint_every": ("checkpoint",),
+    "model.gradient_checkpointing": ("activation_checkpointing",),
 }
-"""Settings of DeepSpeed that follow from rlhf's own keys, each with what to do instead."""
+"""Keys of a recipe, each with the top-level keys of DeepSpeed that it takes the place of."""
+
+_ZERO_KEYS = {
+    "stage": "engine.zero_stage",
+    "stage3_param_persistence_threshold": "engine.zero_persistence_threshold",
+    **{
+        f"{section}.{key}": "engine.offload and engine.nvme"
+        for section in ("offload_optimizer", "offload_param")
+        for key in ("device", "nvme_path", "pin_memory")
+    },
+}
+"""Settings of `zero_optimization` that rlhf writes itself, each with the keys that decide it."""
 
 
 class _AsyncIO(BaseModel):
@@ -108,7 +62,7 @@ class _AsyncIO(BaseModel):
     use_gds: bool = False
 
 
-class _Free(BaseModel):
+class _UserSettings(BaseModel):
     """The sections that the user may set; DeepSpeed 0.19 has schemas for some, and none for the whole."""
 
     model_config = ConfigDict(extra="forbid")
@@ -128,31 +82,37 @@ class _Free(BaseModel):
 
 
 def check_deepspeed_keys(config: Config) -> None:
-    """Raise `ConfigError` where `engine.deepspeed` says what rlhf decides, or what DeepSpeed does not know."""
-    own = config.engine.deepspeed
-    for path in _paths(_named_as_deepspeed_writes(own)):
-        if reason := MANAGED_KEYS.get(path):
-            raise ConfigError(f"engine.deepspeed.{path}: is decided by rlhf; {reason}")
+    """Check `engine.deepspeed`; warn of each setting of ZeRO that another key of the recipe overrides.
+
+    Raises:
+        ConfigError: it sets what other keys of the recipe decide, or what DeepSpeed does not know.
+    """
+    settings = config.engine.deepspeed
+    for recipe_key, keys in _RECIPE_KEYS.items():
+        for key in keys:
+            if key in settings:
+                raise ConfigError(f"engine.deepspeed.{key}: is managed by rlhf; set {recipe_key} instead")
     try:
-        _Free.model_validate(own)
+        _UserSettings.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(format_validation_error(error, _Free, own, "engine.deepspeed")) from error
+        raise ConfigError(format_validation_error(error, _UserSettings, settings, "engine.deepspeed")) from error
+    for path in _pop_managed(_use_aliases(settings)):
+        logger.warning(
+            "engine.deepspeed.zero_optimization.%s: is managed by rlhf and ignored; set %s", path, _ZERO_KEYS[path]
+        )
 
 
 def check_nvme(config: Config, accelerator: Accelerator) -> None:
-    """Raise `ConfigError` where `engine.nvme` cannot be used: DeepSpeed's asynchronous I/O or the folder is missing."""
-    folder = config.engine.nvme
-    if folder is None:
+    """Raise `ConfigError` if `engine.nvme` is set and DeepSpeed's asynchronous I/O cannot be built."""
+    if config.engine.nvme is None:
         return
-    with verbosity.suppress_stdout():  # it compiles a program, and its compiler complains aloud
+    with verbosity.suppress_stdout():  # it compiles a program, and its compiler writes to stdout
         ready = accelerator.deepspeed_operator("AsyncIOBuilder")
     if not ready:
         raise ConfigError(
-            "engine.nvme: DeepSpeed's asynchronous I/O cannot be built here, for want of libaio and its headers; "
-            "install them (libaio-dev), or leave engine.nvme out, and what is offloaded stays in the host's memory"
+            "engine.nvme: DeepSpeed's asynchronous I/O cannot be built without libaio and its headers; "
+            "install libaio-dev, or remove engine.nvme to offload to the host's memory"
         )
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ConfigError(f"engine.nvme: {folder} is no folder to write to; make it, or name one on a fast disk")
 
 
 def build_deepspeed_config(
@@ -164,45 +124,46 @@ def build_deepspeed_config(
     max_grad_norm: float | None = None,
     trained: int = 0,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for one model.
+    """Return DeepSpeed's configuration of one model.
 
     Args:
-        trained: how many numbers of it; 0: it is frozen.
+        trained: the number of parameters that are trained; 0 if it is frozen.
     """
     ours = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": _zero(placement, accelerator, trained),
-        # AdamW of the accelerator's choice, on the host too.
+        "zero_optimization": _build_zero_section(placement, accelerator, trained),
+        # The accelerator chooses AdamW, also on the host.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
-        **_float32_sums(placement, precision, accumulation),
-        **_numbers(placement, precision),
+        **_sum_in_float32(placement, precision, accumulation),
+        **_build_precision_section(placement, precision),
     }
-    own = _named_as_deepspeed_writes(placement.engine.deepspeed)
-    for section in ("offload_optimizer", "offload_param"):  # a section alone would turn it on
+    settings = _use_aliases(placement.engine.deepspeed)
+    _pop_managed(settings)
+    for section in ("offload_optimizer", "offload_param"):  # a section alone would turn offloading on
         if section not in ours["zero_optimization"]:
-            own.get("zero_optimization", {}).pop(section, None)
-    return _merged(ours, own)
+            settings.get("zero_optimization", {}).pop(section, None)
+    return _merge(ours, settings)
 
 
-def _zero(placement: ModelPlacement, accelerator: Accelerator, trained: int) -> dict[str, Any]:
+def _build_zero_section(placement: ModelPlacement, accelerator: Accelerator, trained: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": placement.zero_stage}
     if trained:
         zero["reduce_bucket_size"] = placement.bucket(trained)
-    place: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
+    device: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}
     if placement.zero_stage == 3 and placement.engine.nvme is not None:
-        # DeepSpeed numbers a model's files anew for each model.
+        # DeepSpeed numbers the files of each model from 0.
         folder = placement.engine.nvme / f"{placement.stage}-{placement.role.name}"
-        place |= {"device": "nvme", "nvme_path": str(folder)}
+        device |= {"device": "nvme", "nvme_path": str(folder)}
     if placement.offloads_optimizer:
-        zero["offload_optimizer"] = place
+        zero["offload_optimizer"] = device
     if placement.zero_stage < 3:
         return zero
     if placement.offloads_parameters:
-        zero["offload_param"] = dict(place)
+        zero["offload_param"] = dict(device)
     threshold = zero["stage3_param_persistence_threshold"] = placement.engine.zero_persistence_threshold
     if threshold == 0:  # shard all of a small model: keep nothing gathered
         names = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
@@ -210,19 +171,19 @@ def _zero(placement: ModelPlacement, accelerator: Accelerator, trained: int) -> 
     return zero
 
 
-def _numbers(placement: ModelPlacement, precision: Precision) -> dict[str, Any]:
-    """What to compute in, and how the loss is scaled where gradients could vanish."""
-    found, window = precision.deepspeed_config(), placement.engine.loss_scale_window
+def _build_precision_section(placement: ModelPlacement, precision: Precision) -> dict[str, Any]:
+    """Return the settings of the compute precision and of loss scaling."""
+    section, window = precision.deepspeed_config(), placement.engine.loss_scale_window
     if precision.loss_scaling and window is not None:
-        found[precision.name] = {**found[precision.name], "loss_scale_window": window}
-    return found
+        section[precision.name] = {**section[precision.name], "loss_scale_window": window}
+    return section
 
 
-def _float32_sums(placement: ModelPlacement, precision: Precision, accumulation: int) -> dict[str, Any]:
-    """Add bf16 gradients of ranks in float32, and those of micro-batches too where gradients are sharded (ZeRO 2, 3).
+def _sum_in_float32(placement: ModelPlacement, precision: Precision, accumulation: int) -> dict[str, Any]:
+    """Return settings that sum bf16 gradients of ranks in float32, and at ZeRO 2 and 3 those of micro-batches too.
 
-    With 8 bits, every part that is added costs digits. Below ZeRO 2, DeepSpeed 0.19 adds micro-batches up in the
-    weights' own type (0), or holds float32 gradients of the whole model on every rank (1).
+    bf16 has 8 significant bits, so every addition costs digits. Below ZeRO 2, DeepSpeed 0.19 sums micro-batches in the
+    weights' type (ZeRO 0), or keeps float32 gradients of the whole model on every rank (ZeRO 1).
     """
     if precision.name != "bf16":
         return {}
@@ -232,25 +193,33 @@ def _float32_sums(placement: ModelPlacement, precision: Precision, accumulation:
     return over_ranks | {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
-def _named_as_deepspeed_writes(own: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which ZeRO's settings have those of their two names that are used here (`stage3_...`)."""
-    named = copy.deepcopy(dict(own))
-    zero = named.get("zero_optimization")
+def _use_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy that names each setting of ZeRO as rlhf does (`stage3_...`); DeepSpeed has two names for some."""
+    renamed = copy.deepcopy(dict(settings))
+    zero = renamed.get("zero_optimization")
     if isinstance(zero, Mapping):
         aliases = {name: field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-        named["zero_optimization"] = {aliases.get(name, name): value for name, value in zero.items()}
-    return named
+        renamed["zero_optimization"] = {aliases.get(name, name): value for name, value in zero.items()}
+    return renamed
 
 
-def _paths(values: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        yield before + name
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{before}{name}.")
+def _pop_managed(settings: dict[str, Any]) -> list[str]:
+    """Remove the settings of `_ZERO_KEYS`, in place, and return their paths."""
+    removed = []
+    for path in _ZERO_KEYS:
+        section, _, key = f"zero_optimization.{path}".rpartition(".")
+        values: Any = settings
+        for name in section.split("."):
+            values = values.get(name, {}) if isinstance(values, dict) else {}
+        if isinstance(values, dict) and key in values:
+            del values[key]
+            removed.append(path)
+    return removed
 
 
-def _merged(ours: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in own.items():
-        below = ours.get(name)
-        ours[name] = _merged(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
-    return ours
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the settings of `above` to `below`, in place, section by section, and return it."""
+    for name, value in above.items():
+        section = below.get(name)
+        below[name] = _merge(section, value) if isinstance(section, dict) and isinstance(value, Mapping) else value
+    return below

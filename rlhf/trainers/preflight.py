@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
-from rlhf.engine import zeropp
 from rlhf.errors import ConfigError, RunError
 from rlhf.generation.strategy import check as check_rollouts
 from rlhf.models.folder import check_model_folder
@@ -87,7 +86,6 @@ def check(
     _check_batches(config, pending, ranks)
     _check_judge(config, pending)
     check_placements(config, pending)
-    zeropp.check(config, ranks)
     if "ppo" in pending:
         check_rollouts(config, ranks)
         pretraining.check(config, ranks)
@@ -141,7 +139,6 @@ def examine(
         accelerator.kernels.get("quantized_weights", required=True)
     deepspeed_config.check_deepspeed_keys(config)
     deepspeed_config.check_nvme(config, accelerator)
-    zeropp.check_operators(config, accelerator)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernels.get("attention", required=True)
     models = _Models(config, accelerator)

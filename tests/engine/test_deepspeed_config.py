@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: the user's own settings come last, and those that rlhf decides are refused."""
+"""DeepSpeed's configuration: user settings replace defaults; keys that rlhf manages are rejected or ignored."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from rlhf.config.schema import build_config
 from rlhf.engine import deepspeed_config
-from rlhf.engine.deepspeed_config import MANAGED_KEYS, check_deepspeed_keys, check_nvme
+from rlhf.engine.deepspeed_config import _RECIPE_KEYS, _ZERO_KEYS, check_deepspeed_keys, check_nvme
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import model_placements
 from tests.engine.test_engine import build, train
+from tests.helpers import assert_same_weights
 from tests.in_process import make_placement
 
 
-def told(accelerator, zero_stage=1, precision="fp32", **engine):
+def built(accelerator, zero_stage=1, precision="fp32", **engine):
     placement = make_placement(zero_stage, **engine)
     return deepspeed_config.build_deepspeed_config(placement, accelerator, accelerator.precision(precision), 2, 1)
 
 
-def refusal(own):
-    with pytest.raises(ConfigError) as found:
-        check_deepspeed_keys(build_config({"engine": {"deepspeed": own}}))
-    return str(found.value)
+def check(settings):
+    check_deepspeed_keys(build_config({"engine": {"deepspeed": settings}}))
 
 
 def nested(path, value=1):
@@ -31,22 +30,22 @@ def nested(path, value=1):
     return value
 
 
-def test_settings_of_the_users_own_come_last_and_others_stay(accelerator):
+def test_config_merges_user_settings_over_defaults(accelerator):
     own = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
-    found, plain = told(accelerator, 3, deepspeed=own), told(accelerator, 3)
+    found, plain = built(accelerator, 3, deepspeed=own), built(accelerator, 3)
     assert found["zero_optimization"] == plain["zero_optimization"] | own["zero_optimization"]
     assert found["wall_clock_breakdown"] is True
     assert found | {"zero_optimization": 0} == plain | {"wall_clock_breakdown": True, "zero_optimization": 0}
 
 
-def test_deepspeed_takes_them(accelerator, monkeypatch):
+def test_engine_uses_user_settings(accelerator):
     engine = build(accelerator, 2, deepspeed={"zero_optimization": {"reduce_bucket_size": 1234}})
     assert engine.engine.zero_reduce_bucket_size() == 1234
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_the_bucket_for_gradients_is_no_larger_than_what_is_trained(accelerator, zero_stage, precision):
+def test_reduce_bucket_is_no_larger_than_trained_parameters(accelerator, zero_stage, precision):
     """DeepSpeed allocates all of it: 1 GB in 16 bits, by its default, to train a few adapters."""
     engine = build(accelerator, zero_stage, precision)
     trained = engine.parameter_counts["trainable"]
@@ -56,50 +55,60 @@ def test_the_bucket_for_gradients_is_no_larger_than_what_is_trained(accelerator,
     assert all(len(buffer) in (0, trained) for buffer in allocated)  # below ZeRO-3 it is let go of after each step
 
 
-def test_a_frozen_model_has_no_bucket_and_a_large_one_deepspeeds(accelerator):
-    assert "reduce_bucket_size" not in told(accelerator, 3)["zero_optimization"]
+def test_reduce_bucket_of_frozen_and_large_models(accelerator):
+    assert "reduce_bucket_size" not in built(accelerator, 3)["zero_optimization"]
     assert make_placement(2).bucket(10**10) == DeepSpeedZeroConfig().reduce_bucket_size
 
 
-def test_either_name_of_a_setting_replaces_the_one_that_is_set(accelerator):
+def test_both_names_of_a_zero_setting_replace_the_default(accelerator):
     own = {"zero_optimization": {"max_live_parameters": 7, "stage3_max_reuse_distance": 8}}
-    zero = told(accelerator, 3, deepspeed=own)["zero_optimization"]
+    zero = built(accelerator, 3, deepspeed=own)["zero_optimization"]
     assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (7, 8)
     assert "max_live_parameters" not in zero
 
 
-def test_buffers_of_what_is_offloaded_may_be_set_and_turn_nothing_on(accelerator):
+def test_offload_buffers_may_be_set_and_turn_nothing_on(accelerator):
     own = {"zero_optimization": {"offload_param": {"buffer_count": 3}, "offload_optimizer": {"buffer_count": 7}}}
-    check_deepspeed_keys(build_config({"engine": {"deepspeed": own}}))
-    zero = told(accelerator, 3, offload="parameters", deepspeed=own)["zero_optimization"]
+    check(own)
+    zero = built(accelerator, 3, offload="parameters", deepspeed=own)["zero_optimization"]
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": False, "buffer_count": 3}
     assert "offload_optimizer" not in zero
 
 
-@pytest.mark.parametrize("path", MANAGED_KEYS)
-def test_what_rlhf_decides_is_refused_with_what_to_do_instead(path):
-    assert refusal(nested(path)) == f"engine.deepspeed.{path}: is decided by rlhf; {MANAGED_KEYS[path]}"
+@pytest.mark.parametrize(("recipe_key", "keys"), _RECIPE_KEYS.items())
+def test_managed_key_is_rejected_with_the_recipe_key(recipe_key, keys):
+    for key in keys:
+        with pytest.raises(
+            ConfigError, match=rf"^engine\.deepspeed\.{key}: is managed by rlhf; set {recipe_key} instead$"
+        ):
+            check({key: 1})
 
 
-def test_the_other_name_of_what_rlhf_decides_is_refused_too():
-    assert "engine.zero_persistence_threshold" in refusal({"zero_optimization": {"param_persistence_threshold": 5}})
+@pytest.mark.parametrize("path", [*_ZERO_KEYS, "param_persistence_threshold"])
+def test_managed_zero_setting_is_ignored_with_a_warning(accelerator, path, caplog):
+    value = {"stage": 1, "device": "cpu", "nvme_path": "/tmp", "pin_memory": True}.get(path.rpartition(".")[2], 7)
+    check({"zero_optimization": nested(path, value)})
+    (record,) = caplog.records
+    key = path.replace("param_persistence", "stage3_param_persistence").replace("stage3_stage3", "stage3")
+    assert f"engine.deepspeed.zero_optimization.{key}: is managed by rlhf and ignored; set {_ZERO_KEYS[key]}" == (
+        record.getMessage()
+    )
+    plain, found = (
+        built(accelerator, 3, offload="all", nvme="/nvme", deepspeed=settings)
+        for settings in ({}, {"zero_optimization": nested(path, "ignored")})
+    )
+    assert found == plain
 
 
-def test_what_rlhf_tells_deepspeed_is_its_own(accelerator):
-    """Otherwise the user could set it as well."""
-    free = {"zero_optimization", *(f"stage3_{name}" for name in ("max_live_parameters", "max_reuse_distance"))}
+def test_written_keys_are_managed_or_free(accelerator):
+    """Otherwise a user's value would replace a written one that other keys of the recipe decide."""
+    free = {"reduce_bucket_size", *(f"stage3_max_{name}" for name in ("live_parameters", "reuse_distance"))}
     free |= {"stage3_prefetch_bucket_size", "offload_optimizer", "offload_param"}
-    for precision in ("fp32", "bf16"):
-        try:
-            found = told(accelerator, 3, precision, offload="all", nvme="/tmp")
-        except Exception:  # no bf16 here
-            continue
-        zero = found["zero_optimization"]
-        keys = set(found) | {f"zero_optimization.{name}" for name in zero}
-        keys |= {
-            f"zero_optimization.{part}.{name}" for part in ("offload_optimizer", "offload_param") for name in zero[part]
-        }
-        assert {key for key in keys - set(MANAGED_KEYS) if key.rpartition(".")[2] not in free} == set()
+    zero = built(accelerator, 3, "bf16", offload="all", nvme="/tmp", zero_persistence_threshold=0)["zero_optimization"]
+    keys = set(zero) | {
+        f"{section}.{name}" for section in ("offload_optimizer", "offload_param") for name in zero[section]
+    }
+    assert keys - set(_ZERO_KEYS) - free == set()
 
 
 @pytest.mark.parametrize(
@@ -123,14 +132,16 @@ def test_what_rlhf_tells_deepspeed_is_its_own(accelerator):
         ({"prescale_gradients": "perhaps"}, "prescale_gradients: expected true or false, got 'perhaps'"),
     ],
 )
-def test_what_deepspeed_would_not_take_is_one_line(own, said):
-    assert refusal(own) == f"engine.deepspeed: {said}"
+def test_invalid_setting_is_rejected_in_one_line(own, said):
+    with pytest.raises(ConfigError) as found:
+        check(own)
+    assert str(found.value) == f"engine.deepspeed: {said}"
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "parameters", "all"])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_sections_of_offload(accelerator, zero_stage, offload):
-    zero = told(accelerator, zero_stage, offload=offload)["zero_optimization"]
+def test_offload_sections_follow_engine_offload(accelerator, zero_stage, offload):
+    zero = built(accelerator, zero_stage, offload=offload)["zero_optimization"]
     place = {"device": "cpu", "pin_memory": accelerator.pins_memory()}
     assert zero.get("offload_optimizer") == (place if offload in ("optimizer", "all") else None)
     assert zero.get("offload_param") == (place if offload in ("parameters", "all") and zero_stage == 3 else None)
@@ -139,7 +150,7 @@ def test_sections_of_offload(accelerator, zero_stage, offload):
 # a disk
 
 
-def test_every_model_has_a_folder_of_its_own_on_the_disk(accelerator, tmp_path):
+def test_each_model_has_a_separate_nvme_folder(accelerator, tmp_path):
     config = build_config({"engine": {"zero_stage": 3, "offload": "all", "nvme": str(tmp_path)}})
     folders = []
     for placement in model_placements(config, "ppo").values():
@@ -172,19 +183,25 @@ def builder(monkeypatch):
 
 
 @pytest.mark.parametrize("compatible", [None, False])
-def test_without_asynchronous_io_a_disk_is_refused(accelerator, builder, tmp_path, compatible):
+def test_nvme_without_asynchronous_io_is_rejected(accelerator, builder, tmp_path, compatible):
     builder(compatible)
-    with pytest.raises(ConfigError, match=r"engine.nvme: .* want of libaio .*install them .*or leave engine.nvme out"):
+    with pytest.raises(ConfigError, match=r"^engine.nvme: .*install libaio-dev, or remove engine.nvme"):
         check_nvme(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
-
-
-def test_a_disk_needs_a_folder_that_is_there(accelerator, builder, tmp_path):
     builder(True)
     check_nvme(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
-    with pytest.raises(ConfigError, match=r"engine.nvme: .*absent is no folder to write to; make it"):
-        check_nvme(build_config({"engine": {"nvme": str(tmp_path / "absent")}}), accelerator)
 
 
-def test_without_a_disk_nothing_is_asked(accelerator, builder):
+def test_without_nvme_no_operator_is_built(accelerator, builder):
     builder(None)
     check_nvme(build_config({}), accelerator)
+
+
+# ZeRO++ (arXiv:2306.10209), through `engine.deepspeed`
+
+
+@pytest.mark.slow
+def test_weights_kept_twice_by_neighbours_change_no_result(rlhf, finished_run, tmp_path):
+    zero = ("engine.zero_stage=3", "engine.deepspeed={zero_optimization: {zero_hpz_partition_size: 2}}")
+    rlhf("--output", tmp_path / "run", "--ranks", 2, *(part for key in zero for part in ("--set", key)))
+    for stage in ("sft", "reward"):
+        assert_same_weights(tmp_path / "run" / stage / "model", finished_run / stage / "model", atol=2e-5)

@@ -22,7 +22,7 @@ def weights_on_the_host_below_zero_3(bench: Bench) -> tuple[list[str], list[str]
 @mistake
 def a_setting_of_deepspeed_that_is_rlhf_s(bench: Bench) -> tuple[list[str], list[str]]:
     own = "{fp16: {enabled: true}}"
-    return settings(engine__deepspeed=own), ["engine.deepspeed.fp16: is decided by rlhf", "set precision"]
+    return settings(engine__deepspeed=own), ["engine.deepspeed.fp16: is managed by rlhf", "set precision"]
 
 
 @mistake
@@ -41,22 +41,3 @@ def quantized_weights_of_a_model_that_is_trained_whole(bench: Bench) -> tuple[li
 def quantized_weights_at_zero_3(bench: Bench) -> tuple[list[str], list[str]]:
     said = "engine.frozen: int8: quantized weights cannot be sharded, and the sft model"
     return settings(engine__frozen="int8", engine__zero_stage=3, lora__rank=4), [said, "set engine.zero_stage=2"]
-
-
-@mistake
-def frozen_weights_that_deepspeed_is_to_quantize(bench: Bench) -> tuple[list[str], list[str]]:
-    own = "{zero_optimization: {zero_quantized_nontrainable_weights: true}}"
-    return settings(engine__deepspeed=own), ["DeepSpeed 0.19 quantizes weights as it shards", "set engine.frozen=int8"]
-
-
-@mistake
-def zero_plus_plus_below_zero_3(bench: Bench) -> tuple[list[str], list[str]]:
-    own = "{zero_optimization: {zero_hpz_partition_size: 2}}"
-    return settings(engine__deepspeed=own), ["zero_hpz_partition_size: is for ZeRO-3", "set engine.zero_stage=3"]
-
-
-@mistake
-def zero_plus_plus_on_one_rank(bench: Bench) -> tuple[list[str], list[str]]:
-    own = "{zero_optimization: {zero_quantized_weights: true}}"
-    said = "zero_quantized_weights: one rank exchanges nothing"
-    return settings(engine__zero_stage=3, engine__deepspeed=own), [said, "start more with --ranks"]
