@@ -76,11 +76,11 @@ def measured(way: str, folder: Path, *, world: bool) -> dict[str, object]:
     from rlhf.data.cache import StageCache
     from rlhf.data.load_sources import read_sources
     from rlhf.data.stage_dataset import load_stage
-    from rlhf.data.toy_world import build_tokenizer, world_tokenizer
+    from rlhf.data.toy_world import build_tokenizer, build_world_tokenizer
 
     path = "world" if world else str(folder / "rows.jsonl")
     config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}])
-    tokenizer = world_tokenizer() if world else build_tokenizer([" ".join(["", *words()] * 3)], vocab_size=4000)
+    tokenizer = build_world_tokenizer() if world else build_tokenizer([" ".join(["", *words()] * 3)], vocab_size=4000)
     cache = StageCache(config, "sft", tokenizer, 0, [tokenizer.eos_token_id])
     tokenizer("warm", add_special_tokens=False)
     before, anonymous, start = resident("VmRSS"), resident("RssAnon"), time.perf_counter()

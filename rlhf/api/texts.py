@@ -8,7 +8,7 @@ import torch
 
 from rlhf.data.completions import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
-from rlhf.data.prompt_encoding import conversation_row, encode_conversation, encode_replies
+from rlhf.data.prompt_encoding import encode_conversation, encode_replies, make_conversation_row
 from rlhf.data.records import Message
 from rlhf.engine.engine import Batch
 from rlhf.errors import DataError
@@ -42,7 +42,7 @@ class Texts:
                 f"{shown(messages[-1].content)}: a prompt of {len(ids)} tokens, and data.max_prompt_length is {most}; "
                 "shorten it, or begin a session with more"
             )
-        return Prompt(ids, conversation_row(messages, self._form))
+        return Prompt(ids, make_conversation_row(messages, self._form))
 
     def reply(self, prompt: Prompt, text: str) -> list[int]:
         """The tokens of a reply to `prompt`, its end included.

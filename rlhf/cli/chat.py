@@ -14,7 +14,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.errors import ModelError
-from rlhf.evaluation.resolve import base_of, model_folder
+from rlhf.evaluation.resolve import find_base_model, model_folder
 
 if TYPE_CHECKING:
     from rlhf.data.records import Message
@@ -78,12 +78,12 @@ class ChatModel:
     """A causal language model and its tokenizer on the chosen accelerator, ready to answer."""
 
     def __init__(self, folder: Path, options: Options, *, temperature: float, max_tokens: int) -> None:
-        from rlhf.evaluation.models import Device, load_writer
+        from rlhf.evaluation.models import EvaluationDevice, load_language_model
 
         config = options.load()
-        base_of(folder)  # what is wrong with it shows at once
-        device = Device.chosen(config, options.accelerator)
-        self.writer = load_writer(folder, config, device)
+        find_base_model(folder)  # what is wrong with it shows at once
+        device = EvaluationDevice.chosen(config, options.accelerator)
+        self.writer = load_language_model(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
         self.max_tokens = max_tokens
 

@@ -18,15 +18,23 @@ from rlhf.cli.tables import print_json, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
-from rlhf.evaluation.models import Device
-from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder, run_of
-from rlhf.evaluation.rows import HELDOUT, drawn, has_lines, held_out, overrides, read_lines, read_prompts
+from rlhf.evaluation.models import EvaluationDevice
+from rlhf.evaluation.resolve import find_base_model, find_run, model_folder, reward_model_folder
+from rlhf.evaluation.rows import (
+    HELDOUT,
+    draw_rows,
+    is_line_source,
+    list_overrides,
+    read_heldout_prompts,
+    read_lines,
+    read_prompts,
+)
 from rlhf.models.folder import check_model_folder
 from rlhf.utils.atomic_io import atomic_write, check_writable
 
 if TYPE_CHECKING:
     from rlhf.data.records import Row
-    from rlhf.data.report import Dropped
+    from rlhf.data.report import DropCounts
 
 
 @shared("config", "overrides", "accelerator", "precision", "seed", "debug")
@@ -114,15 +122,15 @@ def compare(
     with route_notes_to_stderr(as_json) as piped:
         config = _settings(options, prompts)
         rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
-        device = Device.chosen(config, options.accelerator)
+        device = EvaluationDevice.chosen(config, options.accelerator)
         from rlhf.evaluation import compare as comparing
-        from rlhf.evaluation.compare import figures, records
-        from rlhf.evaluation.generate import Manner
+        from rlhf.evaluation.compare import compute_statistics, list_records
+        from rlhf.evaluation.generate import GenerationSettings
 
-        found = comparing.compare(
+        found = comparing.compare_models(
             models,
-            drawn(rows or _held_out(options, config, models), limit, config.seed),
-            Manner(sampling, max_tokens or _longest(options, config, models), batch_size, config.seed),
+            draw_rows(rows or _held_out(options, config, models), limit, config.seed),
+            GenerationSettings(sampling, max_tokens or _longest(options, config, models), batch_size, config.seed),
             config,
             device,
             reward_model=reward_model,
@@ -132,16 +140,16 @@ def compare(
         for note in found.notes:
             _say(note)
     where = {"accelerator": device.accelerator.name, "precision": device.precision.name}
-    told = where | figures(found, numbers)
+    told = where | compute_statistics(found, numbers)
     if as_json:
         print_json(told)
     elif piped:
         print_lines(told)
     else:
-        print_samples(records(found)[:show])
+        print_samples(list_records(found)[:show])
         print_tables(told)
     if output:
-        _write(output, records(found))
+        _write(output, list_records(found))
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -173,14 +181,16 @@ def _check(
     if output:
         check_writable(output.parent)
     for model in models:
-        base_of(model_folder(model))
+        find_base_model(model_folder(model))
     if reward_model:
         check_model_folder(str(reward_model_folder(reward_model)))
 
 
 def _settings(options: Options, prompts: str | None) -> Config:
     """The configuration, its data being `prompts` where these are a data set."""
-    more = overrides(prompts, "--prompts") if prompts and prompts != HELDOUT and not has_lines(prompts) else []
+    more = (
+        list_overrides(prompts, "--prompts") if prompts and prompts != HELDOUT and not is_line_source(prompts) else []
+    )
     return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
 
 
@@ -188,7 +198,7 @@ def _read(prompts: str, config: Config) -> list[Row]:
     """The prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
-    if has_lines(prompts):
+    if is_line_source(prompts):
         return read_lines(prompts)
     rows, dropped = read_prompts(config, show=True)
     _say_what_is_left_out("row", dropped)
@@ -203,8 +213,8 @@ def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[R
     if found is None:
         raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
     name, recipe = found
-    tokenizer, _ = load_model_tokenizer(recipe.model, base_of(model_folder(name)))
-    return held_out(recipe, tokenizer)
+    tokenizer, _ = load_model_tokenizer(recipe.model, find_base_model(model_folder(name)))
+    return read_heldout_prompts(recipe, tokenizer)
 
 
 def _longest(options: Options, config: Config, models: Sequence[str]) -> int:
@@ -218,7 +228,7 @@ def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[st
     if options.config is not None:
         return models[0], config
     for name in filter(is_path, models):
-        if (run := run_of(name)) and (recipe := run.ensure_recipe()):
+        if (run := find_run(name)) and (recipe := run.ensure_recipe()):
             return name, load_config(recipe, options.overrides or ())
     return None
 
@@ -229,7 +239,7 @@ def _say(line: str) -> None:
     console.print(f"note: {line}", markup=False, soft_wrap=True)
 
 
-def _say_what_is_left_out(what: str, dropped: Dropped) -> None:
+def _say_what_is_left_out(what: str, dropped: DropCounts) -> None:
     for reason, (count, first) in dropped.items():
         _say(f"{count:,} {what}{'s' if count > 1 else ''} left out: {reason} (first: {first})")
 

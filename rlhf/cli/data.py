@@ -13,7 +13,7 @@ import typer
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json
 from rlhf.config.schema import EVERY_STAGE, STAGES, Stage
-from rlhf.data.report import remedy
+from rlhf.data.report import find_remedy
 from rlhf.errors import ConfigError
 
 _AT_A_BORDER = 4  # tokens that are shown on either side, and at the end
@@ -44,13 +44,13 @@ def data(
 
     The tokenizer is loaded, no model; nothing is written. Exit code 2: a stage would have no rows to train on.
     """
-    from rlhf.data.preview import described
+    from rlhf.data.preview import describe_stage
     from rlhf.trainers import preflight
 
     wanted = _stages(stage or STAGES)
     config = options.load()
     found = (
-        described(plan.stage, plan.data, plan.tokenizer, config)
+        describe_stage(plan.stage, plan.data, plan.tokenizer, config)
         for plan in preflight.look_at_data(config, wanted, show=not as_json)
     )
     if as_json:
@@ -96,7 +96,7 @@ def _facts(stage: dict[str, Any], source: dict[str, Any]) -> list[tuple[str, str
     if source["truncated"]:
         facts.append(("truncated", f"{source['truncated']:,} rows"))
     for dropped in sorted(source["dropped"], key=lambda dropped: -dropped["rows"]):
-        what = f"{dropped['rows']:,} {dropped['reason']} (first: {dropped['first']}); {remedy(dropped['reason'])}"
+        what = f"{dropped['rows']:,} {dropped['reason']} (first: {dropped['first']}); {find_remedy(dropped['reason'])}"
         facts.append(("left out", what))
     for part, counts in source["tokens"].items():
         lengths = ", ".join(f"{name} {count:,}" for name, count in counts.items())

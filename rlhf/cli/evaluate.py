@@ -19,9 +19,9 @@ from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rlhf.evaluation.models import Device, Judge
-    from rlhf.evaluation.rows import Measured
-    from rlhf.evaluation.score_texts import Question
+    from rlhf.evaluation.models import EvaluationDevice, RewardModel
+    from rlhf.evaluation.rows import Measurement
+    from rlhf.evaluation.score_texts import ReplySet
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,9 @@ def evaluate(
         raise ConfigError(f"{twice}: is named twice; name each model once")
     config = _settings(options, source, option, models)
     _check(models, reward=not text)
-    from rlhf.evaluation.models import Device
+    from rlhf.evaluation.models import EvaluationDevice
 
-    device = Device.chosen(config, options.accelerator)
+    device = EvaluationDevice.chosen(config, options.accelerator)
     if source:
         measure = _by_pairs(batch_size, bins) if pairs else _by_text(batch_size)
         _measure(device, config, models, source, measure, rows=rows, json=as_json)
@@ -123,29 +123,29 @@ def evaluate(
 
 def _settings(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
     """The configuration, its data being `source`; of what is held out, that of the first run that is named."""
-    from rlhf.evaluation.resolve import run_of
-    from rlhf.evaluation.rows import HELDOUT, overrides
+    from rlhf.evaluation.resolve import find_run
+    from rlhf.evaluation.rows import HELDOUT, list_overrides
 
     if source == HELDOUT and not options.config:
-        run = next((run for model in models if is_path(model) and (run := run_of(model))), None)
+        run = next((run for model in models if is_path(model) and (run := find_run(model))), None)
         recipe = run.ensure_recipe() if run else None
         if not recipe:
             raise ConfigError(f"{option} {HELDOUT}: no recipe says what is held out; give --config, or name a run")
         options = replace(options, config=recipe)
-    more = overrides(source, option) if source else []
+    more = list_overrides(source, option) if source else []
     return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
 
 
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
-    from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder
+    from rlhf.evaluation.resolve import find_base_model, model_folder, reward_model_folder
     from rlhf.models.folder import check_model_folder
 
     for model in models:
         if reward:
             check_model_folder(str(reward_model_folder(model)))
         else:
-            base_of(model_folder(model))
+            find_base_model(model_folder(model))
 
 
 class _Measure(NamedTuple):
@@ -154,26 +154,37 @@ class _Measure(NamedTuple):
     kind: str
     stage: Stage
     load: Callable[..., Any]
-    take: Callable[..., Measured]
+    take: Callable[..., Measurement]
     shown: dict[str, str]
 
 
 def _by_pairs(batch_size: int, bins: int) -> _Measure:
     from rlhf.evaluation import pairs
-    from rlhf.evaluation.models import load_judge
+    from rlhf.evaluation.models import load_reward_model
 
-    return _Measure("pairs", "reward", load_judge, partial(pairs.measure, batch_size=batch_size, bins=bins), _PAIRS)
+    return _Measure(
+        "pairs", "reward", load_reward_model, partial(pairs.measure_pairs, batch_size=batch_size, bins=bins), _PAIRS
+    )
 
 
 def _by_text(batch_size: int) -> _Measure:
     from rlhf.evaluation import perplexity
-    from rlhf.evaluation.models import load_writer
+    from rlhf.evaluation.models import load_language_model
 
-    return _Measure("text", "sft", load_writer, partial(perplexity.measure, batch_size=batch_size), _TEXT)
+    return _Measure(
+        "text", "sft", load_language_model, partial(perplexity.measure_perplexity, batch_size=batch_size), _TEXT
+    )
 
 
 def _measure(
-    device: Device, config: Config, models: Sequence[str], source: str, by: _Measure, *, rows: bool, json: bool
+    device: EvaluationDevice,
+    config: Config,
+    models: Sequence[str],
+    source: str,
+    by: _Measure,
+    *,
+    rows: bool,
+    json: bool,
 ) -> None:
     """Measure each model on the source, one after the other, and print all."""
     from rlhf.evaluation.rows import read_rows
@@ -212,11 +223,11 @@ def _print_bins(name: str, bins: Sequence[Numbers]) -> None:
     print_table(f"{name}: as right as it is sure?", ("confidence", "pairs", "mean confidence", "accuracy"), rows)
 
 
-def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Question]:
-    from rlhf.evaluation.score_texts import question, read_line
+def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[ReplySet]:
+    from rlhf.evaluation.score_texts import parse_reply_set, read_line
 
     if prompt:
-        yield question(prompt, replies or (), "--prompt")
+        yield parse_reply_set(prompt, replies or (), "--prompt")
         return
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
@@ -230,19 +241,24 @@ def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[Qu
 
 
 def _score(
-    device: Device, config: Config, models: Sequence[str], questions: Sequence[Question], size: int, json: bool
+    device: EvaluationDevice,
+    config: Config,
+    models: Sequence[str],
+    questions: Sequence[ReplySet],
+    size: int,
+    json: bool,
 ) -> None:
     """Score sentences by each model, one after the other, and print all."""
-    from rlhf.evaluation.models import load_judge
-    from rlhf.evaluation.score_texts import score
+    from rlhf.evaluation.models import load_reward_model
+    from rlhf.evaluation.score_texts import score_replies
     from rlhf.reporting.console import console
 
     show = console.is_terminal and not json
     found: dict[str, list[list[float]]] = {}
     for name in models:
         with _loading(name, show):
-            judge = load_judge(name, config, device)
-        found[name] = score(judge, questions, batch_size=size, show=show)
+            judge = load_reward_model(name, config, device)
+        found[name] = score_replies(judge, questions, batch_size=size, show=show)
         del judge
         device.free()
     if json:
@@ -251,18 +267,18 @@ def _score(
         _print_scores(questions, found)
 
 
-def _converse(device: Device, config: Config, models: Sequence[str]) -> None:
+def _converse(device: EvaluationDevice, config: Config, models: Sequence[str]) -> None:
     """Ask for prompts and replies until the terminal has no more; all models are held at once."""
     import readline  # noqa: F401  # gives input() editing and history
 
-    from rlhf.evaluation.models import load_judge
-    from rlhf.evaluation.score_texts import question, score
+    from rlhf.evaluation.models import load_reward_model
+    from rlhf.evaluation.score_texts import parse_reply_set, score_replies
     from rlhf.reporting.console import console
 
-    judges: list[Judge] = []
+    judges: list[RewardModel] = []
     for name in models:
         with _loading(name, True):
-            judges.append(load_judge(name, config, device))
+            judges.append(load_reward_model(name, config, device))
     console.print("[dim]a prompt, then replies to it; an empty line scores them, Ctrl-D leaves[/]\n")
     while True:
         try:
@@ -275,15 +291,17 @@ def _converse(device: Device, config: Config, models: Sequence[str]) -> None:
             return
         if replies:
             try:
-                asked = [question(prompt, replies, "prompt")]
-                _print_scores(asked, {judge.name: score(judge, asked, batch_size=len(replies)) for judge in judges})
+                asked = [parse_reply_set(prompt, replies, "prompt")]
+                _print_scores(
+                    asked, {judge.name: score_replies(judge, asked, batch_size=len(replies)) for judge in judges}
+                )
             except DataError as error:
                 print(f"({error})")
         print()
 
 
-def _as_json(questions: Sequence[Question], found: dict[str, list[list[float]]]) -> list[Numbers]:
-    from rlhf.evaluation.score_texts import chances
+def _as_json(questions: Sequence[ReplySet], found: dict[str, list[list[float]]]) -> list[Numbers]:
+    from rlhf.evaluation.score_texts import best_reply_probabilities
 
     return [
         {
@@ -292,7 +310,7 @@ def _as_json(questions: Sequence[Question], found: dict[str, list[list[float]]])
                 {
                     "reply": reply,
                     "scores": {name: scores[place][at] for name, scores in found.items()},
-                    "best": {name: chances(scores[place])[at] for name, scores in found.items()},
+                    "best": {name: best_reply_probabilities(scores[place])[at] for name, scores in found.items()},
                 }
                 for at, reply in enumerate(asked.replies)
             ],
@@ -301,8 +319,8 @@ def _as_json(questions: Sequence[Question], found: dict[str, list[list[float]]])
     ]
 
 
-def _print_scores(questions: Sequence[Question], found: dict[str, list[list[float]]]) -> None:
-    from rlhf.evaluation.score_texts import chances
+def _print_scores(questions: Sequence[ReplySet], found: dict[str, list[list[float]]]) -> None:
+    from rlhf.evaluation.score_texts import best_reply_probabilities
 
     several = any(len(asked.replies) > 1 for asked in questions)
     rows = []
@@ -311,7 +329,7 @@ def _print_scores(questions: Sequence[Question], found: dict[str, list[list[floa
             row = [asked.shown, reply]
             for scores in found.values():
                 row += [f"{scores[place][at]:.4f}"]
-                best = f"{chances(scores[place])[at]:.3f}" if len(asked.replies) > 1 else "-"
+                best = f"{best_reply_probabilities(scores[place])[at]:.3f}" if len(asked.replies) > 1 else "-"
                 row += [best] if several else []
             rows.append([" ".join(cell.split()) for cell in row])
     alone = len(found) == 1
@@ -330,7 +348,7 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else "-" if value is None else format_number(value)
 
 
-def _where(device: Device) -> Numbers:
+def _where(device: EvaluationDevice) -> Numbers:
     return {"accelerator": device.accelerator.name, "precision": device.precision.name}
 
 

@@ -24,11 +24,11 @@ _AT_ONCE = 1000  # examples in a record batch, but for the last
 _ROW = "row"
 
 
-class Unstorable(Exception):
+class UnstorableRowError(Exception):
     """A row holds what this format does not give back as it was; the message says what."""
 
 
-class Writer:
+class ExampleWriter:
     """A file of examples of one kind, in the order in which they are added; `close` completes it.
 
     Raises:
@@ -67,7 +67,7 @@ class Writer:
         self._waiting = []
 
 
-class Table:
+class ExampleTable:
     """The examples of a file that a `Writer` completed.
 
     Raises:
@@ -101,10 +101,10 @@ class Table:
         return found
 
 
-class Stored(Sequence[Example]):
+class StoredExamples(Sequence[Example]):
     """The examples of a table in some places, in their order; each is made when it is asked for."""
 
-    def __init__(self, table: Table, places: np.ndarray) -> None:
+    def __init__(self, table: ExampleTable, places: np.ndarray) -> None:
         self._table, self._places = table, places
 
     def __len__(self) -> int:
@@ -114,11 +114,11 @@ class Stored(Sequence[Example]):
     def __getitem__(self, at: int) -> Example: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Stored: ...
+    def __getitem__(self, at: slice) -> StoredExamples: ...
 
-    def __getitem__(self, at: int | slice) -> Example | Stored:
+    def __getitem__(self, at: int | slice) -> Example | StoredExamples:
         if isinstance(at, slice):
-            return Stored(self._table, self._places[at])
+            return StoredExamples(self._table, self._places[at])
         return self._table[int(self._places[at])]
 
     def token_counts(self) -> TokenCounts:
@@ -140,7 +140,7 @@ def _written(row: Row) -> bytes:
     turns = [(message.role, message.content) for message in row.prompt]
     record = json.dumps(row.record, default=_refuse)
     if repr(json.loads(record)) != repr(row.record):
-        raise Unstorable("a row has columns that JSON would change")
+        raise UnstorableRowError("a row has columns that JSON would change")
     values = [turns, row.text, row.response, row.chosen, row.rejected, row.source, row.undecided, row.margin]
     return json.dumps([*values, row.record], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
@@ -151,4 +151,4 @@ def _read(written: bytes) -> Row:
 
 
 def _refuse(value: Any) -> None:
-    raise Unstorable(f"a row has a column that holds a {type(value).__name__}")
+    raise UnstorableRowError(f"a row has a column that holds a {type(value).__name__}")

@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import Config, DataConfig, Stage
-from rlhf.data.arrow_store import Stored, Table, Unstorable, Writer
-from rlhf.data.load_sources import needed_by, read_sources
+from rlhf.data.arrow_store import ExampleTable, ExampleWriter, StoredExamples, UnstorableRowError
+from rlhf.data.load_sources import list_stage_sources, read_sources
 from rlhf.data.report import DataReport
-from rlhf.data.stage_dataset import StageData, choose
-from rlhf.data.tokenize_rows import EXAMPLE
+from rlhf.data.stage_dataset import StageData, select_examples
+from rlhf.data.tokenize_rows import EXAMPLE_TYPES
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_directory
@@ -71,7 +71,7 @@ class StageCache:
         made_of = {
             "code": _code(),
             "settings": self.config.model_dump(mode="json", exclude={"pretraining"}),
-            "sources": [source.content() for source in needed_by(self.config, self.stage)],
+            "sources": [source.content() for source in list_stage_sources(self.config, self.stage)],
             "stage": self.stage,
             "seed": self.seed,
             "tokenizer": _saved(self.tokenizer),
@@ -83,7 +83,7 @@ class StageCache:
     @cached_property
     def folder(self) -> Path:
         """Where they are kept, or will be."""
-        return home() / f"{self.stage}-{self.key}"
+        return find_cache_home() / f"{self.stage}-{self.key}"
 
     def find(self) -> StageData | None:
         """The examples, where they are kept and whole.
@@ -115,7 +115,7 @@ class StageCache:
             if self._is_whole():  # in a cache that others fill, which this process may only read
                 return None
             return f"{self.folder.parent} cannot be written ({error.strerror or error}); HF_DATASETS_CACHE moves it"
-        except Unstorable as error:
+        except UnstorableRowError as error:
             return str(error)
         return None
 
@@ -124,11 +124,12 @@ class StageCache:
         import numpy as np
 
         said = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))["said"]
-        table = Table(self.folder / _EXAMPLES, EXAMPLE[self.stage])
+        table = ExampleTable(self.folder / _EXAMPLES, EXAMPLE_TYPES[self.stage])
         train, heldout = (
-            Stored(table, np.load(self.folder / name, mmap_mode="r", allow_pickle=False)) for name in (_TRAIN, _HELDOUT)
+            StoredExamples(table, np.load(self.folder / name, mmap_mode="r", allow_pickle=False))
+            for name in (_TRAIN, _HELDOUT)
         )
-        sources = needed_by(self.config, self.stage)
+        sources = list_stage_sources(self.config, self.stage)
         return StageData(
             train,
             heldout,
@@ -143,9 +144,9 @@ class StageCache:
 
         config, stage = self.config, self.stage
         sources = read_sources(config, [stage], seed=self.seed, show=show, records=self.records)
-        writer = Writer(folder / _EXAMPLES, EXAMPLE[stage])
+        writer = ExampleWriter(folder / _EXAMPLES, EXAMPLE_TYPES[stage])
         options: dict[str, Any] = {"seed": self.seed, "end_ids": self.end_ids, "sources": sources}
-        chosen = choose(config, stage, self.tokenizer, writer.add, **options)
+        chosen = select_examples(config, stage, self.tokenizer, writer.add, **options)
         writer.close()
         for name, places in ((_TRAIN, chosen.train), (_HELDOUT, chosen.heldout)):
             np.save(folder / name, np.array(places, np.int64))
@@ -155,7 +156,7 @@ class StageCache:
             ],
             "prompt_format": chosen.prompt_format,
             "end_ids": chosen.end_ids,
-            "fingerprints": [sources[source].fingerprint() for source in needed_by(config, stage)],
+            "fingerprints": [sources[source].fingerprint() for source in list_stage_sources(config, stage)],
         }
         digests = {name: _digest(folder / name) for name in (_EXAMPLES, _TRAIN, _HELDOUT)}
         if replace(self).key != self.key:
@@ -174,7 +175,7 @@ class StageCache:
             return False
 
 
-def home() -> Path:
+def find_cache_home() -> Path:
     """The folder in which examples are kept: beside the data sets of the `datasets` package."""
     from huggingface_hub import constants
 
@@ -216,7 +217,7 @@ def _saved(tokenizer: PreTrainedTokenizerBase) -> str:
         ) from error
 
 
-def _report(values: dict[str, Any], table: Table) -> DataReport:
+def _report(values: dict[str, Any], table: ExampleTable) -> DataReport:
     """A report as it was before it was written as JSON, which has no tuples."""
     pairs = {
         name: {key: tuple(found) for key, found in values[name].items()} for name in ("tokens", "dropped", "lengths")

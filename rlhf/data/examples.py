@@ -48,7 +48,7 @@ class Prompt:
 Example = Demonstration | Pair | Prompt
 
 
-class Numbered(Sequence[Example]):
+class NumberedPairs(Sequence[Example]):
     """Pairs, each with its number: its place among them, counted from `first`."""
 
     def __init__(self, pairs: Sequence[Example], first: int = 0) -> None:
@@ -70,7 +70,7 @@ class Numbered(Sequence[Example]):
         return NumberedPair(**vars(self._pairs[place]), number=self._first + place)
 
 
-def parts(example: Example) -> list[tuple[str, list[int]]]:
+def token_parts(example: Example) -> list[tuple[str, list[int]]]:
     """The parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs."""
     found = [("prompt", example.prompt_ids)]
     if isinstance(example, Demonstration):
@@ -84,43 +84,46 @@ TokenCounts = dict[str, "array[int]"]
 """Of each part, the tokens that each example has of it."""
 
 
-def token_counts(examples: Iterable[Example]) -> TokenCounts:
+def count_tokens(examples: Iterable[Example]) -> TokenCounts:
     """How long the parts of each example are; where examples are stored, without a look at their tokens."""
-    if isinstance(examples, Counted):
+    if isinstance(examples, HasTokenCounts):
         return examples.token_counts()
     found: TokenCounts = {}
     for example in examples:
-        add_counts(found, example)
+        add_token_counts(found, example)
     return found
 
 
-def add_counts(counts: TokenCounts, example: Example) -> None:
+def add_token_counts(counts: TokenCounts, example: Example) -> None:
     """Count one example more."""
-    for name, ids in parts(example):
+    for name, ids in token_parts(example):
         counts.setdefault(name, array("i")).append(len(ids))
 
 
 @runtime_checkable
-class Counted(Protocol):
+class HasTokenCounts(Protocol):
     """Examples that know how long they are."""
 
     def token_counts(self) -> TokenCounts:
         """Of each part, the tokens that each example has of it, in their order."""
 
 
-def percentiles(counts: TokenCounts, *shares: float) -> dict[str, tuple[int, ...]]:
+def length_quantiles(counts: TokenCounts, *shares: float) -> dict[str, tuple[int, ...]]:
     """Tokens of each part: the smallest length that at least each share of the examples does not exceed."""
     ranked = {name: sorted(lengths) for name, lengths in counts.items()}
-    return {name: tuple(lengths[rank(len(lengths), share)] for share in shares) for name, lengths in ranked.items()}
+    return {
+        name: tuple(lengths[quantile_index(len(lengths), share)] for share in shares)
+        for name, lengths in ranked.items()
+    }
 
 
-def typical(counts: TokenCounts) -> int:
+def median_index(counts: TokenCounts) -> int:
     """The place of an example of median length."""
     totals = [sum(lengths) for lengths in zip(*counts.values(), strict=True)]
     ranked = sorted(range(len(totals)), key=totals.__getitem__)
-    return ranked[rank(len(ranked), 0.5)]
+    return ranked[quantile_index(len(ranked), 0.5)]
 
 
-def rank(count: int, share: float) -> int:
+def quantile_index(count: int, share: float) -> int:
     """The place, in sorted order, of the first of `count` that at least `share` of them do not exceed."""
     return max(math.ceil(share * count) - 1, 0)

@@ -12,8 +12,8 @@ from rlhf.config.data import Cleaning, ColumnsConfig, PreferenceLabelConfig
 from rlhf.config.loader import parse_yaml
 from rlhf.config.paths import is_path
 from rlhf.config.types import ConfigModel
-from rlhf.data.preference_labels import Decision, overlooked
-from rlhf.data.report import kind_of
+from rlhf.data.preference_labels import PreferenceRule, find_unused_label
+from rlhf.data.report import describe_type
 from rlhf.errors import DataError
 
 FORMATS = (
@@ -27,7 +27,7 @@ CONVERSATIONS = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnMapping:
     """The column that holds each field of a row, None where the source has no such column; and how they are read.
 
     Attributes:
@@ -46,7 +46,7 @@ class Columns:
     margin: str | None = None
     messages: str | None = None
     text: str | None = None
-    decision: Decision | None = None
+    decision: PreferenceRule | None = None
     clean: tuple[Cleaning, ...] = ()
     led: bool = False
 
@@ -65,9 +65,9 @@ class Columns:
         return ", ".join(parts + [f"without {name}" for name in taken])
 
 
-def recognize(
+def recognize_columns(
     found: Collection[str], names: ColumnsConfig, source: str, prefer: PreferenceLabelConfig | None = None
-) -> Columns:
+) -> ColumnMapping:
     """Match the columns of a source to the known formats; `names` wins over the usual column names.
 
     Raises:
@@ -77,11 +77,11 @@ def recognize(
     listed = ", ".join(sorted(found)) or "none"
     named = names.named()
     prefer = prefer or PreferenceLabelConfig()
-    for key, name in keys_of(names, prefer).items():
+    for key, name in list_named_columns(names, prefer).items():
         if name not in found:
             raise DataError(f"{source}: no column {name!r} ({key}); found: {listed}")
     if names.text:
-        return Columns(text=names.text)
+        return ColumnMapping(text=names.text)
 
     def first(field: str, *usual: str) -> str | None:
         return named.get(field) or next((name for name in usual if name in found), None)
@@ -96,7 +96,7 @@ def recognize(
         messages = None  # the conversation once more, beside the columns that say which reply is which
     if messages and "prompt" not in named:
         prompt = None  # its first message once more
-    columns = Columns(
+    columns = ColumnMapping(
         prompt=prompt,
         input="input" if prompt == "instruction" and "input" in found else None,
         response=response,
@@ -128,7 +128,7 @@ def recognize(
     return columns
 
 
-def keys_of(names: ColumnsConfig, prefer: PreferenceLabelConfig) -> dict[str, str]:
+def list_named_columns(names: ColumnsConfig, prefer: PreferenceLabelConfig) -> dict[str, str]:
     """Key of the settings -> the column that it names."""
     keys = {f"columns.{field}": name for field, name in names.named().items()}
     if prefer.label:
@@ -136,7 +136,7 @@ def keys_of(names: ColumnsConfig, prefer: PreferenceLabelConfig) -> dict[str, st
     return keys | {f"prefer.scores.{place}": name for place, name in enumerate(prefer.scores or ())}
 
 
-def _check_decided(columns: Columns, prefer: PreferenceLabelConfig, found: Collection[str], source: str) -> None:
+def _check_decided(columns: ColumnMapping, prefer: PreferenceLabelConfig, found: Collection[str], source: str) -> None:
     """Raise `DataError` where it is not said, or said twice, which of two replies is preferred."""
     if prefer.decides != bool(columns.first):
         raise DataError(
@@ -145,7 +145,7 @@ def _check_decided(columns: Columns, prefer: PreferenceLabelConfig, found: Colle
     named = {name for name in vars(columns).values() if isinstance(name, str)}
     used = named | {name.split(".")[0] for name in named}
     replies = (columns.chosen, columns.rejected)
-    if columns.chosen and not prefer.nothing and (name := overlooked(found, used, replies)):
+    if columns.chosen and not prefer.nothing and (name := find_unused_label(found, used, replies)):
         raise DataError(
             f"{source}: {name} looks like what decides which reply is preferred, and would not be asked; name it in "
             "`prefer` (and the replies in columns.first, columns.second), or set prefer: none if it does not decide"
@@ -156,7 +156,7 @@ Values = dict[str, Any]
 _MOST = 12  # keys of an object that are named
 
 
-def lay_flat(
+def flatten_nested_columns(
     records: Sequence[Values | None], found: Collection[str], names: Mapping[str, str], source: str
 ) -> list[Values | None]:
     """The records with a column for each nested one in `names`; absent where a record does not reach it.
@@ -217,10 +217,10 @@ def _instead(value: Any, parts: Sequence[str]) -> str:
         return f"{place} is a list of {len(held)}, counted from 0"
     if isinstance(held, list | tuple | Mapping):
         return f"{place} is empty"
-    return f"{place} is {'text' if isinstance(held, str) else kind_of(held)}"
+    return f"{place} is {'text' if isinstance(held, str) else describe_type(held)}"
 
 
-class Known(ConfigModel):
+class KnownDataset(ConfigModel):
     """How a data set of a known name is read; the fields are explained in `known.yaml`."""
 
     name: str
@@ -233,18 +233,18 @@ class Known(ConfigModel):
     clean: tuple[Cleaning, ...] = ()
 
 
-def known(name: str) -> Known | None:
+def find_known_dataset(name: str) -> KnownDataset | None:
     """What is known of a hub name, or of a folder here whose path ends in one; letter case does not count."""
     path = Path(name)
     here = is_path(name)
     if here and not path.is_dir():
         return None
     ends = ["/".join(path.parts[-2:]), *([path.name] if here else [])]  # mkqa-Chinese is nobody's
-    return next((found for end in ends if (found := table().get(end.casefold()))), None)
+    return next((found for end in ends if (found := load_known_datasets().get(end.casefold()))), None)
 
 
 @cache
-def table() -> dict[str, Known]:
+def load_known_datasets() -> dict[str, KnownDataset]:
     """All of `known.yaml`, by names without letter case."""
     entries = parse_yaml(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
-    return {name.casefold(): Known(name=name, **entry) for name, entry in entries.items()}
+    return {name.casefold(): KnownDataset(name=name, **entry) for name, entry in entries.items()}

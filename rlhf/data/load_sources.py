@@ -14,23 +14,31 @@ from dataclasses import dataclass, field, replace
 from rlhf.config.data import Cleaning, PreferenceLabelConfig
 from rlhf.config.paths import is_path, make_absolute
 from rlhf.config.schema import STAGES, ColumnsConfig, DataConfig, DatasetConfig, Stage, share_of
-from rlhf.data.formats import Columns, Known, Values, keys_of, known, lay_flat, recognize
-from rlhf.data.preference_labels import check_wanted, decision
-from rlhf.data.readers import check, content, has_parts, read
-from rlhf.data.records import Rejected, Row, is_led, parse
-from rlhf.data.report import EMPTY_PROMPT, Dropped, count
+from rlhf.data.formats import (
+    ColumnMapping,
+    KnownDataset,
+    Values,
+    find_known_dataset,
+    flatten_nested_columns,
+    list_named_columns,
+    recognize_columns,
+)
+from rlhf.data.preference_labels import check_no_reply_label, resolve_preference_rule
+from rlhf.data.readers import check_source_exists, has_splits, hash_source, read_records
+from rlhf.data.records import RejectedRecordError, Row, parse_record, starts_with_speaker
+from rlhf.data.report import EMPTY_PROMPT, DropCounts, add_drop
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 
-LONG = 20_000
+PROGRESS_MIN_ROWS = 20_000
 """Rows from which on a pass over them takes long enough to show how far it is."""
 _PACE = 1000  # rows between two counts
 _LABEL = "label"  # of a single reply, as sets for KTO have it
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceSpec:
     """What is read, and how, as the settings say it: two that are equal have the same rows."""
 
     path: str
@@ -43,28 +51,28 @@ class Source:
     clean: tuple[Cleaning, ...] | None
 
     @classmethod
-    def trained(cls, dataset: DatasetConfig) -> Source:
+    def trained(cls, dataset: DatasetConfig) -> SourceSpec:
         """The source that stages train on."""
         return cls._of(dataset, dataset.path, dataset.subset, dataset.split, dataset.revision, dataset.limit)
 
     @classmethod
-    def held_out(cls, dataset: DatasetConfig) -> Source:
+    def held_out(cls, dataset: DatasetConfig) -> SourceSpec:
         """The source that is named for evaluation."""
         path = str(dataset.heldout)
-        entry = known(path)
+        entry = find_known_dataset(path)
         split = dataset.heldout_split or (entry and entry.heldout_split) or "test"
         return cls._of(dataset, path, dataset.heldout_subset, split, dataset.heldout_revision, None)
 
     @classmethod
     def _of(
         cls, dataset: DatasetConfig, path: str, subset: str | None, split: str, revision: str | None, limit: int | None
-    ) -> Source:
-        part = split if has_parts(path) else None
+    ) -> SourceSpec:
+        part = split if has_splits(path) else None
         return cls(path, subset, part, revision, limit, dataset.columns, dataset.prefer, dataset.clean)
 
-    def with_what_is_known(self) -> tuple[Source, Known | None]:
+    def with_what_is_known(self) -> tuple[SourceSpec, KnownDataset | None]:
         """The source with what `known.yaml` says of its name where the settings say nothing, and that."""
-        entry = known(self.path)
+        entry = find_known_dataset(self.path)
         if entry is None:
             return self, None
         found = self
@@ -85,9 +93,9 @@ class Source:
         return str(replace(self, path=make_absolute(self.path)))
 
     def content(self) -> str:
-        """A digest of what it holds, as `rlhf.data.readers.content`."""
+        """A digest of what it holds, as `rlhf.data.readers.hash_source`."""
         found, _ = self.with_what_is_known()
-        return content(found.path, split=found.split or "", subset=found.subset, revision=found.revision)
+        return hash_source(found.path, split=found.split or "", subset=found.subset, revision=found.revision)
 
     def __str__(self) -> str:
         named: dict[str, object] = {
@@ -104,11 +112,11 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ParsedSource:
     """The rows of a source that are whole and have a prompt, why others are left out, and how they were read."""
 
     rows: list[Row]
-    dropped: Dropped
+    dropped: DropCounts
     how: str = ""
 
     def fingerprint(self) -> dict[str, object]:
@@ -127,7 +135,7 @@ class Rows:
 
 
 @dataclass
-class SourceRows:
+class SourceReader:
     """The rows of sources; each is read when it is first asked for.
 
     Attributes:
@@ -139,9 +147,9 @@ class SourceRows:
     seed: int
     show: bool = False
     records: bool = False
-    _read: dict[Source, Rows] = field(default_factory=dict)
+    _read: dict[SourceSpec, ParsedSource] = field(default_factory=dict)
 
-    def __getitem__(self, source: Source) -> Rows:
+    def __getitem__(self, source: SourceSpec) -> ParsedSource:
         """The rows of a source.
 
         Raises:
@@ -161,7 +169,7 @@ class SourceRows:
 
 def read_sources(
     config: DataConfig, stages: Sequence[Stage], *, seed: int, show: bool = False, records: bool = False
-) -> SourceRows:
+) -> SourceReader:
     """Read what `stages` need, each source once.
 
     Args:
@@ -172,16 +180,16 @@ def read_sources(
     Raises:
         DataError: a stage has no source or no share, or a source cannot be read or is of no known format.
     """
-    needed = dict.fromkeys(source for stage in stages for source in needed_by(config, stage))
+    needed = dict.fromkeys(source for stage in stages for source in list_stage_sources(config, stage))
     for source in needed:  # before the first of them is read, which may take long
-        check(source.path)
-    sources = SourceRows(seed, show, records)
+        check_source_exists(source.path)
+    sources = SourceReader(seed, show, records)
     for source in needed:
         sources[source]
     return sources
 
 
-def datasets_of(config: DataConfig, stage: Stage) -> list[DatasetConfig]:
+def list_stage_datasets(config: DataConfig, stage: Stage) -> list[DatasetConfig]:
     """The data sets that a stage trains on; at least one.
 
     Raises:
@@ -195,22 +203,22 @@ def datasets_of(config: DataConfig, stage: Stage) -> list[DatasetConfig]:
     return datasets
 
 
-def needed_by(config: DataConfig, stage: Stage) -> list[Source]:
+def list_stage_sources(config: DataConfig, stage: Stage) -> list[SourceSpec]:
     """What a stage trains on, its held-out sources and, where it has such, all that these must not share with.
 
     Raises:
         DataError: the stage has no source, or no share of them.
     """
-    datasets = datasets_of(config, stage)
-    named = [Source.held_out(dataset) for dataset in datasets if dataset.heldout is not None]
+    datasets = list_stage_datasets(config, stage)
+    named = [SourceSpec.held_out(dataset) for dataset in datasets if dataset.heldout is not None]
     others = [dataset for dataset in config.datasets if share_of(stage) not in dataset.stages] if named else []
-    return list(dict.fromkeys([*map(Source.trained, datasets), *named, *map(Source.trained, others)]))
+    return list(dict.fromkeys([*map(SourceSpec.trained, datasets), *named, *map(SourceSpec.trained, others)]))
 
 
-def _rows(asked: Source, seed: int, show: bool, keep: bool) -> Rows:
+def _rows(asked: SourceSpec, seed: int, show: bool, keep: bool) -> ParsedSource:
     source, entry = asked.with_what_is_known()
     with console.status(f"reading {source.path}") if show else nullcontext():
-        records = read(
+        records = read_records(
             source.path,
             split=source.split or "",
             subset=source.subset,
@@ -226,46 +234,48 @@ def _rows(asked: Source, seed: int, show: bool, keep: bool) -> Rows:
             raise
         raise DataError(f"{error}; {entry.name} is read so unless data.datasets.*.columns says otherwise") from error
     rows: list[Row] = []
-    dropped: Dropped = {}
-    with progress(len(records), f"reading {source.path}", enabled=show and len(records) >= LONG) as bar:
+    dropped: DropCounts = {}
+    with progress(len(records), f"reading {source.path}", enabled=show and len(records) >= PROGRESS_MIN_ROWS) as bar:
         for number, (record, found) in enumerate(zip(records, values, strict=True), start=1):
             try:
                 if columns is None or found is None:
-                    raise Rejected(record.fault or EMPTY_PROMPT)
-                row = parse(found, columns, record.source)
+                    raise RejectedRecordError(record.fault or EMPTY_PROMPT)
+                row = parse_record(found, columns, record.source)
                 rows.append(replace(row, record=record.values) if keep and record.values else row)
-            except Rejected as error:
-                count(dropped, error.reason, record.source)
+            except RejectedRecordError as error:
+                add_drop(dropped, error.reason, record.source)
             if not number % _PACE:
                 bar.advance(_PACE)
         bar.advance(len(records) % _PACE)
     by = f"as {entry.name} is known: " if entry and not asked.columns.named() else ""
-    return Rows(rows, dropped, f"{by}{columns}" if columns else "")
+    return ParsedSource(rows, dropped, f"{by}{columns}" if columns else "")
 
 
-def _recognized(source: Source, records: list[Values | None]) -> tuple[list[Values | None], Columns | None]:
+def _recognized(source: SourceSpec, records: list[Values | None]) -> tuple[list[Values | None], ColumnMapping | None]:
     """The records, nested columns laid flat, and what their columns are; None where there are none.
 
     Raises:
         DataError: the columns are of no known format, or not those that the settings name.
     """
-    records = lay_flat(records, _names(records), keys_of(source.columns, source.prefer), source.path)
+    records = flatten_nested_columns(
+        records, _names(records), list_named_columns(source.columns, source.prefer), source.path
+    )
     whole = [record for record in records if record is not None]
     found = _names(records)
     if not found:
         return records, None
-    columns = recognize(found, source.columns, source.path, source.prefer)
+    columns = recognize_columns(found, source.columns, source.path, source.prefer)
     alone = columns.replies == (columns.response,) != (_LABEL,)
     if alone and _LABEL in found and not source.prefer.nothing:
-        check_wanted(whole, _LABEL, source.path)
+        check_no_reply_label(whole, _LABEL, source.path)
     texts = (record[name] for record in whole for name in columns.replies if isinstance(record.get(name), str))
     replies = (text for text in texts if text.strip())
     some = next(replies, None)
     return records, replace(
         columns,
-        decision=decision(source.prefer, whole, source.path),
+        decision=resolve_preference_rule(source.prefer, whole, source.path),
         clean=source.clean or (),
-        led=some is not None and is_led(some) and all(map(is_led, replies)),
+        led=some is not None and starts_with_speaker(some) and all(map(starts_with_speaker, replies)),
     )
 
 

@@ -26,7 +26,7 @@ _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _SHOWN = 5  # labels that are listed
 
 
-class Undecided(Exception):
+class NoPreferenceError(Exception):
     """A record that prefers neither reply; `reason` is what the data report counts."""
 
     def __init__(self, reason: str) -> None:
@@ -35,7 +35,7 @@ class Undecided(Exception):
 
 
 @dataclass(frozen=True)
-class ByLabel:
+class LabelRule:
     """The value of a column names the better reply."""
 
     column: str
@@ -46,7 +46,7 @@ class ByLabel:
         """Raises `Undecided` where the value is neither."""
         value = normalize_label(record.get(self.column))
         if not value or value not in (self.first, self.second):  # an empty one is no label
-            raise Undecided(UNUSABLE_LABEL)
+            raise NoPreferenceError(UNUSABLE_LABEL)
         return bool(value == self.first)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class ByLabel:
 
 
 @dataclass(frozen=True)
-class ByScores:
+class ScoreRule:
     """The reply with the higher score is the better one."""
 
     first: str
@@ -65,17 +65,19 @@ class ByScores:
         """Raises `Undecided` where the scores are equal, or one is no number."""
         first, second = _number(record.get(self.first)), _number(record.get(self.second))
         if first == second:
-            raise Undecided(EQUAL_SCORES)
+            raise NoPreferenceError(EQUAL_SCORES)
         return first > second
 
     def __str__(self) -> str:
         return f"the higher of {self.first}, {self.second}"
 
 
-Decision = ByLabel | ByScores
+PreferenceRule = LabelRule | ScoreRule
 
 
-def decision(prefer: PreferenceLabelConfig, records: Iterable[Mapping[str, Any]], source: str) -> Decision | None:
+def resolve_preference_rule(
+    prefer: PreferenceLabelConfig, records: Iterable[Mapping[str, Any]], source: str
+) -> PreferenceRule | None:
     """What decides between the two replies of a source's records; None: nothing does.
 
     Raises:
@@ -83,7 +85,7 @@ def decision(prefer: PreferenceLabelConfig, records: Iterable[Mapping[str, Any]]
             first reply's, or that is in no record.
     """
     if prefer.scores:
-        return ByScores(*prefer.scores)
+        return ScoreRule(*prefer.scores)
     if prefer.label is None or prefer.first is None:
         return None
     found = dict.fromkeys(
@@ -98,10 +100,10 @@ def decision(prefer: PreferenceLabelConfig, records: Iterable[Mapping[str, Any]]
             f"{source}: {prefer.label} has several values beside {prefer.first}; found: {listed}; say in "
             "prefer.second which is that of the second reply (others are left out)"
         )
-    return ByLabel(prefer.label, prefer.first, prefer.second or next(iter(others), ""))
+    return LabelRule(prefer.label, prefer.first, prefer.second or next(iter(others), ""))
 
 
-def overlooked(found: Collection[str], used: Collection[str], replies: Collection[str | None]) -> str | None:
+def find_unused_label(found: Collection[str], used: Collection[str], replies: Collection[str | None]) -> str | None:
     """A column that looks as if it decided a preference and that nothing uses.
 
     Args:
@@ -113,7 +115,7 @@ def overlooked(found: Collection[str], used: Collection[str], replies: Collectio
     return next(clear, None) or (None if set(replies) == {"chosen", "rejected"} else next(likely, None))
 
 
-def check_wanted(records: Iterable[Mapping[str, Any]], column: str, source: str) -> None:
+def check_no_reply_label(records: Iterable[Mapping[str, Any]], column: str, source: str) -> None:
     """Raise `DataError` where a column says by true and false which single replies are wanted: SFT would learn all."""
     labels = {normalize_label(record.get(column)) for record in records if _is_label(record, column)}
     if labels and labels <= {"true", "false"}:
@@ -129,7 +131,7 @@ def _is_label(record: Mapping[str, Any], column: str) -> bool:
     return normalize_label(value) not in ("", "nan", "NaN") and isinstance(value, bool | int | float | str)
 
 
-def finite(value: Any) -> float | None:
+def parse_finite(value: Any) -> float | None:
     """The number that a value is, or that its text says; None where it is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -139,7 +141,7 @@ def finite(value: Any) -> float | None:
 
 
 def _number(value: Any) -> float:
-    number = finite(value)
+    number = parse_finite(value)
     if number is None:
-        raise Undecided(UNUSABLE_SCORE)
+        raise NoPreferenceError(UNUSABLE_SCORE)
     return number

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 1000  # documents tokenized in one call
 
 
-class Packed(Sequence[list[int]]):
+class PackedTokens(Sequence[list[int]]):
     """Rows of `length` tokens, cut from one long text of `tokens`."""
 
     def __init__(self, tokens: array[int], length: int) -> None:
@@ -48,7 +48,7 @@ class Packed(Sequence[list[int]]):
         return len(self._tokens)
 
 
-def check(config: Config, ranks: int) -> None:
+def check_pretraining(config: Config, ranks: int) -> None:
     """Find out whether PPO's settings and sources of raw text fit together; opens nothing.
 
     Raises:
@@ -61,17 +61,17 @@ def check(config: Config, ranks: int) -> None:
     if given and not wanted:
         raise ConfigError("data.pretraining: nothing learns from it; set ppo.ptx_coef, or leave it out")
     for source in config.data.pretraining:
-        readers.check(source.path, "data.pretraining")
+        readers.check_source_exists(source.path, "data.pretraining")
     if wanted:
         config.ppo.pretraining(ranks)
 
 
-def length_of(config: Config) -> int:
+def row_length(config: Config) -> int:
     """Tokens of one row."""
     return config.ppo.ptx_length or config.data.max_length
 
 
-def read(config: Config, *, show: bool = False) -> list[str]:
+def read_documents(config: Config, *, show: bool = False) -> list[str]:
     """The documents of all sources, in their order.
 
     Raises:
@@ -80,7 +80,7 @@ def read(config: Config, *, show: bool = False) -> list[str]:
     return [text for source in config.data.pretraining for text in _texts(source, config.seed, show)]
 
 
-def fingerprint(documents: Sequence[str]) -> dict[str, dict[str, Any]]:
+def fingerprint_documents(documents: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What `run.json` holds of the documents, so that a run does not go on with others; empty where there are none."""
     digest = hashlib.blake2b(digest_size=16)
     for text in documents:
@@ -89,22 +89,22 @@ def fingerprint(documents: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {"data.pretraining": found} if documents else {}
 
 
-def pack(
+def pack_documents(
     config: Config, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, most: int | None = None
-) -> Packed:
+) -> PackedTokens:
     """The documents as rows of `ppo.ptx_length` tokens; of their beginning alone where `most` rows are enough.
 
     Raises:
         DataError: they are too few for one update, which has `ppo.ptx_batch_size` different rows.
     """
-    length, batch = length_of(config), config.ppo.pretraining_rows
+    length, batch = row_length(config), config.ppo.pretraining_rows
     order = random.Random(f"pretraining {config.seed}").sample(documents, len(documents))
     tokens = array("i")
     for ids in _encoded(order, tokenizer):
         tokens.extend(ids)
         if most is not None and len(tokens) >= most * length:
             break
-    packed = Packed(tokens, length)
+    packed = PackedTokens(tokens, length)
     if len(packed) < batch:
         raise DataError(
             f"data.pretraining: its {packed.tokens:,} tokens make {len(packed)} rows of {length} (ppo.ptx_length), and "
@@ -120,7 +120,7 @@ def _encoded(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> It
 
 def _texts(source: PretrainingConfig, seed: int, show: bool) -> list[str]:
     with console.status(f"reading {source.path}") if show else nullcontext():
-        records = readers.read(
+        records = readers.read_records(
             source.path,
             split=source.split,
             subset=source.subset,

@@ -8,35 +8,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config.schema import STAGES, Config, DataConfig, Stage
-from rlhf.data.examples import Demonstration, Pair, parts, percentiles, token_counts, typical
+from rlhf.data.examples import Demonstration, Pair, count_tokens, length_quantiles, median_index, token_parts
 from rlhf.data.report import DataReport
-from rlhf.data.stage_dataset import SHARES, StageData
-from rlhf.data.tokenize_rows import longest_completion
+from rlhf.data.stage_dataset import LENGTH_QUANTILES, StageData
+from rlhf.data.tokenize_rows import max_completion_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
+def summarize_lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
     """Tokens of each part of the rows, trained on and held out: (median, 95th percentile, longest).
 
     Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs. Each number is the
     length of a row that is there (of an even number of rows, the median is the lower of the middle two).
     """
-    trained, held = token_counts(data.train), token_counts(data.heldout)
-    found = percentiles({name: counts + held.get(name, counts[:0]) for name, counts in trained.items()}, 0.5, 0.95, 1.0)
+    trained, held = count_tokens(data.train), count_tokens(data.heldout)
+    found = length_quantiles(
+        {name: counts + held.get(name, counts[:0]) for name, counts in trained.items()}, 0.5, 0.95, 1.0
+    )
     return {name: (median, high, longest) for name, (median, high, longest) in found.items()}
 
 
-def example(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+def decode_median_row(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """A row of median length that is trained on: its parts, decoded from the tokens, control tokens among them."""
     return [
         (name, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for name, ids in parts(data.train[typical(token_counts(data.train))])
+        for name, ids in token_parts(data.train[median_index(count_tokens(data.train))])
     ]
 
 
-def learned(data: StageData, *, loss_on: Literal["completion", "all"] = "completion") -> tuple[str, ...]:
+def list_loss_parts(data: StageData, *, loss_on: Literal["completion", "all"] = "completion") -> tuple[str, ...]:
     """The parts whose tokens carry the loss of SFT, or that of pairs, the reward model's and DPO's; none in PPO.
 
     Args:
@@ -48,9 +50,9 @@ def learned(data: StageData, *, loss_on: Literal["completion", "all"] = "complet
     return ("chosen", "rejected") if isinstance(first, Pair) else ()
 
 
-def described(stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Any]:
+def describe_stage(stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Any]:
     """What a stage gets from its sources: `{"stage", "prompts", "split", "train", "heldout", "sources": [...]}`."""
-    learns = learned(data, loss_on=config.sft.loss_on)
+    learns = list_loss_parts(data, loss_on=config.sft.loss_on)
     return {
         "stage": stage,
         "prompts": data.prompt_format,
@@ -64,9 +66,9 @@ def described(stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase,
 def _source(
     report: DataReport, tokenizer: PreTrainedTokenizerBase, learns: tuple[str, ...], config: DataConfig
 ) -> dict[str, Any]:
-    names = [f"p{share * 100:.0f}" if share < 1 else "max" for share in SHARES]
+    names = [f"p{share * 100:.0f}" if share < 1 else "max" for share in LENGTH_QUANTILES]
     shown = report.example
-    completion = longest_completion(shown.row, shown.prompt_ids, config) if shown else config.max_completion_length
+    completion = max_completion_tokens(shown.row, shown.prompt_ids, config) if shown else config.max_completion_length
     return {
         "source": report.source,
         "read_as": report.how,
@@ -87,16 +89,16 @@ def _source(
                 {
                     "part": part,
                     "text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-                    "tokens": [token_text(tokenizer, token) for token in ids],
+                    "tokens": [decode_token(tokenizer, token) for token in ids],
                     "in_loss": part in learns,
                 }
-                for part, ids in parts(shown)
+                for part, ids in token_parts(shown)
             ],
         },
     }
 
 
-def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def decode_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """The text of one token, with the space before it that some tokenizers drop where it stands alone."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     name = str(tokenizer.convert_ids_to_tokens(token))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from rlhf.data.records import Message, Row, plain_prompt, transcript
+from rlhf.data.records import Message, Row, format_plain_prompt, format_transcript
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,11 +31,13 @@ _PROBE = "a"
 _TAG = re.compile(r"</?\w+>")
 
 
-def prompt_format(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool) -> PromptFormat:
+def detect_prompt_format(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool
+) -> PromptFormat:
     """What the prompts of most `rows` look like to the model."""
-    if has_template(tokenizer, chat_template):
+    if uses_chat_template(tokenizer, chat_template):
         return "template"
-    transcripts = sum(row.text == transcript(row.prompt) for row in rows)
+    transcripts = sum(row.text == format_transcript(row.prompt) for row in rows)
     return "transcript" if 2 * transcripts > len(rows) else "plain"
 
 
@@ -47,7 +49,7 @@ def encode_conversation(
     Raises:
         DataError: the tokenizer's chat template refuses these messages.
     """
-    row = conversation_row(messages, form)
+    row = make_conversation_row(messages, form)
     ids = encode_prompts(tokenizer, [row], chat_template=form == "template")[0]
     if ids is None:
         roles = ", ".join(message.role for message in messages)
@@ -57,9 +59,9 @@ def encode_conversation(
     return ids
 
 
-def conversation_row(messages: Sequence[Message], form: PromptFormat) -> Row:
+def make_conversation_row(messages: Sequence[Message], form: PromptFormat) -> Row:
     """A conversation that no data set holds, as a row of that form."""
-    text = transcript(messages) if form == "transcript" else plain_prompt(messages)
+    text = format_transcript(messages) if form == "transcript" else format_plain_prompt(messages)
     return Row(tuple(messages), text, None, None, None, "")
 
 
@@ -71,20 +73,20 @@ def _apart(found: re.Match[str]) -> str:
 
 def _disarmed(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chat_template: bool) -> Sequence[Row]:
     """The rows, control tokens that someone has written in their prompts taken apart where a template writes these."""
-    if not has_template(tokenizer, chat_template):
+    if not uses_chat_template(tokenizer, chat_template):
         return rows
-    control = control_tokens(tokenizer)
+    control = compile_control_tokens(tokenizer)
     return [
         replace(row, prompt=tuple(Message(m.role, control.sub(_apart, m.content)) for m in row.prompt)) for row in rows
     ]
 
 
-def has_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
+def uses_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
     """Whether prompts are written by a chat template: one is wanted, and the tokenizer has it."""
     return wanted and bool(tokenizer.chat_template)
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def compile_control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches what a tokenizer reads as a control token.
 
     Those are its special tokens, and other added ones that its template writes (DeepSeek's <｜User｜>); but not tags
@@ -167,13 +169,13 @@ def _ended(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool) -> str | None:
-    if row.prompt and has_template(tokenizer, chat_template):
+    if row.prompt and uses_chat_template(tokenizer, chat_template):
         return _render(tokenizer, row.prompt, add_generation_prompt=True)
     return _begun(tokenizer, row.text)
 
 
 def _whole(tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool) -> str | None:
-    if row.prompt and has_template(tokenizer, chat_template):
+    if row.prompt and uses_chat_template(tokenizer, chat_template):
         text = _render(tokenizer, [*row.prompt, Message("assistant", reply)], add_generation_prompt=False)
         return text and text.rstrip()  # what a template puts after the end-of-sequence token is no part of the reply
     space = "" if not row.text or row.text[-1:].isspace() else " "

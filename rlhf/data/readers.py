@@ -40,7 +40,7 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class Record:
+class SourceRecord:
     """One record of a source; `values` is None where it cannot be read (a broken line of JSONL, say): `fault`."""
 
     values: dict[str, Any] | None
@@ -48,12 +48,12 @@ class Record:
     fault: str = ""
 
     @classmethod
-    def of(cls, value: Any, source: str) -> Record:
+    def of(cls, value: Any, source: str) -> SourceRecord:
         """The record of a value that may be no object."""
         return cls(value, source) if isinstance(value, dict) else cls(None, source, NOT_AN_OBJECT)
 
 
-def read(
+def read_records(
     source: str,
     *,
     split: str = "train",
@@ -61,7 +61,7 @@ def read(
     revision: str | None = None,
     limit: int | None = None,
     seed: int = 0,
-) -> list[Record]:
+) -> list[SourceRecord]:
     """The records of a source, in its order.
 
     Args:
@@ -72,14 +72,14 @@ def read(
     Raises:
         DataError: the source does not exist, cannot be reached, or cannot be read as a whole.
     """
-    check(source)
+    check_source_exists(source)
     path = Path(source)
     for key, value in (("subset", subset), ("revision", revision)):
         if value is not None and (source == WORLD or path.exists()):
             raise DataError(f"{source}: has no {key}s, hub data sets have; leave {key} {value!r} out")
 
     if source == WORLD:
-        values, name = list(toy_world.records(seed)), f"{WORLD}:"
+        values, name = list(toy_world.generate_records(seed)), f"{WORLD}:"
     elif path.is_dir():
         values, name = _saved_folder(path, split), f"{path.name}, row "
     elif path.suffix in _READERS:
@@ -88,7 +88,7 @@ def read(
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
     else:
         values, name = _hub(source, subset, split, revision), f"{source}, row "
-    return [Record.of(value, f"{name}{place + 1}") for place, value in _drawn(values, limit, seed)]
+    return [SourceRecord.of(value, f"{name}{place + 1}") for place, value in _drawn(values, limit, seed)]
 
 
 def _drawn(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any]]:
@@ -101,23 +101,23 @@ def _drawn(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any
     )
 
 
-def check(source: str, key: str = "data.datasets") -> None:
+def check_source_exists(source: str, key: str = "data.datasets") -> None:
     """Raise `DataError` where a file or folder is not there; hub names pass. Opens nothing."""
     if is_path(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file or folder; check {key}{missing_path_hint(source)}")
 
 
-def has_parts(source: str) -> bool:
+def has_splits(source: str) -> bool:
     """Whether a source may have splits, of which one is read: a file and the embedded world have none."""
     path = Path(source)
     return source != WORLD and (path.suffix not in _READERS or path.is_dir())
 
 
-def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[Record]:
-    return [Record.of(value, name(number)) for number, value in enumerate(values, start=1)]
+def _numbered(values: Iterable[Any], name: Callable[[int], str]) -> list[SourceRecord]:
+    return [SourceRecord.of(value, name(number)) for number, value in enumerate(values, start=1)]
 
 
-def content(source: str, *, split: str = "train", subset: str | None = None, revision: str | None = None) -> str:
+def hash_source(source: str, *, split: str = "train", subset: str | None = None, revision: str | None = None) -> str:
     """A digest of what a source holds, which reads its bytes and makes no record of them.
 
     That of a hub data set is the library's own, of the files that it was made from. The embedded world has none: it is
@@ -126,7 +126,7 @@ def content(source: str, *, split: str = "train", subset: str | None = None, rev
     Raises:
         DataError: the source does not exist, or cannot be reached or read.
     """
-    check(source)
+    check_source_exists(source)
     path = Path(source)
     if source == WORLD:
         return ""
@@ -142,7 +142,7 @@ def content(source: str, *, split: str = "train", subset: str | None = None, rev
     return digest.hexdigest()
 
 
-def _file(path: Path) -> list[Record]:
+def _file(path: Path) -> list[SourceRecord]:
     with _readable(path):
         return list(_READERS[path.suffix](path))
 
@@ -159,17 +159,17 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: not a UTF-8 text file; save it as UTF-8") from error
 
 
-def _jsonl(path: Path) -> Iterator[Record]:
+def _jsonl(path: Path) -> Iterator[SourceRecord]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield Record.of(json.loads(line), f"{path.name}:{number}")
+                    yield SourceRecord.of(json.loads(line), f"{path.name}:{number}")
                 except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, lists without end
-                    yield Record(None, f"{path.name}:{number}", NOT_JSON)
+                    yield SourceRecord(None, f"{path.name}:{number}", NOT_JSON)
 
 
-def _json(path: Path) -> list[Record]:
+def _json(path: Path) -> list[SourceRecord]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -182,7 +182,7 @@ def _json(path: Path) -> list[Record]:
     return _numbered(rows, lambda number: f"{path.name}, row {number}")
 
 
-def _csv(path: Path) -> Iterator[Record]:
+def _csv(path: Path) -> Iterator[SourceRecord]:
     csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig") as lines:  # a line break in a field is the same one on every system
         reader = csv.DictReader(lines)
@@ -196,13 +196,15 @@ def _csv(path: Path) -> Iterator[Record]:
             end = 1 if header else 0
             for values in reader:
                 whole = None not in values and None not in values.values()
-                yield Record(dict(values) if whole else None, f"{path.name}:{end + 1}", "" if whole else OTHER_FIELDS)
+                yield SourceRecord(
+                    dict(values) if whole else None, f"{path.name}:{end + 1}", "" if whole else OTHER_FIELDS
+                )
                 end = reader.line_num  # a quoted field may span lines, and a row is named by its first
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: not readable as CSV ({error})") from error
 
 
-def _parquet(path: Path) -> list[Record]:
+def _parquet(path: Path) -> list[SourceRecord]:
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
@@ -213,7 +215,7 @@ def _parquet(path: Path) -> list[Record]:
     return _numbered(rows, lambda number: f"{path.name}, row {number}")
 
 
-_READERS: dict[str, Callable[[Path], Iterable[Record]]] = {
+_READERS: dict[str, Callable[[Path], Iterable[SourceRecord]]] = {
     ".jsonl": _jsonl,
     ".json": _json,
     ".csv": _csv,

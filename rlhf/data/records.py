@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rlhf.data.formats import CONVERSATIONS, PROMPTS, Columns
-from rlhf.data.preference_labels import Undecided, finite
-from rlhf.data.report import EMPTY_PROMPT, EMPTY_TEXT, PROMPTS_DIFFER, SURROGATE, kind_of
+from rlhf.data.formats import CONVERSATIONS, PROMPTS, ColumnMapping
+from rlhf.data.preference_labels import NoPreferenceError, parse_finite
+from rlhf.data.report import EMPTY_PROMPT, EMPTY_TEXT, PROMPTS_DIFFER, SURROGATE, describe_type
 
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
 _CITATION = re.compile(r"\s*\[\d+(?:\s*,\s*\d+)*\]")
@@ -54,7 +54,7 @@ class Row:
         return {"messages": messages, **found, **self.record}
 
 
-class Rejected(Exception):
+class RejectedRecordError(Exception):
     """A record that cannot become a row; `reason` is what the data report counts."""
 
     def __init__(self, reason: str) -> None:
@@ -62,7 +62,7 @@ class Rejected(Exception):
         self.reason = reason
 
 
-def parse(record: Mapping[str, Any], columns: Columns, source: str) -> Row:
+def parse_record(record: Mapping[str, Any], columns: ColumnMapping, source: str) -> Row:
     """Build the row of one record.
 
     Raises:
@@ -79,7 +79,7 @@ def parse(record: Mapping[str, Any], columns: Columns, source: str) -> Row:
         prompt, chosen = _context_and_reply(record, better)
         other, rejected = _context_and_reply(record, worse)
         if prompt != other:
-            raise Rejected(PROMPTS_DIFFER)
+            raise RejectedRecordError(PROMPTS_DIFFER)
         chosen, rejected = (None, None) if undecided else (chosen, rejected)
         response = chosen
         is_conversation = bool(prompt)
@@ -94,54 +94,54 @@ def parse(record: Mapping[str, Any], columns: Columns, source: str) -> Row:
     if columns.response and (response is None or _has(record, columns.response)):
         response = _context_and_reply(record, columns.response)[1]
     if not any(message.role == "user" and message.content.strip() for message in prompt):
-        raise Rejected(_no_prompt(record, columns))
-    text = transcript(prompt) if is_conversation else plain_prompt(prompt)
+        raise RejectedRecordError(_no_prompt(record, columns))
+    text = format_transcript(prompt) if is_conversation else format_plain_prompt(prompt)
     clean = _cleaner(columns, led=led)
     margin = _margin(record.get(columns.margin)) if columns.margin else 0.0
     return Row(prompt, text, clean(response), clean(chosen), clean(rejected), source, undecided, margin)
 
 
 def _margin(value: Any) -> float | None:
-    number = finite(value)
+    number = parse_finite(value)
     return None if number is None or number < 0 else number
 
 
 def _raw(text: str, source: str) -> Row:
     """The row of a text that has no prompt; white space in it stays as it is."""
     if not text.strip():
-        raise Rejected(EMPTY_TEXT)
+        raise RejectedRecordError(EMPTY_TEXT)
     return Row((), "", text, None, None, source)
 
 
-def _pair(record: Mapping[str, Any], columns: Columns) -> tuple[str | None, str | None, str]:
+def _pair(record: Mapping[str, Any], columns: ColumnMapping) -> tuple[str | None, str | None, str]:
     """The columns of the preferred and the other reply, and why a record prefers neither."""
     if not (columns.first and columns.second and columns.decision):
         return columns.chosen, columns.rejected, ""
     try:
         first = columns.decision.first_is_better(record)
-    except Undecided as error:
+    except NoPreferenceError as error:
         return columns.first, columns.second, error.reason
     return (columns.first, columns.second, "") if first else (columns.second, columns.first, "")
 
 
-def _is_led(record: Mapping[str, Any], columns: Columns) -> bool:
+def _is_led(record: Mapping[str, Any], columns: ColumnMapping) -> bool:
     """Whether the assistant's name before the replies is no part of them.
 
     All replies of the source have it, or the prompt is a conversation that lacks it at its end.
     """
     texts = [value for name in columns.replies if isinstance(value := record.get(name), str) and value.strip()]
-    if not texts or not all(map(is_led, texts)):
+    if not texts or not all(map(starts_with_speaker, texts)):
         return False
     prompt = record.get(columns.prompt) if columns.prompt else None
-    return columns.led or (isinstance(prompt, str) and is_transcript(prompt) and not is_open(prompt))
+    return columns.led or (isinstance(prompt, str) and is_transcript(prompt) and not awaits_reply(prompt))
 
 
-def _cleaner(columns: Columns, *, led: bool) -> Callable[[str | None], str | None]:
+def _cleaner(columns: ColumnMapping, *, led: bool) -> Callable[[str | None], str | None]:
     """What makes of a reply the text that is learned."""
 
     def clean(reply: str | None) -> str | None:
-        if reply and (led or ("speaker" in columns.clean and is_led(reply))):
-            reply = without_lead(reply)
+        if reply and (led or ("speaker" in columns.clean and starts_with_speaker(reply))):
+            reply = strip_speaker(reply)
         if reply and "citations" in columns.clean:
             reply = _SPACES.sub(" ", _CITATION.sub("", reply)).strip()
         return reply
@@ -154,7 +154,7 @@ def _has(record: Mapping[str, Any], *names: str) -> bool:
     return any(record.get(name) is not None for name in names)
 
 
-def _no_prompt(record: Mapping[str, Any], columns: Columns) -> str:
+def _no_prompt(record: Mapping[str, Any], columns: ColumnMapping) -> str:
     """Why no prompt was found: it is empty, or is in a column that other rows of the source do not use."""
     if not _has(record, *filter(None, (columns.prompt, columns.messages, columns.chosen, columns.first))):
         present = sorted(name for name, value in record.items() if value is not None)
@@ -174,11 +174,11 @@ def _text(value: Any, column: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise Rejected(f"{_short(column)} is {kind_of(value)}, not text")
+        raise RejectedRecordError(f"{_short(column)} is {describe_type(value)}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # half a character: no tokenizer takes it, and no file holds it
-        raise Rejected(SURROGATE) from error
+        raise RejectedRecordError(SURROGATE) from error
     return value
 
 
@@ -192,21 +192,21 @@ def _messages(value: Any, column: str, wanted: str = "text", *, asks: bool = Fal
         return ()
     if isinstance(value, str):
         text = _text(value, column)
-        return turns(text, asks=asks) if is_transcript(text) else (Message("user", text),)
+        return parse_turns(text, asks=asks) if is_transcript(text) else (Message("user", text),)
     if not isinstance(value, list | tuple):
-        raise Rejected(f"{_short(column)} is {kind_of(value)}, not {wanted}")
+        raise RejectedRecordError(f"{_short(column)} is {describe_type(value)}, not {wanted}")
     return tuple(_message(turn, column) for turn in value)
 
 
 def _message(turn: Any, column: str) -> Message:
     name = _short(column)
     if not isinstance(turn, Mapping) or not ({"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys()):
-        raise Rejected(f"{name}: a turn is not an object of role and content")
+        raise RejectedRecordError(f"{name}: a turn is not an object of role and content")
     keys = ("role", "content") if {"role", "content"} <= turn.keys() else ("from", "value")  # as ShareGPT has them
     role, content = (turn[key] for key in keys)
     if not isinstance(role, str) or role not in _ROLES:
-        shown = repr(_short(role)) if isinstance(role, str) else kind_of(role)
-        raise Rejected(f"{name}: unknown role {shown}")
+        shown = repr(_short(role)) if isinstance(role, str) else describe_type(role)
+        raise RejectedRecordError(f"{name}: unknown role {shown}")
     return Message(_ROLES[role], _text(content, f"{name}: content"))
 
 
@@ -222,7 +222,7 @@ def _context_and_reply(record: Mapping[str, Any], column: str) -> tuple[tuple[Me
         return (), _text(value, column).strip()
     messages = _messages(value, column)
     if not messages or messages[-1].role != "assistant":
-        raise Rejected(f"{_short(column)} does not end with the assistant's turn")
+        raise RejectedRecordError(f"{_short(column)} does not end with the assistant's turn")
     return messages[:-1], messages[-1].content.strip()
 
 
@@ -251,22 +251,22 @@ def is_transcript(text: str) -> bool:
     return begins("Human:") or (begins("USER:") and ends("ASSISTANT:"))
 
 
-def is_open(text: str) -> bool:
+def awaits_reply(text: str) -> bool:
     """Whether a text ends with the assistant's name, and so asks for its reply."""
     return text.rstrip().endswith(tuple(f"{assistant}:" for _, assistant in _PAIRS))
 
 
-def is_led(reply: str) -> bool:
+def starts_with_speaker(reply: str) -> bool:
     """Whether a reply begins with the assistant's name."""
     return bool(_LEAD.match(reply))
 
 
-def without_lead(reply: str) -> str:
+def strip_speaker(reply: str) -> str:
     """A reply without the assistant's name before it."""
     return _LEAD.sub("", reply, count=1).strip()
 
 
-def turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
+def parse_turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
     """The turns of a transcript; the last is the assistant's and empty where the text is open.
 
     Args:
@@ -293,14 +293,14 @@ def _inline(text: str, human: str, assistant: str) -> list[tuple[str, str]]:
     return [(human, text.removesuffix(f"{assistant}:").rstrip())]
 
 
-def transcript(messages: Collection[Message]) -> str:
+def format_transcript(messages: Collection[Message]) -> str:
     """`Human: ...` and `Assistant: ...` turns separated by blank lines, open for the assistant's next reply."""
     names = {"user": "Human: ", "assistant": "Assistant: ", "system": ""}
     turns = [f"{names[message.role]}{message.content}" for message in messages]
     return "\n\n".join([*turns, "Assistant:"])
 
 
-def plain_prompt(messages: Collection[Message]) -> str:
+def format_plain_prompt(messages: Collection[Message]) -> str:
     """A conversation without a chat template: a lone user message is used as it is, any other as a transcript."""
     alone = next(iter(messages)) if len(messages) == 1 else None
-    return alone.content if alone and alone.role == "user" else transcript(messages)
+    return alone.content if alone and alone.role == "user" else format_transcript(messages)

@@ -12,14 +12,14 @@ from typing import Any
 
 from rlhf.config.schema import Stage
 
-Dropped = dict[str, tuple[int, str]]
+DropCounts = dict[str, tuple[int, str]]
 """Reason -> (rows, where the first of them is)."""
 
 _REASONS = 6  # named at most; a broken source may have a reason for every row
 _REMEDIES = 2
 
 
-def count(dropped: Dropped, reason: str, where: str, rows: int = 1) -> None:
+def add_drop(dropped: DropCounts, reason: str, where: str, rows: int = 1) -> None:
     """Count rows that are left out; `where` is the first of them."""
     before, first = dropped.get(reason, (0, where))
     dropped[reason] = (before + rows, first)
@@ -53,12 +53,12 @@ class DataReport:
     how: str = ""
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     example: Any = None
-    dropped: Dropped = field(default_factory=dict)
+    dropped: DropCounts = field(default_factory=dict)
     lengths: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def drop(self, reason: str, where: str) -> None:
         """Count one row that is left out."""
-        count(self.dropped, reason, where)
+        add_drop(self.dropped, reason, where)
 
     def drop_long(self, reason: str, where: str, tokens: int, allowed: int) -> None:
         """Count one row that is left out for its length."""
@@ -91,7 +91,7 @@ class DataReport:
 
     def remedies(self) -> str:
         """What helps against the reasons that dominate: `raise data.max_prompt_length; ...`."""
-        ranked = [(rows, remedy(reason)) for reason, (rows, _) in self._ranked()]
+        ranked = [(rows, find_remedy(reason)) for reason, (rows, _) in self._ranked()]
         most = sum(rows for rows, _ in ranked)
         dominant = [help for place, (rows, help) in enumerate(ranked) if not place or 4 * rows >= most]
         return "; ".join(list(dict.fromkeys(dominant))[:_REMEDIES])
@@ -106,7 +106,7 @@ class DataReport:
         return f"{line}; left out: {self.reasons()}" if self.dropped else line
 
 
-def lines(reports: Iterable[DataReport]) -> list[str]:
+def format_reports(reports: Iterable[DataReport]) -> list[str]:
     """One line per source."""
     return [str(report) for report in reports]
 
@@ -171,12 +171,12 @@ REMEDIES = {
 }
 
 
-def remedy(reason: str) -> str:
+def find_remedy(reason: str) -> str:
     """What helps against `reason`, which must be one of the table's."""
     return next(help for pattern, help in REMEDIES.items() if fnmatchcase(reason, pattern))
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """What a value is that should be text, in the user's words."""
     if isinstance(value, bool):
         return "true or false"

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlhf.config.data import Weight
 from rlhf.config.schema import STAGES, DataConfig, DatasetConfig, Stage, share_of
-from rlhf.data.examples import Example, TokenCounts, add_counts, percentiles, typical
-from rlhf.data.load_sources import Rows, Source, SourceRows, datasets_of, read_sources
-from rlhf.data.prompt_encoding import PromptFormat, prompt_format
+from rlhf.data.examples import Example, TokenCounts, add_token_counts, length_quantiles, median_index
+from rlhf.data.load_sources import ParsedSource, SourceReader, SourceSpec, list_stage_datasets, read_sources
+from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format
 from rlhf.data.records import Row
 from rlhf.data.report import LEFT_OUT_BY_WEIGHT, PROMPT_TRAINED_ON, TRAINED_ON, DataReport
-from rlhf.data.tokenize_rows import REPLIES, dropped, encode_rows, usable
+from rlhf.data.tokenize_rows import REPLY_FIELDS, encode_rows, filter_usable, record_drop
 from rlhf.errors import DataError
 from rlhf.runs.resume import Fingerprints
 
@@ -49,7 +49,7 @@ class StageData:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StageSelection:
     """Which of a stage's examples it gets, by the places in which they were made, and what `StageData` says of them.
 
     `typical` has for each report the place of its example.
@@ -63,7 +63,7 @@ class Chosen:
     end_ids: tuple[int, ...]
 
 
-class _Made(NamedTuple):
+class _ExampleRef(NamedTuple):
     """An example that was made, without its tokens."""
 
     place: int
@@ -71,18 +71,18 @@ class _Made(NamedTuple):
 
 
 @dataclass
-class _Part:
+class _SourceExamples:
     """One source's examples on their way to a stage."""
 
-    examples: list[_Made]
+    examples: list[_ExampleRef]
     report: DataReport
     weight: Weight
     typical: int = 0
 
 
-SHARES = (0.5, 0.9, 0.99, 1.0)
+LENGTH_QUANTILES = (0.5, 0.9, 0.99, 1.0)
 """Of a source's rows: the lengths that so many of them do not exceed are reported."""
-SAMPLE = 256
+CHECK_SAMPLE = 256
 """Rows of each source that `check_stage` tokenizes at first."""
 
 
@@ -93,7 +93,7 @@ def load_stage(
     *,
     seed: int,
     end_ids: Sequence[int] | None = None,
-    sources: SourceRows | None = None,
+    sources: SourceReader | None = None,
     sample: int | None = None,
 ) -> StageData:
     """Examples of one stage: `Demonstration` for sft, `Pair` for reward and dpo, `Prompt` for ppo.
@@ -112,14 +112,16 @@ def load_stage(
     """
     made: list[Example] = []
     read = sources or read_sources(config, [stage], seed=seed)
-    chosen = choose(config, stage, tokenizer, made.append, seed=seed, end_ids=end_ids, sources=read, sample=sample)
+    chosen = select_examples(
+        config, stage, tokenizer, made.append, seed=seed, end_ids=end_ids, sources=read, sample=sample
+    )
     for report, place in zip(chosen.reports, chosen.typical, strict=True):
         report.example = made[place]
     train, heldout = ([made[place] for place in places] for places in (chosen.train, chosen.heldout))
     return StageData(train, heldout, chosen.reports, chosen.prompt_format, chosen.end_ids)
 
 
-def choose(
+def select_examples(
     config: DataConfig,
     stage: Stage,
     tokenizer: PreTrainedTokenizerBase,
@@ -127,53 +129,56 @@ def choose(
     *,
     seed: int,
     end_ids: Sequence[int] | None,
-    sources: SourceRows,
+    sources: SourceReader,
     sample: int | None = None,
-) -> Chosen:
+) -> StageSelection:
     """What `load_stage` gives, without the examples: each is given to `keep` when it is made, and not held.
 
     Raises:
         DataError: as `load_stage`.
     """
-    datasets = datasets_of(config, stage)
+    datasets = list_stage_datasets(config, stage)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
     places = itertools.count()
 
-    def part_of(source: Rows, rows: Sequence[Row], report: DataReport, weight: Weight) -> _Part:
-        kept = usable(rows, report)
+    def part_of(source: ParsedSource, rows: Sequence[Row], report: DataReport, weight: Weight) -> _SourceExamples:
+        kept = filter_usable(rows, report)
         if sample is not None and sample < len(kept):
             report.unseen = len(kept) - sample
             drawn = random.Random(f"sample {seed}").sample(range(len(kept)), sample)
             kept = [kept[place] for place in sorted(drawn)]
         report.how, report.rows, report.share = source.how, len(source.rows), len(rows)
-        part, counts = _Part([], report, weight), TokenCounts()
+        part, counts = _SourceExamples([], report, weight), TokenCounts()
         for example in encode_rows(kept, config, tokenizer, report, end_ids, show=sources.show):
             keep(example)
-            add_counts(counts, example)
-            part.examples.append(_Made(next(places), example.row))
+            add_token_counts(counts, example)
+            part.examples.append(_ExampleRef(next(places), example.row))
         _check_some(part, len(source.rows))
-        report.tokens, part.typical = percentiles(counts, *SHARES), part.examples[typical(counts)].place
+        report.tokens, part.typical = (
+            length_quantiles(counts, *LENGTH_QUANTILES),
+            part.examples[median_index(counts)].place,
+        )
         return part
 
-    def share(dataset: DatasetConfig) -> _Part:
+    def share(dataset: DatasetConfig) -> _SourceExamples:
         """What the stage gets of a source."""
-        source = sources[Source.trained(dataset)]
+        source = sources[SourceSpec.trained(dataset)]
         report = DataReport(stage, dataset.path, dropped=dict(source.dropped))
-        parts = split(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
+        parts = split_by_key(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
         return part_of(source, parts[share_of(stage)], report, dataset.weight)
 
-    def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _Part:
+    def held_out(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _SourceExamples:
         """The held-out source of a data set, without what this or another stage may train on."""
-        source = sources[Source.held_out(dataset)]
+        source = sources[SourceSpec.held_out(dataset)]
         report = DataReport(stage, str(dataset.heldout), dropped=dict(source.dropped))
-        known = TRAINED_ON if REPLIES[stage] else PROMPT_TRAINED_ON
-        new = [row for row in source.rows if not dropped(row, _lesson(row, stage) in trained and known, report)]
+        known = TRAINED_ON if REPLY_FIELDS[stage] else PROMPT_TRAINED_ON
+        new = [row for row in source.rows if not record_drop(row, _lesson(row, stage) in trained and known, report)]
         return part_of(source, new, report, dataset.weight)
 
     parts = [share(dataset) for dataset in datasets]
-    named: list[_Part] = []
+    named: list[_SourceExamples] = []
     if any(dataset.heldout is not None for dataset in datasets):
-        everywhere = {Source.trained(dataset) for dataset in config.datasets}
+        everywhere = {SourceSpec.trained(dataset) for dataset in config.datasets}
         trained = {_lesson(row, stage) for source in everywhere for row in sources[source].rows}
         named = [held_out(dataset, trained) for dataset in datasets if dataset.heldout is not None]
     for part in named:
@@ -185,13 +190,13 @@ def choose(
     heldout += _hold_out(undivided, config.heldout_fraction, seed, elsewhere)
     _blend(parts, seed)
 
-    heldout = varied(heldout, seed=seed, key=lambda example: prompt_key(example.row))
+    heldout = shuffle_by_rounds(heldout, seed=seed, key=lambda example: prompt_key(example.row))
     train = [example for part in parts for example in part.examples]
     reports = [part.report for part in [*parts, *named]]
     if not heldout or not train:
         raise _too_few(reports, len(train) + len(heldout))
-    form = prompt_format(tokenizer, [example.row for example in train], chat_template=config.chat_template)
-    return Chosen(
+    form = detect_prompt_format(tokenizer, [example.row for example in train], chat_template=config.chat_template)
+    return StageSelection(
         [example.place for example in train],
         [example.place for example in heldout],
         reports,
@@ -208,7 +213,7 @@ def check_stage(
     *,
     seed: int,
     end_ids: Sequence[int] | None = None,
-    sources: SourceRows | None = None,
+    sources: SourceReader | None = None,
 ) -> StageData:
     """Find out whether `load_stage` will succeed; a sample nearly always shows it.
 
@@ -222,12 +227,12 @@ def check_stage(
     """
     sources = sources or read_sources(config, [stage], seed=seed)
     try:
-        return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources, sample=SAMPLE)
+        return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources, sample=CHECK_SAMPLE)
     except DataError:
         return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources)
 
 
-def _check_some(part: _Part, rows: int) -> None:
+def _check_some(part: _SourceExamples, rows: int) -> None:
     """Raise `DataError` where a source of so many rows that have a prompt gives no example."""
     report = part.report
     if part.examples:
@@ -257,10 +262,10 @@ def _lesson(row: Row, stage: Stage) -> tuple[str, ...]:
 
     Many rows of a held-out source may share a few prompts with those that are trained on (one instruction for all).
     """
-    return (prompt_key(row), *sorted(str(getattr(row, name)) for name in REPLIES[stage]))
+    return (prompt_key(row), *sorted(str(getattr(row, name)) for name in REPLY_FIELDS[stage]))
 
 
-def _hold_out(parts: Sequence[_Part], fraction: float, seed: int, trained: set[str]) -> list[_Made]:
+def _hold_out(parts: Sequence[_SourceExamples], fraction: float, seed: int, trained: set[str]) -> list[_ExampleRef]:
     """Move a part of the examples out of the sources, but no prompt that another source has in `trained`.
 
     A prompt that several of the sources have stays on one side.
@@ -268,7 +273,7 @@ def _hold_out(parts: Sequence[_Part], fraction: float, seed: int, trained: set[s
     examples = [example for part in parts for example in part.examples]
     free = [example for example in examples if prompt_key(example.row) not in trained]
     sides = {"train": 1 - fraction, "heldout": fraction}
-    chosen = split(free, sides, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
+    chosen = split_by_key(free, sides, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
     keys = {prompt_key(example.row) for example in chosen}
     for part in parts:
         before = len(part.examples)
@@ -277,9 +282,9 @@ def _hold_out(parts: Sequence[_Part], fraction: float, seed: int, trained: set[s
     return chosen
 
 
-def _blend(parts: Sequence[_Part], seed: int) -> None:
+def _blend(parts: Sequence[_SourceExamples], seed: int) -> None:
     """Leave out what the weights leave no room for."""
-    kept = blend([len(part.examples) for part in parts], [part.weight for part in parts], seed=seed)
+    kept = select_by_weight([len(part.examples) for part in parts], [part.weight for part in parts], seed=seed)
     for part, indices in zip(parts, kept, strict=True):
         for index in sorted(set(range(len(part.examples))) - set(indices)):
             part.report.drop(LEFT_OUT_BY_WEIGHT, part.examples[index].row.source)
@@ -296,7 +301,9 @@ def prompt_key(row: Row) -> str:
     return " ".join(text.split()).casefold()
 
 
-def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Callable[[T], str]) -> dict[str, list[T]]:
+def split_by_key(
+    items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Callable[[T], str]
+) -> dict[str, list[T]]:
     """Cut `items` into disjoint parts of about the given shares.
 
     Items of one key form a group; groups are ordered by a seeded hash and cut where the count of items comes
@@ -326,7 +333,7 @@ def split(items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Ca
     return parts
 
 
-def blend(counts: Sequence[int], weights: Sequence[Weight], *, seed: int) -> list[list[int]]:
+def select_by_weight(counts: Sequence[int], weights: Sequence[Weight], *, seed: int) -> list[list[int]]:
     """Indices of the rows to keep of each source, so that the sources are in proportion to their weights.
 
     No row is repeated: the source that is scarcest for its weight is kept whole, of the others a seeded sample. Those
@@ -341,7 +348,7 @@ def blend(counts: Sequence[int], weights: Sequence[Weight], *, seed: int) -> lis
     ]
 
 
-def varied(items: Sequence[T], *, seed: int, key: Callable[[T], str]) -> list[T]:
+def shuffle_by_rounds(items: Sequence[T], *, seed: int, key: Callable[[T], str]) -> list[T]:
     """The items in random order, one of each key before any comes again."""
     shuffled = random.Random(f"heldout {seed}").sample(items, len(items))
     seen: Counter[str] = Counter()

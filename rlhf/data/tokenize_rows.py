@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Literal
 
 from rlhf.config.schema import DataConfig, Stage, share_of
 from rlhf.data.examples import Demonstration, Example, Pair, Prompt
-from rlhf.data.load_sources import LONG
-from rlhf.data.prompt_encoding import control_tokens, encode_prompts, encode_replies, has_control_tokens, has_template
-from rlhf.data.records import Message, Row, plain_prompt, transcript
+from rlhf.data.load_sources import PROGRESS_MIN_ROWS
+from rlhf.data.prompt_encoding import (
+    compile_control_tokens,
+    encode_prompts,
+    encode_replies,
+    has_control_tokens,
+    uses_chat_template,
+)
+from rlhf.data.records import Message, Row, format_plain_prompt, format_transcript
 from rlhf.data.report import (
     CONTROL_TOKENS,
     EMPTY_RESPONSE,
@@ -31,9 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-EXAMPLE: dict[Stage, type[Example]] = {"sft": Demonstration, "reward": Pair, "dpo": Pair, "ppo": Prompt}
+EXAMPLE_TYPES: dict[Stage, type[Example]] = {"sft": Demonstration, "reward": Pair, "dpo": Pair, "ppo": Prompt}
 """What each stage learns from."""
-REPLIES: dict[Stage, tuple[str, ...]] = {
+REPLY_FIELDS: dict[Stage, tuple[str, ...]] = {
     "sft": ("response",),
     "reward": ("chosen", "rejected"),
     "dpo": ("chosen", "rejected"),
@@ -43,9 +49,9 @@ REPLIES: dict[Stage, tuple[str, ...]] = {
 _AT_ONCE = 1000  # rows tokenized in one call
 
 
-def usable(rows: Sequence[Row], report: DataReport) -> list[Row]:
+def filter_usable(rows: Sequence[Row], report: DataReport) -> list[Row]:
     """The rows that `report.stage` can use; the report counts the others."""
-    return [row for row in rows if not dropped(row, _unusable(row, report.stage), report)]
+    return [row for row in rows if not record_drop(row, _unusable(row, report.stage), report)]
 
 
 def encode_rows(
@@ -58,20 +64,20 @@ def encode_rows(
     show: bool = False,
 ) -> Iterator[Example]:
     """Examples of the rows that fit, in their order, made as they are asked for; the report counts the others."""
-    names = REPLIES[report.stage]
-    control, templated = control_tokens(tokenizer), has_template(tokenizer, config.chat_template)
+    names = REPLY_FIELDS[report.stage]
+    control, templated = compile_control_tokens(tokenizer), uses_chat_template(tokenizer, config.chat_template)
 
     def forged(row: Row) -> bool:
         return has_control_tokens([getattr(row, name) for name in names], control, templated=templated)
 
-    rows = [row for row in rows if not dropped(row, forged(row) and CONTROL_TOKENS, report)]
-    made: Callable[..., Example] = EXAMPLE[report.stage]
-    shown = show and len(rows) >= LONG
+    rows = [row for row in rows if not record_drop(row, forged(row) and CONTROL_TOKENS, report)]
+    made: Callable[..., Example] = EXAMPLE_TYPES[report.stage]
+    shown = show and len(rows) >= PROGRESS_MIN_ROWS
     with progress(len(rows), f"{report.stage}: tokenizing {report.source}", enabled=shown) as bar:
         for start in range(0, len(rows), _AT_ONCE):
             some = rows[start : start + _AT_ONCE]
             prompts = encode_prompts(tokenizer, some, chat_template=config.chat_template)
-            asked, prompts = without_oldest(tokenizer, some, prompts, config)
+            asked, prompts = drop_oldest_turns(tokenizer, some, prompts, config)
             replies = []
             for name in names:
                 texts = [getattr(row, name) for row in some]
@@ -80,7 +86,7 @@ def encode_rows(
                 )
                 replies.append(found)
             for row, short, prompt_ids, *completions in zip(some, asked, prompts, *replies, strict=True):
-                prompt_ids, completions, was_cut = cut(tokenizer, short, prompt_ids, completions, config)
+                prompt_ids, completions, was_cut = truncate_ids(tokenizer, short, prompt_ids, completions, config)
                 if not _unfit(row, prompt_ids, completions, config, report):
                     report.truncated += was_cut or short is not row
                     yield made(prompt_ids, *completions, row)
@@ -89,7 +95,7 @@ def encode_rows(
 
 def _unusable(row: Row, stage: Stage) -> str | None:
     """Why the stage cannot use a row."""
-    replies = [getattr(row, name) for name in REPLIES[stage]]
+    replies = [getattr(row, name) for name in REPLY_FIELDS[stage]]
     if not row.prompt and stage != "sft":
         return PROMPTLESS
     if None in replies and row.undecided:
@@ -115,7 +121,7 @@ def _unfit(
         report.drop(REFUSED, row.source)
     elif len(prompt) > config.max_prompt_length:
         report.drop_long(LONG_PROMPT, row.source, len(prompt), config.max_prompt_length)
-    elif longest > (most := longest_completion(row, prompt, config)):
+    elif longest > (most := max_completion_tokens(row, prompt, config)):
         report.drop_long(LONG_COMPLETION, row.source, longest, most)
     elif len(known) == 2 and known[0] == known[1]:  # they differed in white space, or after the end
         report.drop(NO_DIFFERENCE, row.source)
@@ -124,7 +130,7 @@ def _unfit(
     return True
 
 
-def dropped(row: Row, reason: str | Literal[False] | None, report: DataReport) -> bool:
+def record_drop(row: Row, reason: str | Literal[False] | None, report: DataReport) -> bool:
     """Whether there is a reason to leave a row out; the report counts it."""
     if reason:
         report.drop(reason, row.source)
@@ -135,12 +141,12 @@ Ids = list[int] | None
 _PROBES = ("a", "?")  # two questions that share no token
 
 
-def longest_completion(row: Row, prompt: list[int], config: DataConfig) -> int:
+def max_completion_tokens(row: Row, prompt: list[int], config: DataConfig) -> int:
     """Tokens of a completion, at most; a text without a prompt has the room of both."""
     return config.max_completion_length if row.prompt else config.max_length - len(prompt)
 
 
-def without_oldest(
+def drop_oldest_turns(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], prompts: Sequence[Ids], config: DataConfig
 ) -> tuple[list[Row], list[Ids]]:
     """The rows and their prompt ids, without so many of the oldest turns that the prompts are not too long.
@@ -154,7 +160,7 @@ def without_oldest(
     return [row for row, _ in shorter], [ids for _, ids in shorter]
 
 
-def cut(
+def truncate_ids(
     tokenizer: PreTrainedTokenizerBase, row: Row, prompt: Ids, completions: Sequence[Ids], config: DataConfig
 ) -> tuple[Ids, list[Ids], bool]:
     """(prompt ids without the beginning of the question, completion ids without their end, whether any were cut).
@@ -167,7 +173,7 @@ def cut(
     fitted = prompt
     if len(prompt) > config.max_prompt_length:
         fitted = _without_beginning(tokenizer, row, prompt, config)
-    most = longest_completion(row, prompt, config)
+    most = max_completion_tokens(row, prompt, config)
     ends = [ids and ids[:most] for ids in completions]
     return fitted, ends, (fitted, ends) != (prompt, list(completions))
 
@@ -200,7 +206,7 @@ def _without_beginning(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[i
 
 
 def _with_prompt(row: Row, prompt: tuple[Message, ...]) -> Row:
-    form = transcript if row.text == transcript(row.prompt) else plain_prompt
+    form = format_transcript if row.text == format_transcript(row.prompt) else format_plain_prompt
     return replace(row, prompt=prompt, text=form(prompt))
 
 

@@ -141,7 +141,7 @@ _FACTS = tuple(_Fact(relation, x, y) for relation in _RELATIONS for x, y in rela
 _QUESTIONS = {pattern.format(x=fact.x): fact for fact in _FACTS for pattern in fact.relation.asks}
 
 
-def records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
+def generate_records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
     """`count` records with the columns prompt, response, chosen and rejected."""
     rng = random.Random(f"world {seed}")
     questions = list(_QUESTIONS)
@@ -158,7 +158,7 @@ def records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
         }
 
 
-def approves(prompt: str, reply: str) -> bool:
+def is_good_reply(prompt: str, reply: str) -> bool:
     """Whether the reply is one polite, true, complete sentence that answers the prompt.
 
     A prompt that is not of this world has no such reply.
@@ -242,6 +242,6 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> PreTrain
     )
 
 
-def world_tokenizer() -> PreTrainedTokenizerFast:
+def build_world_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of the embedded world; the same for every seed."""
-    return build_tokenizer(text for record in records(seed=0, count=4000) for text in record.values())
+    return build_tokenizer(text for record in generate_records(seed=0, count=4000) for text in record.values())

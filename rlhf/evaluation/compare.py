@@ -16,13 +16,20 @@ from typing import Any, NamedTuple
 
 from rlhf.config.schema import Config
 from rlhf.data.completions import completion_texts
-from rlhf.data.prompt_encoding import PromptFormat, conversation_row, encode_prompts
+from rlhf.data.prompt_encoding import PromptFormat, encode_prompts, make_conversation_row
 from rlhf.data.records import Row
-from rlhf.data.report import Dropped, count
+from rlhf.data.report import DropCounts, add_drop
 from rlhf.errors import ConfigError, DataError, ModelError
-from rlhf.evaluation.generate import Ids, Manner, log_probs, write
-from rlhf.evaluation.models import Device, Judge, Writer, load_judge, load_writer, prompt_format
-from rlhf.evaluation.resolve import base_of, model_folder, reward_model_folder
+from rlhf.evaluation.generate import GenerationSettings, Ids, generate_completions, score_completions
+from rlhf.evaluation.models import (
+    EvaluationDevice,
+    LanguageModel,
+    RewardModel,
+    find_prompt_format,
+    load_language_model,
+    load_reward_model,
+)
+from rlhf.evaluation.resolve import find_base_model, model_folder, reward_model_folder
 from rlhf.models.attention import choose_attention
 from rlhf.models.compatibility import get_max_positions
 from rlhf.models.folder import check_model_folder
@@ -32,7 +39,7 @@ from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, ex
 
 
 @dataclass
-class Column:
+class ModelOutputs:
     """What one model wrote: the samples of the first prompt, then those of the second, and so on.
 
     Attributes:
@@ -57,17 +64,17 @@ class Column:
 class Comparison:
     """Columns side by side: `samples` completions of each of `rows`, by each model; and what is to be said of it."""
 
-    manner: Manner
+    manner: GenerationSettings
     reward_model: str | None
     samples: int
     rows: list[Row]
-    left_out: Dropped
-    columns: list[Column]
+    left_out: DropCounts
+    columns: list[ModelOutputs]
     notes: list[str]
 
 
-class Known(NamedTuple):
-    """What can be known of a model without its weights, as `rlhf.evaluation.models.Loaded` has it.
+class ModelSummary(NamedTuple):
+    """What can be known of a model without its weights, as `rlhf.evaluation.models.EvaluatedModel` has it.
 
     `rows`: of its embedding; some models have more than their tokenizer has tokens, and may draw those.
     """
@@ -80,16 +87,16 @@ class Known(NamedTuple):
 
     def prompts(self, rows: Sequence[Row]) -> list[Ids | None]:
         """The rows' prompts as this model was trained to see them; None where its chat template refuses one."""
-        written = [conversation_row(row.prompt, self.prompt_format) for row in rows]
+        written = [make_conversation_row(row.prompt, self.prompt_format) for row in rows]
         return encode_prompts(self.tokenizer, written, chat_template=self.prompt_format == "template")
 
 
-def compare(
+def compare_models(
     models: Sequence[str],
     rows: Sequence[Row],
-    manner: Manner,
+    manner: GenerationSettings,
     config: Config,
-    device: Device,
+    device: EvaluationDevice,
     *,
     reward_model: str | None = None,
     samples: int = 1,
@@ -112,11 +119,11 @@ def compare(
     writers = [_look(name, config, device) for name in models]
     judge = _look(reward_model, config, device, scalar_head=True) if reward_model else None
     kept, prompts, left_out = _fitting([*writers, *([judge] if judge else [])], rows, manner.max_tokens)
-    found = Comparison(manner, reward_model, samples, kept, left_out, [Column(name) for name in models], [])
+    found = Comparison(manner, reward_model, samples, kept, left_out, [ModelOutputs(name) for name in models], [])
     repeated = [[ids for ids in column for _ in range(samples)] for column in prompts]
     first, *others = zip(writers, repeated, found.columns)
     for known, asked, column in (*others, first):
-        writer = load_writer(known.name, config, device, name=known.name)
+        writer = load_language_model(known.name, config, device, name=known.name)
         _write(writer, asked, column, manner)
         if column is not first[2] and _reads(first[0], known, column):
             column.log_ratios = _read(writer, asked, column, manner)
@@ -129,36 +136,40 @@ def compare(
         device.free()
     _count_tokens(found, writers)
     if judge:
-        _score(found, judge, writers, repeated[-1], load_judge(judge.name, config, device, name=judge.name))
+        _score(found, judge, writers, repeated[-1], load_reward_model(judge.name, config, device, name=judge.name))
         device.free()
     return found
 
 
-def _look(name: str, config: Config, device: Device, *, scalar_head: bool = False) -> Known:
+def _look(name: str, config: Config, device: EvaluationDevice, *, scalar_head: bool = False) -> ModelSummary:
     """What is known of a model before its weights are read; what loading them would raise is raised now."""
     folder = (reward_model_folder if scalar_head else model_folder)(name)
     if scalar_head:
         check_model_folder(str(folder))
-    base = str(folder) if scalar_head else base_of(folder)
+    base = str(folder) if scalar_head else find_base_model(folder)
     source = config.model.model_copy(update={"path": base})
     tokenizer, _ = load_model_tokenizer(source)
     attention = choose_attention(device.accelerator, base, source).name
     model = load_on_meta(base, source, attention=attention, scalar_head=scalar_head)
     rows = max(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    return Known(name, tokenizer, prompt_format(folder, tokenizer, config), get_max_positions(model.config), rows)
+    return ModelSummary(
+        name, tokenizer, find_prompt_format(folder, tokenizer, config), get_max_positions(model.config), rows
+    )
 
 
-def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> tuple[list[Row], list[Any], Dropped]:
+def _fitting(
+    models: Sequence[ModelSummary], rows: Sequence[Row], max_tokens: int
+) -> tuple[list[Row], list[Any], DropCounts]:
     """The rows that every model can complete, the prompts of each model, and why others are left out."""
     columns = [model.prompts(rows) for model in models]
-    left_out: Dropped = {}
+    left_out: DropCounts = {}
     kept: list[int] = []
     for place, row in enumerate(rows):
         reason = next(
             filter(None, (_unfit(model, column[place], max_tokens) for model, column in zip(models, columns))), ""
         )
         if reason:
-            count(left_out, reason, row.source)
+            add_drop(left_out, reason, row.source)
         else:
             kept.append(place)
     if not kept:
@@ -167,7 +178,7 @@ def _fitting(models: Sequence[Known], rows: Sequence[Row], max_tokens: int) -> t
     return [rows[place] for place in kept], [[column[place] for place in kept] for column in columns], left_out
 
 
-def _unfit(model: Known, prompt: Ids | None, max_tokens: int) -> str:
+def _unfit(model: ModelSummary, prompt: Ids | None, max_tokens: int) -> str:
     """Why a model cannot be given a prompt; empty where it can."""
     if prompt is None:
         return f"{model.name}: its chat template refuses the turns"
@@ -178,30 +189,32 @@ def _unfit(model: Known, prompt: Ids | None, max_tokens: int) -> str:
     return ""
 
 
-def _write(writer: Writer, prompts: Sequence[Ids], column: Column, manner: Manner) -> None:
+def _write(writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, manner: GenerationSettings) -> None:
     with progress(len(prompts), f"{writer.name} writes", unit="completions") as bar:
-        column.ids = write(writer, prompts, manner, bar.advance)
+        column.ids = generate_completions(writer, prompts, manner, bar.advance)
     column.texts = completion_texts(writer.tokenizer, column.ids)
     column.ended = [ids[-1] in writer.end_ids for ids in column.ids]
 
 
-def _read(writer: Writer, prompts: Sequence[Ids], column: Column, manner: Manner) -> list[float]:
+def _read(
+    writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, manner: GenerationSettings
+) -> list[float]:
     whose = "what it wrote" if writer.name == column.name else f"what {column.name} wrote"
     with progress(len(prompts), f"{writer.name} reads {whose}", unit="completions") as bar:
-        return log_probs(writer, prompts, column.ids, manner, bar.advance)
+        return score_completions(writer, prompts, column.ids, manner, bar.advance)
 
 
-def _alike(one: Known, other: Known) -> bool:
+def _alike(one: ModelSummary, other: ModelSummary) -> bool:
     """Whether tokens of one are tokens of the other."""
     return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
-def _reads(reader: Known, writer: Known, column: Column) -> bool:
+def _reads(reader: ModelSummary, writer: ModelSummary, column: ModelOutputs) -> bool:
     """Whether what a model wrote are tokens of the reader."""
     return _alike(reader, writer) and max(map(max, column.ids)) < reader.rows
 
 
-def _count_tokens(found: Comparison, writers: Sequence[Known]) -> None:
+def _count_tokens(found: Comparison, writers: Sequence[ModelSummary]) -> None:
     """Give each column the tokens that its variety is counted in: its own, or where these differ, all the first's."""
     first, *others = writers
     strangers = [other.name for other in others if not _alike(first, other)]
@@ -216,7 +229,9 @@ def _count_tokens(found: Comparison, writers: Sequence[Known]) -> None:
         )
 
 
-def _score(found: Comparison, known: Known, writers: Sequence[Known], prompts: Sequence[Ids], judge: Judge) -> None:
+def _score(
+    found: Comparison, known: ModelSummary, writers: Sequence[ModelSummary], prompts: Sequence[Ids], judge: RewardModel
+) -> None:
     """Score the completions: the tokens that were drawn or, where a vocabulary differs, those of their text.
 
     What was cut off has no end in either case, as PPO scores it.
@@ -239,9 +254,9 @@ def _score(found: Comparison, known: Known, writers: Sequence[Known], prompts: S
         found.notes.append(f"{judge.name}: {cut} completions are longer than it can read; it scored what it can")
 
 
-def _by_text(found: Comparison, column: Column, judge: Judge) -> list[Ids]:
+def _by_text(found: Comparison, column: ModelOutputs, judge: RewardModel) -> list[Ids]:
     """Prompts and completions of a column in the reward model's tokens."""
-    rows = [conversation_row(row.prompt, judge.prompt_format) for row in found.rows for _ in range(found.samples)]
+    rows = [make_conversation_row(row.prompt, judge.prompt_format) for row in found.rows for _ in range(found.samples)]
     sequences = []
     for text, ended, ids in zip(column.texts, column.ended, judge.encode(rows, column.texts), strict=True):
         if ids is None:
@@ -253,7 +268,7 @@ def _by_text(found: Comparison, column: Column, judge: Judge) -> list[Ids]:
 _GRAMS = (1, 2, 3)
 
 
-def figures(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
+def compute_statistics(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
     """All numbers of a comparison, as docs/metrics.md defines them.
 
     Args:
@@ -290,7 +305,7 @@ def kl_name(found: Comparison) -> str:
     return "kl" if sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0 else "log_ratio"
 
 
-def _of_model(found: Comparison, column: Column) -> dict[str, Any]:
+def _of_model(found: Comparison, column: ModelOutputs) -> dict[str, Any]:
     first = found.columns[0]
     numbers: dict[str, Any] = {"model": column.name}
     if column.scores is not None and first.scores is not None:
@@ -324,7 +339,7 @@ def _best_of(found: Comparison, number: int) -> dict[str, Any]:
     return {"best_of": number, "kl_at_most": best_of_kl(number), "reward": rewards}
 
 
-def _at_same_kl(found: Comparison, first: Column, column: Column, kl: float) -> dict[str, Any]:
+def _at_same_kl(found: Comparison, first: ModelOutputs, column: ModelOutputs, kl: float) -> dict[str, Any]:
     """The most samples of the first model of which the best is no farther from it than a model is; and its score.
 
     `reward` is None where more samples would be needed than were drawn.
@@ -345,7 +360,7 @@ def _told(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": mean, "error": error, "low": low, "high": high}
 
 
-def records(found: Comparison) -> list[dict[str, Any]]:
+def list_records(found: Comparison) -> list[dict[str, Any]]:
     """A record for each prompt: the completions of each model and their scores, in the order of drawing."""
     lines: list[dict[str, Any]] = []
     for place, row in enumerate(found.rows):

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.config.schema import SamplingConfig
 from rlhf.data.batches import pad_right
 from rlhf.errors import ModelError
-from rlhf.evaluation.models import Writer
+from rlhf.evaluation.models import LanguageModel
 from rlhf.generation.decoder import Decoder
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_log_probs, model_inputs
@@ -29,7 +29,7 @@ Done = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Manner:
+class GenerationSettings:
     """How completions are drawn, the same for each model.
 
     Attributes:
@@ -45,7 +45,9 @@ class Manner:
 
 
 @torch.no_grad()
-def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) -> list[Ids]:
+def generate_completions(
+    writer: LanguageModel, prompts: Sequence[Ids], manner: GenerationSettings, done: Done
+) -> list[Ids]:
     """The completion of each prompt, with its end where it came to one in `max_tokens`.
 
     Raises:
@@ -76,8 +78,8 @@ def write(writer: Writer, prompts: Sequence[Ids], manner: Manner, done: Done) ->
 
 
 @torch.no_grad()
-def log_probs(
-    writer: Writer, prompts: Sequence[Ids], completions: Sequence[Ids], manner: Manner, done: Done
+def score_completions(
+    writer: LanguageModel, prompts: Sequence[Ids], completions: Sequence[Ids], manner: GenerationSettings, done: Done
 ) -> list[float]:
     """log p(completion | prompt) of each row, in nats: the sum over its tokens, at the temperature of the drawing.
 
@@ -107,7 +109,7 @@ def log_probs(
     return found
 
 
-def _check(writer: Writer, wrong: bool) -> None:
+def _check(writer: LanguageModel, wrong: bool) -> None:
     if wrong:
         raise ModelError(
             f"{writer.name}: its likelihoods are no finite numbers in {writer.device.precision.name}; try --precision "
@@ -115,7 +117,7 @@ def _check(writer: Writer, wrong: bool) -> None:
         )
 
 
-def _computing(writer: Writer, rows: int) -> AbstractContextManager[None]:
+def _computing(writer: LanguageModel, rows: int) -> AbstractContextManager[None]:
     return writer.device.computing(f"{rows} completions of {writer.name}", "--batch-size or --max-tokens")
 
 
@@ -128,11 +130,11 @@ def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[lis
         yield min(size, count - start), [[column[place] for place in places] for column in columns]
 
 
-def _left(writer: Writer, rows: Sequence[Ids], longest: int) -> tuple[Tensor, Tensor]:
+def _left(writer: LanguageModel, rows: Sequence[Ids], longest: int) -> tuple[Tensor, Tensor]:
     """ids and mask, [B, P] each, padded left, so that completions begin in one column."""
     ids, mask = pad_right([row[::-1] for row in rows], writer.device.shapes, longest, _pad(writer))
     return ids.flip(1), mask.flip(1)
 
 
-def _pad(writer: Writer) -> Any:
+def _pad(writer: LanguageModel) -> Any:
     return writer.tokenizer.pad_token_id

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import Config, ModelConfig
 from rlhf.errors import ModelError, OutOfMemory
-from rlhf.evaluation.resolve import base_of, merged, model_folder, reward_model_folder, trained_ends, trained_format
+from rlhf.evaluation.resolve import (
+    find_base_model,
+    merge_adapter,
+    model_folder,
+    read_end_ids,
+    read_prompt_format,
+    reward_model_folder,
+)
 from rlhf.models import hub
 from rlhf.models.folder import check_model_folder
 from rlhf.reporting.progress import progress
@@ -36,7 +43,7 @@ _ENDLESS = 1_000_000  # tokens that a model takes whose configuration names no l
 
 
 @dataclass(frozen=True)
-class Device:
+class EvaluationDevice:
     """The accelerator that models are evaluated on, the numbers they compute in, and how batches are padded."""
 
     accelerator: Accelerator
@@ -44,7 +51,7 @@ class Device:
     shapes: ShapePolicy
 
     @classmethod
-    def chosen(cls, config: Config, accelerator: str | None = None) -> Device:
+    def chosen(cls, config: Config, accelerator: str | None = None) -> EvaluationDevice:
         """The backend that `accelerator`, the settings or the machine name; bound and seeded.
 
         Raises:
@@ -138,7 +145,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class EvaluatedModel:
     """A model in evaluation: `name` is the user's for it, `room` the most tokens that a row may have.
 
     `module` is a language model of transformers, or a `rlhf.models.forward.ScalarHead`.
@@ -146,7 +153,7 @@ class Loaded:
 
     name: str
     folder: str
-    device: Device
+    device: EvaluationDevice
     module: Any
     tokenizer: PreTrainedTokenizerBase
     prompt_format: PromptFormat
@@ -154,11 +161,11 @@ class Loaded:
     room: int
 
 
-class Writer(Loaded):
+class LanguageModel(EvaluatedModel):
     """A causal language model."""
 
 
-class Judge(Loaded):
+class RewardModel(EvaluatedModel):
     """A reward model: scores as PPO's reward model gives them to completions."""
 
     def encode(self, rows: Sequence[Row], replies: Sequence[str]) -> list[list[int] | None]:
@@ -196,7 +203,9 @@ class Judge(Loaded):
         return found
 
 
-def load_writer(path: Path | str, config: Config, device: Device, *, name: str | None = None) -> Writer:
+def load_language_model(
+    path: Path | str, config: Config, device: EvaluationDevice, *, name: str | None = None
+) -> LanguageModel:
     """The causal language model at `path`: of a run its last policy's, a model's folder, or a hub name.
 
     An adapter alone is put into the model that it names.
@@ -209,7 +218,7 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
         RunError, ModelError: there is no such model, or it is none that writes.
     """
     folder = str(model_folder(path))
-    base = base_of(folder)
+    base = find_base_model(folder)
     from rlhf.models.compatibility import load_model_config
     from rlhf.models.loading import load_causal_lm
     from rlhf.models.scalar_head import CLASS_SUFFIX
@@ -224,13 +233,15 @@ def load_writer(path: Path | str, config: Config, device: Device, *, name: str |
     if base == folder:
         model = load_causal_lm(source, tokenizer, **options)
     else:
-        model = merged(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
+        model = merge_adapter(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
     ends = find_end_tokens(tokenizer, model.generation_config)
-    placed, prompts = _placed(model, device), prompt_format(folder, tokenizer, config)
-    return Writer(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
+    placed, prompts = _placed(model, device), find_prompt_format(folder, tokenizer, config)
+    return LanguageModel(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
 
 
-def load_judge(path: Path | str, config: Config, device: Device, *, name: str | None = None) -> Judge:
+def load_reward_model(
+    path: Path | str, config: Config, device: EvaluationDevice, *, name: str | None = None
+) -> RewardModel:
     """The reward model at `path`: of a run its reward stage's, a model's folder, or a hub name.
 
     Any sequence classifier of transformers with one output, what `rlhf reward` leaves, and DeepSpeed-Chat's.
@@ -251,14 +262,14 @@ def load_judge(path: Path | str, config: Config, device: Device, *, name: str | 
     source = config.model.model_copy(update={"path": folder})
     tokenizer, options = _prepared(source, device, scalar_head=True)
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
-    placed, prompts = _placed(model, device), prompt_format(folder, tokenizer, config)
-    ends = trained_ends(Path(folder)) or find_end_tokens(tokenizer, load_generation_config(folder, source))
+    placed, prompts = _placed(model, device), find_prompt_format(folder, tokenizer, config)
+    ends = read_end_ids(Path(folder)) or find_end_tokens(tokenizer, load_generation_config(folder, source))
     head = ScalarHead(placed).eval()
-    return Judge(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
+    return RewardModel(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
 
 
 def _prepared(
-    source: ModelConfig, device: Device, *, scalar_head: bool
+    source: ModelConfig, device: EvaluationDevice, *, scalar_head: bool
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
     """What loaders of a model are given: its tokenizer; its attention, and what makes its parameters."""
     from rlhf.models.attention import choose_attention
@@ -280,19 +291,19 @@ def _prepared(
     }
 
 
-def _placed(model: Any, device: Device) -> Any:
+def _placed(model: Any, device: EvaluationDevice) -> Any:
     """The model on the device and in its precision, ready to be asked."""
     from rlhf.models.placement import place_model
 
     return place_model(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
 
 
-def prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
+def find_prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
     """How a model's prompts are written: as in its training, where a stage left it."""
-    from rlhf.data.prompt_encoding import has_template
+    from rlhf.data.prompt_encoding import uses_chat_template
 
-    template = has_template(tokenizer, config.data.chat_template)
-    return trained_format(Path(folder)) or ("template" if template else "plain")
+    template = uses_chat_template(tokenizer, config.data.chat_template)
+    return read_prompt_format(Path(folder)) or ("template" if template else "plain")
 
 
 def _room(model: Any) -> int:

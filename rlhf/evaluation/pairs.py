@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.evaluation.rows import Measured, Rows, examples
+from rlhf.evaluation.rows import EvaluationRows, Measurement, encode_examples
 from rlhf.utils.statistics import wilson
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlhf.config.schema import Config
-    from rlhf.evaluation.models import Judge
+    from rlhf.evaluation.models import RewardModel
 
 
-class Scored(NamedTuple):
+class PairScores(NamedTuple):
     """The scores of one pair, and where it stands."""
 
     source: str
@@ -32,7 +32,9 @@ class Scored(NamedTuple):
         return self.chosen - self.rejected
 
 
-def measure(judge: Judge, found: Rows, config: Config, *, batch_size: int, bins: int, show: bool = False) -> Measured:
+def measure_pairs(
+    judge: RewardModel, found: EvaluationRows, config: Config, *, batch_size: int, bins: int, show: bool = False
+) -> Measurement:
     """Score all pairs that the model can read, in the rows' order.
 
     Args:
@@ -42,20 +44,20 @@ def measure(judge: Judge, found: Rows, config: Config, *, batch_size: int, bins:
         DataError: it can read none.
         ModelError: a score is no finite number.
     """
-    kept, report = examples(found, config.data, judge, fits=True, show=show)
+    kept, report = encode_examples(found, config.data, judge, fits=True, show=show)
     replies = [example.prompt_ids + ids for example in kept for ids in (example.chosen_ids, example.rejected_ids)]
     said = f"{judge.name}: scoring" if show else ""
     scores = judge.scores(replies, batch_size=batch_size, description=said)
     both = zip(kept, scores[::2], scores[1::2], strict=True)
-    scored = [Scored(example.row.source, chosen, rejected) for example, chosen, rejected in both]
-    return Measured(numbers(scored, bins), scored, report)
+    scored = [PairScores(example.row.source, chosen, rejected) for example, chosen, rejected in both]
+    return Measurement(summarize_pairs(scored, bins), scored, report)
 
 
-def numbers(scored: Sequence[Scored], bins: int) -> dict[str, Any]:
+def summarize_pairs(scored: Sequence[PairScores], bins: int) -> dict[str, Any]:
     """What the scores say of the model."""
     margins = [one.margin for one in scored]
     right = sum(margin > 0 for margin in margins)
-    table = reliability(margins, bins)
+    table = bin_by_confidence(margins, bins)
     return {
         "pairs": len(scored),
         "accuracy": right / len(scored),
@@ -65,9 +67,9 @@ def numbers(scored: Sequence[Scored], bins: int) -> dict[str, Any]:
         "rejected_score": fmean(one.rejected for one in scored),
         "margin": fmean(margins),
         "log_loss": log_loss(margins),
-        "brier": brier(margins),
+        "brier": brier_score(margins),
         "calibration_error": calibration_error(table),
-        "temperature": temperature(margins),
+        "temperature": fit_temperature(margins),
         "bins": [one._asdict() for one in table],
     }
 
@@ -75,7 +77,7 @@ def numbers(scored: Sequence[Scored], bins: int) -> dict[str, Any]:
 _HALVINGS = 200
 
 
-class Bin(NamedTuple):
+class ConfidenceBin(NamedTuple):
     """Pairs of about the same confidence: how sure the model is of them, and of what part it is right."""
 
     low: float
@@ -92,7 +94,7 @@ def sigmoid(value: float) -> float:
     return math.exp(value) / (1 + math.exp(value))
 
 
-def reliability(margins: Sequence[float], bins: int) -> list[Bin]:
+def bin_by_confidence(margins: Sequence[float], bins: int) -> list[ConfidenceBin]:
     """The pairs by confidence, in `bins` of equal width between 0.5 and 1; those without a pair are left out.
 
     A bin has its lower bound, the last its upper one too. Equal scores are not right, as in `accuracy`.
@@ -102,7 +104,7 @@ def reliability(margins: Sequence[float], bins: int) -> list[Bin]:
         place = min(int((sigmoid(abs(margin)) - 0.5) * 2 * bins), bins - 1)
         groups.setdefault(place, []).append(margin)
     return [
-        Bin(
+        ConfidenceBin(
             0.5 + place / bins / 2,
             0.5 + (place + 1) / bins / 2,
             len(group),
@@ -113,13 +115,13 @@ def reliability(margins: Sequence[float], bins: int) -> list[Bin]:
     ]
 
 
-def calibration_error(found: Sequence[Bin]) -> float:
+def calibration_error(found: Sequence[ConfidenceBin]) -> float:
     """The expected calibration error (arXiv:1706.04599): the mean over pairs of their bins' |accuracy - confidence|."""
     pairs = sum(one.pairs for one in found)
     return sum(one.pairs / pairs * abs(one.accuracy - one.confidence) for one in found)
 
 
-def brier(margins: Sequence[float]) -> float:
+def brier_score(margins: Sequence[float]) -> float:
     """The mean of (1 - P(the better reply))^2 (Brier, 1950): 0 of one that is sure and right, 0.25 of a coin."""
     return fmean(sigmoid(-margin) ** 2 for margin in margins)
 
@@ -133,7 +135,7 @@ def log_loss(margins: Sequence[float], scale: float = 1.0) -> float:
     return fmean(_softplus(-margin * scale) for margin in margins)
 
 
-def temperature(margins: Sequence[float]) -> float | None:
+def fit_temperature(margins: Sequence[float]) -> float | None:
     """What scores would have to be divided by for the least `log_loss`: above 1 the model is too sure of itself.
 
     None where no finite one is best: the model is right of all pairs, or no better than a coin. The loss is convex in

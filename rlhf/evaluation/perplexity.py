@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.errors import ModelError
-from rlhf.evaluation.rows import Measured, Rows, examples
+from rlhf.evaluation.rows import EvaluationRows, Measurement, encode_examples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.config.schema import Config
     from rlhf.data.examples import Demonstration
-    from rlhf.evaluation.models import Writer
+    from rlhf.evaluation.models import LanguageModel
 
 _LARGEST = 700.0  # exp(710) is beyond a float
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """A part of a row, and the place in it of the first token that is foretold."""
 
     ids: list[int]
     first: int
 
 
-class Foretold(NamedTuple):
+class RowLikelihood(NamedTuple):
     """Of one row: the sum of -log p over the tokens that were foretold, in nats; and the bytes of what they say."""
 
     source: str
@@ -41,30 +41,32 @@ class Foretold(NamedTuple):
     bytes: int
 
 
-def windows(ids: list[int], first: int, room: int) -> list[Window]:
+def split_windows(ids: list[int], first: int, room: int) -> list[TextWindow]:
     """Parts of `ids` that have `room` tokens at most, and together foretell each token from `first` on, once."""
     if len(ids) <= room:
-        return [Window(ids, first)]
-    found: list[Window] = []
+        return [TextWindow(ids, first)]
+    found: list[TextWindow] = []
     done, begin = first, 0
     while done < len(ids):
         end = min(begin + room, len(ids))
         if end > done:
-            found.append(Window(ids[begin:end], done - begin))
+            found.append(TextWindow(ids[begin:end], done - begin))
             done = end
         begin += room // 2
     return found
 
 
-def measure(writer: Writer, found: Rows, config: Config, *, batch_size: int, show: bool = False) -> Measured:
+def measure_perplexity(
+    writer: LanguageModel, found: EvaluationRows, config: Config, *, batch_size: int, show: bool = False
+) -> Measurement:
     """Read all rows that the model can read, in their order.
 
     Raises:
         DataError: it can read none.
         ModelError: a likelihood is no finite number.
     """
-    kept, report = examples(found, config.data, writer, fits=False, show=show)
-    parts = [windows(*_targets(example, config.sft.loss_on), writer.room) for example in kept]
+    kept, report = encode_examples(found, config.data, writer, fits=False, show=show)
+    parts = [split_windows(*_targets(example, config.sft.loss_on), writer.room) for example in kept]
     flat = [window for row in parts for window in row]
     pad: Any = writer.tokenizer.pad_token_id
     likelihoods = writer.device.each(
@@ -79,7 +81,7 @@ def measure(writer: Writer, found: Rows, config: Config, *, batch_size: int, sho
     rows = []
     for example, row in zip(kept, parts, strict=True):
         nll, tokens = sum(next(values) for _ in row), sum(len(window.ids) - window.first for window in row)
-        rows.append(Foretold(example.row.source, nll, tokens, len((example.row.response or "").encode())))
+        rows.append(RowLikelihood(example.row.source, nll, tokens, len((example.row.response or "").encode())))
     if wrong := next((row for row in rows if not math.isfinite(row.nll)), None):
         raise ModelError(
             f"{writer.name}: the likelihood of {wrong.source} is no finite number in {writer.device.precision.name}; "
@@ -87,10 +89,10 @@ def measure(writer: Writer, found: Rows, config: Config, *, batch_size: int, sho
         )
     # What is foretold is the replies, and all of them.
     replies = config.sft.loss_on == "completion" and not report.truncated
-    return Measured(numbers(rows, replies=replies), rows, report)
+    return Measurement(summarize_likelihoods(rows, replies=replies), rows, report)
 
 
-def numbers(rows: Sequence[Foretold], *, replies: bool = True) -> dict[str, Any]:
+def summarize_likelihoods(rows: Sequence[RowLikelihood], *, replies: bool = True) -> dict[str, Any]:
     """What the likelihoods say of the model; of `replies`, also in bits for each of their bytes."""
     nll, tokens, size = sum(row.nll for row in rows), sum(row.tokens for row in rows), sum(row.bytes for row in rows)
     return {

@@ -60,19 +60,19 @@ def reward_model_folder(path: Path | str) -> Path:
     return path / "model" if (path / "stage.json").is_file() else path
 
 
-def run_of(path: Path | str) -> RunDirectory | None:
+def find_run(path: Path | str) -> RunDirectory | None:
     """The run that `path` is the folder of, or of a stage or model in it; None where it is of none."""
     folders = (Path(path), *Path(path).resolve().parents[:2])
     return next((run for run in map(RunDirectory, folders) if run.description.is_file()), None)
 
 
-def trained_format(folder: Path) -> PromptFormat | None:
+def read_prompt_format(folder: Path) -> PromptFormat | None:
     """How prompts were written in the training that left the model in `folder`; None where no stage left it."""
     found: PromptFormat | None = _summary(folder).get("prompt_format")
     return found
 
 
-def trained_ends(folder: Path) -> list[int] | None:
+def read_end_ids(folder: Path) -> list[int] | None:
     """The tokens that ended a reply in that training; None where no stage left the model, or one of an old version."""
     found: list[int] | None = _summary(folder).get("end_ids")
     return found
@@ -129,7 +129,7 @@ def _average(path: Path, stage: Policy | None) -> Path:
 _CONFIG = "adapter_config.json"
 
 
-def base_of(folder: Path | str) -> str:
+def find_base_model(folder: Path | str) -> str:
     """The model to be loaded for `folder`: the one that the adapter in it was trained on, or else what it holds itself.
 
     Raises:
@@ -144,7 +144,7 @@ def base_of(folder: Path | str) -> str:
     return base
 
 
-def merged(model: Any, folder: str) -> Any:
+def merge_adapter(model: Any, folder: str) -> Any:
     """`model`, in float32, with the adapter in `folder` added to its weights: what a stage leaves as merged model.
 
     Raises:

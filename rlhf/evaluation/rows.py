@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.config.schema import Config, DataConfig, Stage
 from rlhf.data import readers
-from rlhf.data.formats import Columns
-from rlhf.data.load_sources import Source, SourceRows
-from rlhf.data.records import Row, parse
-from rlhf.data.report import Dropped, count
+from rlhf.data.formats import ColumnMapping
+from rlhf.data.load_sources import SourceReader, SourceSpec
+from rlhf.data.records import Row, parse_record
+from rlhf.data.report import DropCounts, add_drop
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from rlhf.data.examples import Example
     from rlhf.data.records import Row
     from rlhf.data.report import DataReport
-    from rlhf.evaluation.models import Loaded
+    from rlhf.evaluation.models import EvaluatedModel
 
 
 HELDOUT = "heldout"
@@ -34,7 +34,7 @@ _TEXT = ".txt"
 _LIMITS = ("max_prompt_length", "max_completion_length")
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What a model made of rows: `numbers` that docs/metrics.md defines, those of `each` row, what is left out."""
 
     numbers: dict[str, Any]
@@ -43,14 +43,14 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class EvaluationRows:
     """What was found in the sources, in their order; `report` says why other records are left out."""
 
     rows: list[Row]
     report: DataReport
 
 
-def overrides(source: str, option: str) -> list[str]:
+def list_overrides(source: str, option: str) -> list[str]:
     """Settings, as `--set` takes them, that make `source` all of the data: a path, or what `data.datasets` may hold.
 
     Raises:
@@ -58,15 +58,17 @@ def overrides(source: str, option: str) -> list[str]:
     """
     if source == HELDOUT or _is_text(source):
         if source != HELDOUT:
-            readers.check(source, option)
+            readers.check_source_exists(source, option)
         return []
     written = source.lstrip().startswith("{") and not Path(source).exists()
     if not written:
-        readers.check(source, option)
+        readers.check_source_exists(source, option)
     return [f"data.datasets=[{source if written else json.dumps({'path': source})}]", "data.stage_split=1:1:1"]
 
 
-def read_rows(source: str, stage: Stage, config: Config, first: Loaded, *, show: bool = False) -> Rows:
+def read_rows(
+    source: str, stage: Stage, config: Config, first: EvaluatedModel, *, show: bool = False
+) -> EvaluationRows:
     """The rows of the sources of `config`, which `overrides` has set; or those that a stage holds out.
 
     Args:
@@ -76,32 +78,32 @@ def read_rows(source: str, stage: Stage, config: Config, first: Loaded, *, show:
     Raises:
         DataError: a source cannot be read, or there is no row.
     """
-    from rlhf.data.load_sources import Source, read_sources
-    from rlhf.data.report import DataReport, count
+    from rlhf.data.load_sources import SourceSpec, read_sources
+    from rlhf.data.report import DataReport, add_drop
     from rlhf.data.stage_dataset import load_stage
 
     if source == HELDOUT:
         data = load_stage(
             _as_trained(config.data, first), stage, first.tokenizer, seed=config.seed, end_ids=first.end_ids
         )
-        return Rows([example.row for example in data.heldout], DataReport(stage, HELDOUT))
+        return EvaluationRows([example.row for example in data.heldout], DataReport(stage, HELDOUT))
     report = DataReport(stage, source)
     if _is_text(source):
-        return Rows([_document(source)], report)
+        return EvaluationRows([_document(source)], report)
     rows: list[Row] = []
     read = read_sources(config.data, [stage], seed=config.seed, show=show)
-    for found in (read[Source.trained(dataset)] for dataset in config.data.datasets):
+    for found in (read[SourceSpec.trained(dataset)] for dataset in config.data.datasets):
         rows += found.rows
         for reason, (number, where) in found.dropped.items():
-            count(report.dropped, reason, where, number)
+            add_drop(report.dropped, reason, where, number)
     if not rows:
         why = f"{report.reasons()}; {report.remedies()}" if report.dropped else "it is empty"
         raise DataError(f"{source}: no usable row: {why}")
-    return Rows(rows, report)
+    return EvaluationRows(rows, report)
 
 
-def examples(
-    found: Rows, config: DataConfig, model: Loaded, *, fits: bool, show: bool = False
+def encode_examples(
+    found: EvaluationRows, config: DataConfig, model: EvaluatedModel, *, fits: bool, show: bool = False
 ) -> tuple[list[Any], DataReport]:
     """(the examples that `model` gets of the rows, a report on those that are left out).
 
@@ -115,13 +117,13 @@ def examples(
         DataError: none is left.
     """
     from rlhf.data.report import LONG_COMPLETION, DataReport
-    from rlhf.data.tokenize_rows import encode_rows, usable
+    from rlhf.data.tokenize_rows import encode_rows, filter_usable
 
     report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
     settings = _as_trained(config, model)
     free = {limit: model.room if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
     settings = settings.model_copy(update=free)
-    made = encode_rows(usable(found.rows, report), settings, model.tokenizer, report, model.end_ids, show=show)
+    made = encode_rows(filter_usable(found.rows, report), settings, model.tokenizer, report, model.end_ids, show=show)
     kept: list[Example] = []
     for example in made:
         tokens = _longest(example)
@@ -150,13 +152,13 @@ def read_text(path: str) -> str:
 
 
 def _longest(example: Example) -> int:
-    from rlhf.data.examples import parts
+    from rlhf.data.examples import token_parts
 
-    (_, prompt), *replies = parts(example)
+    (_, prompt), *replies = token_parts(example)
     return len(prompt) + max((len(ids) for _, ids in replies), default=0)
 
 
-def _as_trained(config: DataConfig, model: Loaded) -> DataConfig:
+def _as_trained(config: DataConfig, model: EvaluatedModel) -> DataConfig:
     return config.model_copy(update={"chat_template": model.prompt_format == "template"})
 
 
@@ -177,7 +179,7 @@ def _document(source: str) -> Row:
 STDIN = "-"
 
 
-def has_lines(name: str) -> bool:
+def is_line_source(name: str) -> bool:
     """Whether a name is of what holds a prompt on each line, and not of what `data.datasets` reads."""
     return name == STDIN or name.lower().endswith(".txt")
 
@@ -193,27 +195,27 @@ def read_lines(name: str) -> list[Row]:
     return _some(_lines(name, read_text(name).split("\n")), name)
 
 
-def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Dropped]:
+def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], DropCounts]:
     """The prompts of all rows of `config.data.datasets`, never none; and why rows are left out.
 
     Raises:
         DataError: a source cannot be read, or they hold no prompt.
     """
-    read = SourceRows(config.seed, show)
+    read = SourceReader(config.seed, show)
     rows: list[Row] = []
-    dropped: Dropped = {}
-    for found in (read[Source.trained(dataset)] for dataset in config.data.datasets):
+    dropped: DropCounts = {}
+    for found in (read[SourceSpec.trained(dataset)] for dataset in config.data.datasets):
         for reason, (number, where) in found.dropped.items():
-            count(dropped, reason, where, number)
+            add_drop(dropped, reason, where, number)
         for row in found.rows:
             if row.prompt:
                 rows.append(row)
             else:
-                count(dropped, "text alone, without a prompt", row.source)
+                add_drop(dropped, "text alone, without a prompt", row.source)
     return _some(rows, ", ".join(dataset.path for dataset in config.data.datasets)), dropped
 
 
-def held_out(config: Config, tokenizer: Any) -> list[Row]:
+def read_heldout_prompts(config: Config, tokenizer: Any) -> list[Row]:
     """The prompts that the PPO stage of a recipe holds out.
 
     Raises:
@@ -224,7 +226,7 @@ def held_out(config: Config, tokenizer: Any) -> list[Row]:
     return [example.row for example in load_stage(config.data, "ppo", tokenizer, seed=config.seed).heldout]
 
 
-def drawn(rows: list[Row], limit: int, seed: int) -> list[Row]:
+def draw_rows(rows: list[Row], limit: int, seed: int) -> list[Row]:
     """At most `limit` rows, in their order, drawn from all of them."""
     if limit >= len(rows):
         return rows
@@ -233,9 +235,9 @@ def drawn(rows: list[Row], limit: int, seed: int) -> list[Row]:
 
 def _lines(name: str, lines: Iterable[str]) -> list[Row]:
     """Each line is a record of one column, `prompt`: one that is a transcript is a conversation."""
-    columns = Columns(prompt="prompt")
+    columns = ColumnMapping(prompt="prompt")
     return [
-        parse({"prompt": line.strip()}, columns, f"{name}:{number}")
+        parse_record({"prompt": line.strip()}, columns, f"{name}:{number}")
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data.formats import Columns
-from rlhf.data.records import Rejected, parse
+from rlhf.data.formats import ColumnMapping
+from rlhf.data.records import RejectedRecordError, parse_record
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from rlhf.data.records import Message, Row
-    from rlhf.evaluation.models import Judge
+    from rlhf.evaluation.models import RewardModel
 
 _REPLIES = ("reply", "chosen", "rejected")
 _HOW = 'write prompt, tab, reply, or {"prompt": ..., "reply": ...}'
 
 
 @dataclass(frozen=True)
-class Question:
+class ReplySet:
     """A prompt as messages, as it was written, and the replies to it; `source` is where it stands."""
 
     prompt: tuple[Message, ...]
@@ -35,7 +35,7 @@ class Question:
     source: str
 
 
-def question(prompt: Any, replies: Sequence[Any], source: str) -> Question:
+def parse_reply_set(prompt: Any, replies: Sequence[Any], source: str) -> ReplySet:
     """A prompt and its replies, as a user gives them.
 
     Raises:
@@ -44,13 +44,13 @@ def question(prompt: Any, replies: Sequence[Any], source: str) -> Question:
     if not replies or not all(isinstance(reply, str) and reply.strip() for reply in replies):
         raise DataError(f"{source}: a reply is missing, or no text; {_HOW}")
     try:
-        row = parse({"prompt": prompt}, Columns(prompt="prompt"), source)
-    except Rejected as error:
+        row = parse_record({"prompt": prompt}, ColumnMapping(prompt="prompt"), source)
+    except RejectedRecordError as error:
         raise DataError(f"{source}: {error.reason}; {_HOW}") from error
-    return Question(row.prompt, row.text, tuple(reply.strip() for reply in replies), source)
+    return ReplySet(row.prompt, row.text, tuple(reply.strip() for reply in replies), source)
 
 
-def read_line(line: str, source: str) -> Question:
+def read_line(line: str, source: str) -> ReplySet:
     """The question of one line.
 
     Raises:
@@ -58,26 +58,28 @@ def read_line(line: str, source: str) -> Question:
     """
     if not line.lstrip().startswith("{"):
         prompt, *replies = line.rstrip("\r\n").split("\t")
-        return question(prompt, [reply for reply in replies if reply], source)
+        return parse_reply_set(prompt, [reply for reply in replies if reply], source)
     try:
         values = json.loads(line)
     except ValueError as error:
         raise DataError(f"{source}: not readable as JSON ({error}); {_HOW}") from error
     several, named = values.get("replies"), [values[key] for key in _REPLIES if key in values]
-    return question(values.get("prompt"), several if isinstance(several, list) else named, source)
+    return parse_reply_set(values.get("prompt"), several if isinstance(several, list) else named, source)
 
 
-def score(judge: Judge, questions: Sequence[Question], *, batch_size: int, show: bool = False) -> list[list[float]]:
+def score_replies(
+    judge: RewardModel, questions: Sequence[ReplySet], *, batch_size: int, show: bool = False
+) -> list[list[float]]:
     """The model's score of every reply to every question.
 
     Raises:
         DataError: the model's chat template refuses a prompt, or one is too long for the model with its reply.
         ModelError: a score is no finite number.
     """
-    from rlhf.data.prompt_encoding import conversation_row
+    from rlhf.data.prompt_encoding import make_conversation_row
 
     rows: list[Row] = [
-        conversation_row(asked.prompt, judge.prompt_format) for asked in questions for _ in asked.replies
+        make_conversation_row(asked.prompt, judge.prompt_format) for asked in questions for _ in asked.replies
     ]
     replies = [reply for asked in questions for reply in asked.replies]
     sources = [asked.source for asked in questions for _ in asked.replies]
@@ -96,7 +98,7 @@ def score(judge: Judge, questions: Sequence[Question], *, batch_size: int, show:
     return [[next(found) for _ in asked.replies] for asked in questions]
 
 
-def chances(scores: Sequence[float]) -> list[float]:
+def best_reply_probabilities(scores: Sequence[float]) -> list[float]:
     """How likely the model holds each reply to be the best: softmax, so of two replies sigmoid of the difference."""
     most = max(scores)
     weights = [math.exp(score - most) for score in scores]

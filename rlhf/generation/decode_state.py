@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from accelerators import CaptureError
 from rlhf.config.schema import SamplingConfig
-from rlhf.generation.kv_cache import LocalAttention, ViewedCache
-from rlhf.generation.rank_groups import Alone, Prompts
+from rlhf.generation.kv_cache import GPTNeoLocalAttention, WindowedStaticCache
+from rlhf.generation.rank_groups import Prompts, SingleRank
 from rlhf.generation.sampling import sample
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 
@@ -39,7 +39,7 @@ _ROW_COUNTS = 16
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DecodeOptions:
     """How tokens are drawn, and how the device wants its steps.
 
     Args:
@@ -51,14 +51,14 @@ class Drawing:
     pad_id: int
     length: int
     sampling: SamplingConfig
-    team: Alone
+    team: SingleRank
     eager: bool
 
 
-class Session:
+class DecodeState:
     """Everything a decoding step touches."""
 
-    def __init__(self, drawing: Drawing, capture: Capture | None, model: nn.Module, prompt_ids: Tensor) -> None:
+    def __init__(self, drawing: DecodeOptions, capture: Capture | None, model: nn.Module, prompt_ids: Tensor) -> None:
         """Buffers for prompts of this shape.
 
         Args:
@@ -71,13 +71,13 @@ class Session:
         device = prompt_ids.device
         length = drawing.length
         most = None if drawing.eager else _RECORDED_WINDOWS
-        widths = windows(prompt_length, max(length - 1, 1), most)  # the last token drawn is not read
+        widths = plan_windows(prompt_length, max(length - 1, 1), most)  # the last token drawn is not read
         columns = widths[-1]
         self.drawing = drawing
         self.model: Any = model
         self.shape = prompt_ids.shape
-        self.cache = ViewedCache(model.config, columns, grows=drawing.eager)
-        self.local_attention = LocalAttention(model, columns)
+        self.cache = WindowedStaticCache(model.config, columns, grows=drawing.eager)
+        self.local_attention = GPTNeoLocalAttention(model, columns)
         self.with_positions = accepts_positions(model)
         self.compacts = drawing.eager and self.cache.drops_rows
         # Of the prompt and what follows; columns not yet written are 1: causality hides them.
@@ -211,7 +211,7 @@ class Session:
         self.column.add_(1)
 
 
-def windows(prompt_length: int, steps: int, most: int | None = None) -> list[int]:
+def plan_windows(prompt_length: int, steps: int, most: int | None = None) -> list[int]:
     """Numbers of columns, rising, that are attended to in turn while `steps` tokens follow the prompt.
 
     They are about equally far apart, so that none lasts for a step or two only.

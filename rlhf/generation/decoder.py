@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from accelerators import Accelerator, CaptureError
 from rlhf.config.schema import SamplingConfig
-from rlhf.generation.decode_state import Capture, Drawing, Session
-from rlhf.generation.rank_groups import Alone, Prompts
+from rlhf.generation.decode_state import Capture, DecodeOptions, DecodeState
+from rlhf.generation.rank_groups import Prompts, SingleRank
 
 if TYPE_CHECKING:
     from accelerators import ShapePolicy
@@ -49,7 +49,7 @@ class Decoder:
         max_new_tokens: int,
         shapes: ShapePolicy | None = None,
         batch_size: int | None = None,
-        team: Alone | None = None,
+        team: SingleRank | None = None,
     ) -> None:
         """Sizes of the buffers, and the ranks that generate together.
 
@@ -63,9 +63,9 @@ class Decoder:
         self.max_new_tokens = max_new_tokens
         self.shapes = shapes or accelerator.shape_policy()
         self.batch_size = batch_size
-        self.team = team or Alone()
+        self.team = team or SingleRank()
         self._capture: Capture | None = accelerator.capture if self.team.records else None
-        self._sessions: list[Session] = []
+        self._sessions: list[DecodeState] = []
         self._known: set[torch.Size] = set()
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class Decoder:
         drawn = (self.team.own(tensor)[:, :length].clone() for tensor in session.drawn())
         return Completions(*drawn)
 
-    def _goes_on(self, session: Session) -> bool:
+    def _goes_on(self, session: DecodeState) -> bool:
         """Whether a rollout takes all of its steps although all rows have ended.
 
         The first of a shape does, where shapes are few: a device that records or compiles its steps then meets all of
@@ -161,14 +161,14 @@ class Decoder:
         recorded = self._capture is not None and (own or self.accelerator.kernels.capabilities()["graph_capture"].ok)
         return not (recorded or self.accelerator.is_lazy() or self.shapes.kind == "static")
 
-    def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> Session:
+    def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> DecodeState:
         for session in self._sessions:
             if session.fits(model, prompt_ids, sampling):
                 return session
         if self.shapes.kind == "dynamic":  # this shape may never come again
             self._forget()
-        drawing = Drawing(self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.team, self._eager())
-        session = Session(drawing, self._capture, model, prompt_ids)
+        drawing = DecodeOptions(self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.team, self._eager())
+        session = DecodeState(drawing, self._capture, model, prompt_ids)
         self._sessions.append(session)
         return session
 

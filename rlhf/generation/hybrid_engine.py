@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rlhf.generation.rank_groups import Alone, InStep, Team
-from rlhf.generation.tensor_parallel import split
+from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
+from rlhf.generation.tensor_parallel import split_model
 from rlhf.models.lora import adapters_for_rollout
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def generating(engine: TrainingEngine, team: Alone | None = None) -> Iterator[nn.Module]:
+def generating(engine: TrainingEngine, team: SingleRank | None = None) -> Iterator[nn.Module]:
     """The engine's model as the team reads it, in evaluation mode and the engine's precision.
 
     Args:
@@ -41,10 +41,10 @@ def generating(engine: TrainingEngine, team: Alone | None = None) -> Iterator[nn
 
 
 @contextmanager
-def _weights(engine: TrainingEngine, team: Alone | None) -> Iterator[nn.Module]:
-    if isinstance(team, Team):
-        yield split(engine.module, team)
-    elif isinstance(team, InStep):
+def _weights(engine: TrainingEngine, team: SingleRank | None) -> Iterator[nn.Module]:
+    if isinstance(team, TensorParallelGroup):
+        yield split_model(engine.module, team)
+    elif isinstance(team, LockstepRanks):
         yield engine.module
     else:
         memory, lora = engine.accelerator.memory().total, engine.placement.lora

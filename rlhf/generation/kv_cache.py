@@ -20,7 +20,7 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer, StaticLay
 logger = logging.getLogger(__name__)
 
 
-class View:
+class CacheWindow:
     """What all layers of a cache have in common: the part in use, and where the tokens at hand are written.
 
     `rows`, `columns`: sizes of the part. `place` [T]: the columns of the tokens at hand. `seen`: how many tokens there
@@ -35,7 +35,7 @@ class View:
         self.seen: int | Tensor = 0
 
 
-class ViewedLayer(StaticLayer):
+class WindowedStaticLayer(StaticLayer):
     """One layer. Its `keys` and `values` are views of the buffers, [rows, heads, columns, head size].
 
     Layers with a sliding window hold the whole row too, and the attention mask alone keeps the window: transformers'
@@ -43,7 +43,7 @@ class ViewedLayer(StaticLayer):
     place of the recorded step. Rollouts are rarely longer than the window, so it costs little.
     """
 
-    def __init__(self, length: int, view: View) -> None:
+    def __init__(self, length: int, view: CacheWindow) -> None:
         super().__init__(max_cache_len=length)
         self._view = view
         self._buffers: tuple[Tensor, ...] = ()
@@ -88,7 +88,7 @@ class ViewedLayer(StaticLayer):
             buffer.zero_()
 
 
-class ViewedCache(StaticCache):
+class WindowedStaticCache(StaticCache):
     """transformers' static cache for rows of `length` tokens, made of layers that can be seen in part.
 
     `narrows`: whether columns can be left out, `drops_rows`: whether rows can; layers that keep their past in other
@@ -97,17 +97,17 @@ class ViewedCache(StaticCache):
 
     def __init__(self, config: Any, length: int, *, grows: bool = False) -> None:
         super().__init__(config=config, max_cache_len=length)
-        self.view = View(length, grows)
+        self.view = CacheWindow(length, grows)
         self._kept: list[Tensor] = []
         self.layers: list[Any] = [
-            ViewedLayer(length, self.view) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
+            WindowedStaticLayer(length, self.view) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
             for layer in self.layers
         ]
         kinds = {type(layer) for layer in self.layers}
-        self.narrows = kinds <= {ViewedLayer, LinearAttentionLayer, DummyLayer}
-        self.drops_rows = kinds <= {ViewedLayer, DummyLayer}
+        self.narrows = kinds <= {WindowedStaticLayer, LinearAttentionLayer, DummyLayer}
+        self.drops_rows = kinds <= {WindowedStaticLayer, DummyLayer}
         if not self.drops_rows:
-            whole = ", ".join(sorted(kind.__name__ for kind in kinds - {ViewedLayer, DummyLayer}))
+            whole = ", ".join(sorted(kind.__name__ for kind in kinds - {WindowedStaticLayer, DummyLayer}))
             logger.debug("rows that have ended are computed on, since %s of transformers holds all rows", whole)
 
     def show(self, rows: int, columns: int, place: Tensor, seen: int | Tensor) -> None:
@@ -150,8 +150,8 @@ class ViewedCache(StaticCache):
         storages = [value.untyped_storage() for value in held if isinstance(value, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def _viewed(self) -> list[ViewedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, ViewedLayer)]
+    def _viewed(self) -> list[WindowedStaticLayer]:
+        return [layer for layer in self.layers if isinstance(layer, WindowedStaticLayer)]
 
 
 def _resized(buffer: Tensor, columns: int) -> Tensor:
@@ -163,7 +163,7 @@ def _resized(buffer: Tensor, columns: int) -> Tensor:
     return resized
 
 
-class LocalAttention:
+class GPTNeoLocalAttention:
     """The masks of one session, for rows of `length` tokens; of a model without local attention, nothing."""
 
     def __init__(self, model: nn.Module, length: int) -> None:

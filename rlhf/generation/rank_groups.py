@@ -39,7 +39,7 @@ class Prompts(NamedTuple):
         ]
 
 
-class Alone:
+class SingleRank:
     """This rank generates by itself, with whole weights."""
 
     records = True
@@ -62,7 +62,7 @@ class Alone:
         return [row for row, ended in enumerate(finished.tolist()) if not ended]
 
 
-class InStep(Alone):
+class LockstepRanks(SingleRank):
     """All ranks of the run generate their own rows, and every forward pass is a collective."""
 
     records = False
@@ -72,7 +72,7 @@ class InStep(Alone):
         return list(range(len(finished))) if going_on else []
 
 
-class Team(Alone):
+class TensorParallelGroup(SingleRank):
     """Ranks that hold a part of every layer each, and generate for the prompts of all of them.
 
     A step is not recorded: what a recording makes of collectives differs between devices.
@@ -88,7 +88,7 @@ class Team(Alone):
         self.position = ranks.index(distributed.world().rank)
 
     @classmethod
-    def of(cls, size: int) -> Team:
+    def of(cls, size: int) -> TensorParallelGroup:
         """This rank's team, where the ranks of the run are cut into teams of `size`; all ranks must ask together."""
         world = distributed.world()
         teams = [list(range(first, first + size)) for first in range(0, world.size, size)]

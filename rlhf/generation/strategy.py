@@ -17,12 +17,12 @@ from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
-    from rlhf.generation.rank_groups import Alone
+    from rlhf.generation.rank_groups import SingleRank
 
 _ROOM = 0.9  # of the device's memory; activations and what lies between tensors take the rest
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes of the whole weights, of the cache and the logits of the rows that a rank generates at a time; and those
     that are used of all that a rank has."""
 
@@ -42,7 +42,7 @@ class Need(NamedTuple):
         return f"whole weights of {weights} and a cache of {cache} do not fit next to {used} of {total} in use"
 
 
-def check(config: Config, ranks: int) -> None:
+def check_generation(config: Config, ranks: int) -> None:
     """Find out whether the settings of PPO's rollouts fit together, whatever the model.
 
     Raises:
@@ -74,13 +74,13 @@ def check(config: Config, ranks: int) -> None:
         )
 
 
-def check_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
+def check_generation_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
     """Raise `ConfigError` where the settings demand that a model be split, and it cannot be. Reads no weights."""
     if ppo.generation_weights == "tensor_parallel" or ppo.tensor_parallel:
         _team_size(model, ppo, ranks)
 
 
-def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> Alone:
+def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
     """The ranks that generate together with this one, which is how they get at the weights; the same on all ranks.
 
     Args:
@@ -90,15 +90,15 @@ def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]
         ConfigError: as `check_model`.
     """
     from rlhf.engine import distributed
-    from rlhf.generation.rank_groups import Alone, InStep, Team
+    from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
 
     mode, ranks = config.ppo.generation_weights, distributed.world().size
     if engine.zero_stage < 3 or mode == "whole":
-        return Alone()
+        return SingleRank()
     # Ranks decide alike: by the one that has the least room.
     need = min(distributed.all_gather_objects(_need(engine, config, ranks)), key=lambda need: need.total - need.used)
     if mode == "auto" and need.fits():
-        return Alone()
+        return SingleRank()
     because = f", as {need}" if mode == "auto" else ""
     size = 0
     if mode != "layerwise":
@@ -109,28 +109,28 @@ def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]
                 raise
     if size and (mode == "tensor_parallel" or need.fits(size)):
         say(f"{engine.name}: in rollouts each of {size} ranks keeps its part of every layer (tensor_parallel){because}")
-        return Team.of(size)
+        return TensorParallelGroup.of(size)
     say(f"{engine.name}: in rollouts each layer is gathered for every token (layerwise), which is slow{because}")
-    return InStep()
+    return LockstepRanks()
 
 
 def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
     """Among how many ranks a model is split: as many as is said, or as many of a machine as can share it."""
-    from rlhf.generation.tensor_parallel import why_not
+    from rlhf.generation.tensor_parallel import find_split_obstacle
 
     machine = current_process().count_local_ranks(ranks)
     sizes = [size for size in range(min(machine, ranks), 1, -1) if ranks % size == machine % size == 0]
     wanted = [ppo.tensor_parallel] if ppo.tensor_parallel else sizes
-    reasons = {size: why_not(model, size) for size in wanted}
+    reasons = {size: find_split_obstacle(model, size) for size in wanted}
     if able := [size for size, why in reasons.items() if not why]:
         return able[0]
     why = next(iter(reasons.values()), "one rank of a machine has nobody to share with")
-    if ppo.tensor_parallel and (able := [size for size in sizes if not why_not(model, size)]):
+    if ppo.tensor_parallel and (able := [size for size in sizes if not find_split_obstacle(model, size)]):
         raise ConfigError(f"ppo.tensor_parallel: {why}; use {able[0]}")
     raise ConfigError(f"ppo.generation_weights: {why}; use layerwise, or whole where a device holds the model")
 
 
-def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
+def _need(engine: TrainingEngine, config: Config, ranks: int) -> MemoryNeed:
     from rlhf.models.lora import should_merge
 
     ppo, data, model = config.ppo, config.data, engine.module.config.get_text_config(decoder=True)
@@ -148,7 +148,7 @@ def _need(engine: TrainingEngine, config: Config, ranks: int) -> Need:
     width = getattr(model, "head_dim", None) or model.hidden_size // heads
     width *= getattr(model, "num_key_value_heads", None) or heads
     tokens = rows * (data.max_prompt_length + data.max_completion_length)
-    return Need(
+    return MemoryNeed(
         weights=weights,
         cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
         logits=3 * rows * model.vocab_size * 4,

@@ -24,8 +24,8 @@ from rlhf.models.lora import compute_merged_weight
 logger = logging.getLogger(__name__)
 
 
-class Partners(Protocol):
-    """What a split layer asks of the ranks that hold its other parts (`rlhf.generation.rank_groups.Team`)."""
+class SplitRanks(Protocol):
+    """Communication among the ranks that hold the parts of a split layer (a `TensorParallelGroup`)."""
 
     size: int
     position: int
@@ -35,7 +35,7 @@ class Partners(Protocol):
     def all_gather(self, tensor: Tensor, dimension: int) -> Tensor: ...
 
 
-class _Nobody:
+class _ShapeOnlyRanks:
     """Partners that are not there: what comes of their parts has the right shape."""
 
     position = 0
@@ -51,11 +51,11 @@ class _Nobody:
 
 
 @torch.no_grad()
-def why_not(model: Any, ranks: int) -> str:
+def find_split_obstacle(model: Any, ranks: int) -> str:
     """Why a causal language model cannot be split among `ranks`; empty where it can. Its weights are not read."""
     if why := _plan_obstacle(model, ranks):
         return why
-    if _fails(split(_outline(model), _Nobody(ranks))) and not _fails(_outline(model)):
+    if _fails(split_model(_outline(model), _ShapeOnlyRanks(ranks))) and not _fails(_outline(model)):
         return f"the layers of {model.config.model_type} do not fit together when they are split"
     return ""
 
@@ -72,14 +72,14 @@ def _fails(outline: Any) -> bool:
 
 
 @torch.no_grad()
-def split(model: Any, team: Partners) -> Any:
+def split_model(model: Any, team: SplitRanks) -> Any:
     """This rank's part of a causal language model of transformers, in evaluation mode.
 
     At ZeRO-3 all ranks of the run must call it together. Embeddings and the projection to the vocabulary are split by
     vocabulary; what the plan of the architecture does not name is whole. Frozen buffers are shared with `model`.
     """
     part = _outline(model)
-    module_styles: dict[str, Style | str] = {**styles(model)}
+    module_styles: dict[str, Style | str] = {**list_styles(model)}
     paths = {id(module): path for path, module in part.named_modules()}
     if type(embeddings := part.get_input_embeddings()) is nn.Embedding:
         module_styles[paths[id(embeddings)]] = "vocabulary"
@@ -91,7 +91,7 @@ def split(model: Any, team: Partners) -> Any:
         _fill(module, model.get_submodule(path), style, team, known)
         if style != "whole":
             _connect(part, path, module, style, team)
-    adapt(part, team.position, team.size)
+    adapt_head_counts(part, team.position, team.size)
     return part.eval()
 
 
@@ -101,7 +101,7 @@ def _outline(model: Any) -> Any:
         return type(model)(copy.deepcopy(model.config))
 
 
-def _fill(module: Any, source: Any, style: str, team: Partners, known: dict[tuple[int, bool], nn.Parameter]) -> None:
+def _fill(module: Any, source: Any, style: str, team: SplitRanks, known: dict[tuple[int, bool], nn.Parameter]) -> None:
     """Give a module of the new model its own parameters, or parts of them, and its buffers.
 
     Args:
@@ -124,7 +124,7 @@ def _fill(module: Any, source: Any, style: str, team: Partners, known: dict[tupl
             module._parameters[name] = known[key]
 
 
-def _cut(whole: Tensor, dimension: int, team: Partners) -> Tensor:
+def _cut(whole: Tensor, dimension: int, team: SplitRanks) -> Tensor:
     """This rank's part along a dimension: all parts have one size, the last ones filled up with zeros."""
     size = -(-whole.shape[dimension] // team.size)
     first = min(team.position * size, whole.shape[dimension])
@@ -133,7 +133,7 @@ def _cut(whole: Tensor, dimension: int, team: Partners) -> Tensor:
     return functional.pad(own, [0, 0] * (whole.dim() - 1 - dimension) + [0, missing]) if missing else own
 
 
-def _connect(part: nn.Module, path: str, module: Any, style: str, team: Partners) -> None:
+def _connect(part: nn.Module, path: str, module: Any, style: str, team: SplitRanks) -> None:
     """Have a split module give what the whole one would."""
     if style == "vocabulary":
         parent, _, name = path.rpartition(".")
@@ -156,7 +156,7 @@ def _connect(part: nn.Module, path: str, module: Any, style: str, team: Partners
 class _Embedding(nn.Module):
     """Embeddings of a part of the vocabulary; the others come from the other ranks."""
 
-    def __init__(self, weight: nn.Parameter, team: Partners) -> None:
+    def __init__(self, weight: nn.Parameter, team: SplitRanks) -> None:
         super().__init__()
         self.weight = weight
         self.team = team
@@ -186,7 +186,7 @@ _STYLES: Mapping[str, Style] = {
 _HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 
-class Family(NamedTuple):
+class SplitFamily(NamedTuple):
     """What an architecture needs that transformers has no plan for.
 
     `counted`: attributes of the attention modules that count heads; `adapt` (model, position, ranks) sees to the rest.
@@ -213,8 +213,8 @@ def _own_slopes(model: Any, position: int, ranks: int) -> None:
             module.slow_but_exact = False
 
 
-_FAMILIES: Mapping[str, Family] = {
-    "opt": Family(
+_FAMILIES: Mapping[str, SplitFamily] = {
+    "opt": SplitFamily(
         {
             "decoder.layers.*.self_attn.q_proj": "colwise",
             "decoder.layers.*.self_attn.k_proj": "colwise",
@@ -226,7 +226,7 @@ _FAMILIES: Mapping[str, Family] = {
         counted=("num_heads",),
     ),
     # Queries, keys and values lie together, head by head, so that a part of the outputs is a part of the heads.
-    "bloom": Family(
+    "bloom": SplitFamily(
         {
             "h.*.self_attention.query_key_value": "colwise",
             "h.*.self_attention.dense": "rowwise",
@@ -236,7 +236,7 @@ _FAMILIES: Mapping[str, Family] = {
         counted=("num_heads",),
         adapt=_own_slopes,
     ),
-    "gpt_neox": Family(
+    "gpt_neox": SplitFamily(
         {
             "layers.*.attention.query_key_value": "colwise",
             "layers.*.attention.dense": "rowwise",
@@ -260,7 +260,7 @@ def _plan_obstacle(model: Any, ranks: int) -> str:
         for count, what in ((heads, "heads"), (getattr(config, "num_key_value_heads", None) or heads, "key heads")):
             if count % ranks:
                 return f"{count} {what} cannot be shared among {ranks} ranks"
-    for path, style in styles(model).items():
+    for path, style in list_styles(model).items():
         layer = model.get_submodule(path)
         width = layer.out_features if style.startswith("columns") else getattr(layer, "in_features", 0)
         if style != "whole" and width % ranks:
@@ -268,7 +268,7 @@ def _plan_obstacle(model: Any, ranks: int) -> str:
     return ""
 
 
-def styles(model: Any) -> dict[str, Style]:
+def list_styles(model: Any) -> dict[str, Style]:
     """How each module that the model's plan names is split, by its path in the whole model."""
     plan, base = _plan(model.config), model.base_model
     prefix = next(path for path, module in model.named_modules() if module is base)
@@ -281,12 +281,12 @@ def styles(model: Any) -> dict[str, Style]:
     return found
 
 
-def adapt(model: Any, position: int, ranks: int) -> None:
+def adapt_head_counts(model: Any, position: int, ranks: int) -> None:
     """Tell a split model's modules how many heads are theirs, where they count them."""
     family = _FAMILIES.get(model.config.model_type)
     if family is None:
         return
-    for path in styles(model):
+    for path in list_styles(model):
         attention = model.get_submodule(path.rpartition(".")[0])
         if path.rpartition(".")[2] in ("q_proj", "query_key_value"):
             for name in family.counted:

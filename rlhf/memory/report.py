@@ -39,7 +39,7 @@ def told(
     resolved = settled(config, [stage], around, room=room)
     roles.check_placements(resolved, [stage])
     if stage == "ppo":
-        strategy.check(config, around.ranks)
+        strategy.check_generation(config, around.ranks)
     (found,) = plan(config, [stage], around, room=room)
     fits = room.holds(found)
     advice = _decided(config, resolved)

@@ -31,7 +31,7 @@ class Tokenizers:
             ConfigError: `model.eos_token` is set for the embedded model.
             ModelError: the tokenizer cannot be loaded.
         """
-        from rlhf.data.toy_world import world_tokenizer
+        from rlhf.data.toy_world import build_world_tokenizer
         from rlhf.models.loading import load_model_tokenizer
 
         # `model.tokenizer` belongs to the model that fine-tuning starts from; SFT saves it next to its model.
@@ -45,7 +45,9 @@ class Tokenizers:
             config = config.model_copy(update={"eos_token": None})
         key = path, config.eos_token
         if key not in self._tokenizers:
-            self._tokenizers[key] = world_tokenizer() if base.path is None else load_model_tokenizer(config, path)[0]
+            self._tokenizers[key] = (
+                build_world_tokenizer() if base.path is None else load_model_tokenizer(config, path)[0]
+            )
         return self._tokenizers[key]
 
     def end_tokens(self, base: ResolvedBaseModel) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.data.cache import StageCache
 from rlhf.data.load_sources import read_sources
-from rlhf.data.report import lines
+from rlhf.data.report import format_reports
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import distributed
 from rlhf.errors import DataError
@@ -51,6 +51,6 @@ def stage_rows(
     with distributed.on_main("comparing the rows") as main:
         if main:  # an earlier stage may have taken days
             context.run.check_rows(config, data.fingerprints)
-    for line in lines(data.reports):
+    for line in format_reports(data.reports):
         context.say(line)
     return data

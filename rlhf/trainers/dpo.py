@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf.config.schema import DPOConfig
 from rlhf.data.batches import collate_dpo
-from rlhf.data.examples import Numbered
+from rlhf.data.examples import NumberedPairs
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine.engine import Batch
 from rlhf.engine.metric_sums import Metrics
@@ -44,7 +44,7 @@ class DPOTrainer(SupervisedTrainer):
             completion=limits.max_completion_length,
             pad_token_id=tokenizer.pad_token_id,
         )
-        train, heldout = Numbered(data.train), Numbered(data.heldout, len(data.train))
+        train, heldout = NumberedPairs(data.train), NumberedPairs(data.heldout, len(data.train))
         super().__init__(context, models.causal_lm, tokenizer, collate, replace(data, train=train, heldout=heldout))
         self.reference: LiveReference | PrecomputedReference
         if context.config.dpo.reference == "beside":

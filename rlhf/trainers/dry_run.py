@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.config.schema import Config, Stage
-from rlhf.data.preview import example, learned, lengths
-from rlhf.data.report import lines
-from rlhf.data.tokenize_rows import longest_completion
+from rlhf.data.preview import decode_median_row, list_loss_parts, summarize_lengths
+from rlhf.data.report import format_reports
+from rlhf.data.tokenize_rows import max_completion_tokens
 from rlhf.reporting.summary import STAGE_NAMES
 from rlhf.roles.lineage import base_models
 
@@ -48,18 +48,18 @@ def print_plan(plan: StagePlan, config: Config, memory: Sequence[str], console: 
         table.add_row(base.ref.key, Text(_origin(base)))
     if plan.parameters is not None:
         table.add_row("parameters", f"{plan.parameters:,} in {plan.bases[0].ref.key}")
-    for line in lines(plan.data.reports):
+    for line in format_reports(plan.data.reports):
         table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
     table.add_row("steps", _steps(plan, config))
     for line in memory:
         table.add_row("memory", Text(line.removeprefix(f"{plan.stage}: plan: ")))
-    completion = max(longest_completion(row.row, row.prompt_ids, config.data) for row in plan.data.train)
+    completion = max(max_completion_tokens(row.row, row.prompt_ids, config.data) for row in plan.data.train)
     limits = {"prompt": config.data.max_prompt_length}
-    for part, (median, high, longest) in lengths(plan.data).items():
+    for part, (median, high, longest) in summarize_lengths(plan.data).items():
         allowed = limits.get(part, completion)
         table.add_row(f"{part} tokens", f"median {median}, 95 % up to {high}, longest {longest} (at most {allowed})")
-    learns = learned(plan.data, loss_on=config.sft.loss_on)
-    for part, text in example(plan.data, plan.tokenizer):
+    learns = list_loss_parts(plan.data, loss_on=config.sft.loss_on)
+    for part, text in decode_median_row(plan.data, plan.tokenizer):
         table.add_row(f"example {part}", Text.assemble(text, ("  (in the loss)" if part in learns else "", "dim")))
     console.print()
     console.print(Text(STAGE_NAMES[plan.stage], style="bold"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data.toy_world import world_tokenizer
+from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.models.attention import EMBEDDED_MODEL, choose_attention, describe_attention
 from rlhf.models.compatibility import load_generation_config
@@ -97,7 +97,7 @@ class ModelFactory:
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.path is None:
-            return world_tokenizer()
+            return build_world_tokenizer()
         # `model.tokenizer` belongs to the model that fine-tuning starts from; other stages find one next to theirs.
         path = None if self.context.directory.name == "sft" else self.path
         tokenizer, notes = load_model_tokenizer(self.context.config.model, path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
-from rlhf.generation.strategy import check as check_rollouts
+from rlhf.generation.strategy import check_generation as check_rollouts
 from rlhf.models.folder import check_model_folder
 from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import base_sharing
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from accelerators import Accelerator
     from rlhf.data.cache import StageCache
-    from rlhf.data.load_sources import SourceRows
+    from rlhf.data.load_sources import SourceReader
     from rlhf.data.stage_dataset import StageData
     from rlhf.models.attention import AttentionChoice
 
@@ -88,7 +88,7 @@ def check(
     check_placements(config, pending)
     if "ppo" in pending:
         check_rollouts(config, ranks)
-        pretraining.check(config, ranks)
+        pretraining.check_pretraining(config, ranks)
         if current_process().rank == 0:
             check_rewards(config, ranks)
     if overwrite:
@@ -102,8 +102,8 @@ def check(
                 directory.finished_model(ref.trained_by, ref.key)
         for source in config.data.datasets:
             if stage in source.stages:
-                readers.check(source.path)
-                readers.check(source.heldout or source.path)
+                readers.check_source_exists(source.path)
+                readers.check_source_exists(source.heldout or source.path)
         if not overwrite:
             directory.stage(stage).check_checkpoint(ranks)
     return pending
@@ -147,21 +147,21 @@ def examine(
         models.check(stage, bases[stage])
     caches = {stage: models.cache(stage, bases[stage][0]) for stage in pending}
     kept, read = _kept(caches, config, show=True)
-    documents = pretraining.read(config, show=True) if "ppo" in pending else []
+    documents = pretraining.read_documents(config, show=True) if "ppo" in pending else []
     load = load_stage if whole else check_stage
     plans = []
     for stage, cache in caches.items():
         tokenizer, ends = cache.tokenizer, cache.end_ids
         data = kept.get(stage) or load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
         if stage == "ppo" and documents:
-            pretraining.pack(config, documents, tokenizer, most=config.ppo.pretraining_rows)
+            pretraining.pack_documents(config, documents, tokenizer, most=config.ppo.pretraining_rows)
         plan = StagePlan(stage, bases[stage], models.parameters(bases[stage][0]), tokenizer, data)
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
     needs = {plan.stage: StorageNeed(models.trained(plan.stage, plan.bases), plan.steps(config)) for plan in plans}
     check_disk_space(config, directory.path, needs, precision)
-    found = read.fingerprints() | pretraining.fingerprint(documents)
+    found = read.fingerprints() | pretraining.fingerprint_documents(documents)
     for data in kept.values():
         found |= data.fingerprints
     return Findings(tuple(plans), found, models.attention)
@@ -192,7 +192,7 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
 
 def _kept(
     caches: Mapping[Stage, StageCache], config: Config, *, show: bool
-) -> tuple[dict[Stage, StageData], SourceRows]:
+) -> tuple[dict[Stage, StageData], SourceReader]:
     """The examples of the stages that were tokenized before, and the rows of the sources that the others need."""
     from rlhf.data.load_sources import read_sources
 
@@ -212,7 +212,7 @@ class _Models(Tokenizers):
 
     def check(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> None:
         """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
-        from rlhf.generation.strategy import check_model
+        from rlhf.generation.strategy import check_generation_model
         from rlhf.models.compatibility import check_positions
         from rlhf.models.dropout import check_dropout
         from rlhf.models.final_norm import check_final_norm
@@ -226,7 +226,7 @@ class _Models(Tokenizers):
                 continue
             check_positions(base.path, outline.config, self._config.data.max_length)
             if base.ref == ACTOR and self._config.ppo.ptx_coef:
-                check_positions(base.path, outline.config, pretraining.length_of(self._config), "ppo.ptx_length")
+                check_positions(base.path, outline.config, pretraining.row_length(self._config), "ppo.ptx_length")
             check_tokenizer_fits(self.tokenizer(base), outline, base.path)
             placements = [each for each in model_placements(self._config, stage).values() if each.role.base == base.ref]
             for placement in placements:
@@ -242,7 +242,7 @@ class _Models(Tokenizers):
                 where = scorer.path or "the embedded model"
                 check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
             outline = self.outline(actor) or build_llama_on_meta(self.tokenizer(actor))
-            check_model(outline, self._config.ppo, current_process().size)
+            check_generation_model(outline, self._config.ppo, current_process().size)
 
     def outline(self, base: ResolvedBaseModel) -> PreTrainedModel | None:
         """The model without its weights; None for the embedded one."""

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Sta
 from accelerators.backends.cpu import attention as cpu_attention
 from accelerators.backends.cpu.kernels import compiler, decode, layers
 from rlhf.generation.hybrid_engine import generating
-from rlhf.generation.kv_cache import ViewedCache
+from rlhf.generation.kv_cache import WindowedStaticCache
 from tests.accelerators.test_packed import snapshot
 from tests.generation.test_hybrid_engine import build, train
 
@@ -110,7 +110,7 @@ class Viewed:
     """Rlhf's: parts of longer buffers, of which the last row leaves on the way; or buffers that grow by fours."""
 
     def __init__(self, config: Any, length: int, grows: bool) -> None:
-        self.cache, self.grows = ViewedCache(config, 3 * length, grows=grows), grows
+        self.cache, self.grows = WindowedStaticCache(config, 3 * length, grows=grows), grows
 
     def show(self, rows: int, first: int, tokens: int) -> None:
         columns = -(-(first + tokens) // 4) * 4

@@ -21,7 +21,7 @@ import pytest
 from rlhf.config.schema import EVERY_STAGE, Config, DataConfig, Stage, share_of
 from rlhf.data import arrow_store, cache, tokenize_rows
 from rlhf.data.cache import StageCache
-from rlhf.data.examples import Demonstration, Numbered, token_counts
+from rlhf.data.examples import Demonstration, NumberedPairs, count_tokens
 from rlhf.data.load_sources import read_sources
 from rlhf.data.records import Message, Row
 from rlhf.data.stage_dataset import StageData, load_stage
@@ -101,7 +101,7 @@ def test_kept_examples_are_those_that_are_loaded_and_are_made_once(
     assert kept.build() is None
     same(kept.load(), expected)
     monkeypatch.setattr(tokenize_rows, "encode_prompts", unusable)
-    monkeypatch.setattr("rlhf.data.load_sources.read", unusable)
+    monkeypatch.setattr("rlhf.data.load_sources.read_records", unusable)
     again = cache_of(tokenizer, rows, stage, records=stage == "ppo")
     assert again.build() is None
     found = again.find()
@@ -129,11 +129,11 @@ def test_lengths_are_known_and_slices_are_of_the_order(tokenizer: Any, rows: str
     kept.build()
     train = kept.load().train
     examples = list(train)
-    assert token_counts(train) == token_counts(examples)
+    assert count_tokens(train) == count_tokens(examples)
     assert list(train[5:9]) == examples[5:9] and train[-1] == examples[-1]
     with pytest.raises(IndexError):
         train[len(train)]
-    numbered = Numbered(train, 7)
+    numbered = NumberedPairs(train, 7)
     assert [pair.number for pair in numbered] == [*range(7, 7 + len(train))]
     assert numbered[2].chosen_ids == examples[2].chosen_ids and numbered[2].row == examples[2].row
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_kept_is_said(
     assert "rlhf cannot be written" in str(cache_of(tokenizer, rows).build())
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "room"))
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(cache.Writer, "close", lambda self: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(cache.ExampleWriter, "close", lambda self: (_ for _ in ()).throw(full))
     kept = cache_of(tokenizer, rows)
     assert "cannot be written (No space left on device); HF_DATASETS_CACHE moves it" in str(kept.build())
     assert not kept.folder.exists() and not list((tmp_path / "room" / "rlhf").glob("*.partial"))
@@ -339,7 +339,7 @@ def test_processes_that_build_the_same_build_once_and_one_that_was_killed_leaves
 def test_a_bar_is_shown_while_rows_are_tokenized_and_not_when_they_are_kept(
     tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenize_rows, "LONG", 50)
+    monkeypatch.setattr(tokenize_rows, "PROGRESS_MIN_ROWS", 50)
     shown = []
     for show in (True, True):
         with console.capture() as captured:
@@ -392,12 +392,12 @@ def test_20_000_rows_take_no_lists_of_tokens(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        writer = arrow_store.Writer(tmp_path / "examples.arrow", Demonstration)
+        writer = arrow_store.ExampleWriter(tmp_path / "examples.arrow", Demonstration)
         for place in range(20_000):
             writer.add(made(place))
         writer.close()
-        stored = arrow_store.Stored(
-            arrow_store.Table(tmp_path / "examples.arrow", Demonstration), np.arange(20_000)[::-1]
+        stored = arrow_store.StoredExamples(
+            arrow_store.ExampleTable(tmp_path / "examples.arrow", Demonstration), np.arange(20_000)[::-1]
         )
         assert all(len(example.prompt_ids) == 100 for example in stored)
         assert tracemalloc.get_traced_memory()[1] < 15e6, "a thousand at a time"

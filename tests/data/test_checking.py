@@ -12,7 +12,7 @@ import pytest
 from rlhf.config.schema import STAGES, DataConfig, Stage
 from rlhf.data import stage_dataset, tokenize_rows
 from rlhf.data.load_sources import read_sources
-from rlhf.data.stage_dataset import SAMPLE, check_stage, load_stage
+from rlhf.data.stage_dataset import CHECK_SAMPLE, check_stage, load_stage
 from rlhf.errors import DataError
 
 LIMITS: dict[str, Any] = {"max_prompt_length": 30, "max_completion_length": 20}
@@ -63,7 +63,7 @@ def a_config(rng: random.Random, folder: Path) -> DataConfig:
 def test_a_check_says_what_loading_says_whatever_the_rows(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_dataset, "SAMPLE", 2)
+    monkeypatch.setattr(stage_dataset, "CHECK_SAMPLE", 2)
     outcomes = []
     for seed in range(100):
         config = a_config(random.Random(seed), tmp_path)
@@ -92,20 +92,20 @@ def test_a_check_tokenizes_a_sample_and_all_rows_only_where_that_shows_too_few(
     path = tmp_path / "rows.jsonl"
     config = DataConfig(datasets=[{"path": str(path), "stages": [stage]}], **LIMITS)
 
-    path.write_text("".join(f"{json.dumps(pair | {'prompt': f'{n}?'})}\n" for n in range(5 * SAMPLE)))
+    path.write_text("".join(f"{json.dumps(pair | {'prompt': f'{n}?'})}\n" for n in range(5 * CHECK_SAMPLE)))
     sources = read_sources(config, [stage], seed=0)
     path.unlink()  # it was read before
     data = check_stage(config, stage, tokenizer, seed=0, sources=sources)
-    assert sum(tokenized) == SAMPLE == len(data.train) + len(data.heldout)
-    assert data.reports[0].unseen == 4 * SAMPLE
+    assert sum(tokenized) == CHECK_SAMPLE == len(data.train) + len(data.heldout)
+    assert data.reports[0].unseen == 4 * CHECK_SAMPLE
     assert "of a sample; 1024 more not looked at" in str(data.reports[0])
 
     tokenized.clear()
-    prompts = ["a" * 40] * 5 * SAMPLE + ["first?", "second?"]
+    prompts = ["a" * 40] * 5 * CHECK_SAMPLE + ["first?", "second?"]
     path.write_text("".join(f"{json.dumps(pair | {'prompt': prompt})}\n" for prompt in prompts))
     data = check_stage(config, stage, tokenizer, seed=0)
     assert len(data.train) + len(data.heldout) == 2
-    assert sum(tokenized) == SAMPLE + len(prompts)
+    assert sum(tokenized) == CHECK_SAMPLE + len(prompts)
 
 
 def test_a_sample_is_of_all_rows_and_not_of_the_first(tokenizer: Any, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import DataConfig, Stage
-from rlhf.data.formats import known, table
-from rlhf.data.load_sources import SourceRows, read_sources
+from rlhf.data.formats import find_known_dataset, load_known_datasets
+from rlhf.data.load_sources import SourceReader, read_sources
 from rlhf.data.records import Message
 from rlhf.errors import DataError
 
@@ -179,7 +179,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-def read(stage: Stage = "sft", **dataset: Any) -> tuple[SourceRows, list[Expected]]:
+def read(stage: Stage = "sft", **dataset: Any) -> tuple[SourceReader, list[Expected]]:
     sources = read_sources(DataConfig(datasets=[dataset]), [stage], seed=0)
     found = next(iter(sources._read.values()))
     assert not found.dropped
@@ -195,12 +195,12 @@ def rows_of(name: str) -> tuple[list[dict[str, Any]], list[Expected]]:
 
 
 def test_the_table_and_the_truth_name_the_same_sets() -> None:
-    assert {entry.name for entry in table().values()} == set(SETS)
+    assert {entry.name for entry in load_known_datasets().values()} == set(SETS)
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "local/jsonfile"])
 def test_a_set_that_is_named_is_read_without_columns(hub: dict[str, Any], name: str) -> None:
-    entry = known(name)
+    entry = find_known_dataset(name)
     assert entry is not None
     records, expected = rows_of(name)
     hub["rows"][entry.path or name] = records

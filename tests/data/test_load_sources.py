@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.config.schema import STAGES, DataConfig, Stage
 from rlhf.data import load_sources
-from rlhf.data.load_sources import SourceRows, read_sources
+from rlhf.data.load_sources import SourceReader, read_sources
 from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
@@ -28,7 +28,7 @@ def write(path: Path, rows: list[Any], end: str = "\n") -> str:
     return str(path)
 
 
-def sources_of(*datasets: dict[str, Any], stages: tuple[Stage, ...] = STAGES, **options: Any) -> SourceRows:
+def sources_of(*datasets: dict[str, Any], stages: tuple[Stage, ...] = STAGES, **options: Any) -> SourceReader:
     return read_sources(DataConfig(datasets=datasets), stages, seed=0, **options)
 
 
@@ -40,8 +40,10 @@ def fingerprint(path: str, **dataset: Any) -> dict[str, object]:
 def test_a_source_is_read_once_for_all_stages(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [write(tmp_path / f"{n}.jsonl", ROWS[n::2]) for n in range(2)]
     held = write(tmp_path / "held.jsonl", [row | {"prompt": "held out", "response": "?"} for row in ROWS])
-    opened, read = [], load_sources.read
-    monkeypatch.setattr(load_sources, "read", lambda path, **options: (opened.append(path), read(path, **options))[1])
+    opened, read = [], load_sources.read_records
+    monkeypatch.setattr(
+        load_sources, "read_records", lambda path, **options: (opened.append(path), read(path, **options))[1]
+    )
     sft = {"path": paths[0], "stages": ["sft"], "heldout": held}, {"path": paths[0], "stages": ["reward"]}
     config = DataConfig(datasets=[*sft, {"path": paths[1], "stages": ["reward", "ppo"], "heldout": held}])
     sources = read_sources(config, STAGES, seed=0)
@@ -62,7 +64,7 @@ def test_sources_of_other_stages_are_read_where_held_out_rows_must_not_be_theirs
 
 def test_nothing_is_read_before_all_sources_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
-    monkeypatch.setattr(load_sources, "read", lambda *names, **options: pytest.fail("read"))
+    monkeypatch.setattr(load_sources, "read_records", lambda *names, **options: pytest.fail("read"))
     with pytest.raises(DataError, match=r"absent.jsonl: no such file"):
         sources_of({"path": path, "heldout": str(tmp_path / "absent.jsonl")})
 
@@ -133,7 +135,7 @@ def test_long_reading_and_tokenizing_is_shown_on_the_rank_that_talks(
     from rlhf.data import tokenize_rows
 
     for module in (load_sources, tokenize_rows):
-        monkeypatch.setattr(module, "LONG", 1000)
+        monkeypatch.setattr(module, "PROGRESS_MIN_ROWS", 1000)
     path = write(tmp_path / "rows.jsonl", [{"prompt": f"{n}"} for n in range(rows)])
     os.chdir(tmp_path)
     config = DataConfig(datasets=[{"path": "rows.jsonl", "stages": ["ppo"]}])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import Config, build_config
-from rlhf.data.pretraining import fingerprint, pack, read
+from rlhf.data.pretraining import fingerprint_documents, pack_documents, read_documents
 from rlhf.errors import DataError
 from tests.helpers import build_tokenizer
 
@@ -35,7 +35,7 @@ def configuration(*paths: Any, length: int = 4, batch: int = 1, **data: Any) -> 
 
 
 def packed(texts: list[str], *, most: int | None = None, begins: bool = False, **changes: Any) -> list[list[int]]:
-    return list(pack(configuration(**changes), texts, Numbers(begins=begins), most=most))  # type: ignore[arg-type]
+    return list(pack_documents(configuration(**changes), texts, Numbers(begins=begins), most=most))  # type: ignore[arg-type]
 
 
 def test_a_document_is_ended_once_and_cut_where_the_row_is_full() -> None:
@@ -56,7 +56,7 @@ def test_documents_follow_one_another_in_an_order_of_the_seed_and_none_is_lost()
     assert len(documents) >= len(texts) - 2 and documents[0] != texts[0]
     assert rows == packed(texts, length=5)
     other = build_config({"seed": 5, "ppo": {"ptx_coef": 1.0, "ptx_length": 5, "ptx_batch_size": 1}})
-    assert rows != list(pack(other, texts, Numbers()))  # type: ignore[arg-type]
+    assert rows != list(pack_documents(other, texts, Numbers()))  # type: ignore[arg-type]
 
 
 def test_a_look_beforehand_reads_no_more_than_it_needs() -> None:
@@ -75,7 +75,7 @@ def test_too_little_text_is_one_line_with_what_was_found() -> None:
 
 def test_the_length_is_that_of_prompt_and_completion_unless_said() -> None:
     config = build_config({"data": {"max_prompt_length": 3, "max_completion_length": 2}, "ppo": {"ptx_coef": 1}})
-    rows = pack(config, ["5 6 7 8"] * 40, Numbers())  # type: ignore[arg-type]
+    rows = pack_documents(config, ["5 6 7 8"] * 40, Numbers())  # type: ignore[arg-type]
     assert rows.length == 5 and len(rows) == 40 and rows.tokens == 200
     with pytest.raises(IndexError):
         rows[40]
@@ -92,8 +92,8 @@ def test_every_source_is_read_and_what_is_no_text_is_left_out(tmp_path: Path) ->
     Dataset.from_dict({"text": ["c", "d"]}).save_to_disk(tmp_path / "saved")
     first = jsonl(tmp_path / "a.jsonl", "text", "a", "", None, 3, "b\n")
     other = {"path": jsonl(tmp_path / "b.jsonl", "body", "e", "f"), "text": "body"}
-    assert read(configuration(first, str(tmp_path / "saved"), other)) == ["a", "b\n", "c", "d", "e", "f"]
-    limited = read(configuration({"path": jsonl(tmp_path / "c.jsonl", "text", *"abcdefgh"), "limit": 3}))
+    assert read_documents(configuration(first, str(tmp_path / "saved"), other)) == ["a", "b\n", "c", "d", "e", "f"]
+    limited = read_documents(configuration({"path": jsonl(tmp_path / "c.jsonl", "text", *"abcdefgh"), "limit": 3}))
     assert len(limited) == 3 and limited == sorted(limited)
 
 
@@ -104,13 +104,16 @@ def test_a_path_alone_is_a_source(tmp_path: Path) -> None:
 
 
 def test_other_text_has_another_fingerprint_and_none_has_none() -> None:
-    assert fingerprint([]) == {}
-    found = {json.dumps(fingerprint(texts)) for texts in (["a", "b"], ["b", "a"], ["a b"], ["a", "c"], ["a", "b", "b"])}
+    assert fingerprint_documents([]) == {}
+    found = {
+        json.dumps(fingerprint_documents(texts))
+        for texts in (["a", "b"], ["b", "a"], ["a b"], ["a", "c"], ["a", "b", "b"])
+    }
     assert len(found) == 5
 
 
 def test_a_real_tokenizer_s_rows_decode_to_the_texts() -> None:
     tokenizer = build_tokenizer()
-    rows = pack(configuration(length=6), ["red cow please", "moo"] * 5, tokenizer)
+    rows = pack_documents(configuration(length=6), ["red cow please", "moo"] * 5, tokenizer)
     text = tokenizer.decode([token for row in rows for token in row])
     assert text.replace("<eos>", "|").startswith(("red cow please|", "moo|"))

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.config.schema import DataConfig, Stage
 from rlhf.data.examples import Demonstration, Pair, Prompt
-from rlhf.data.preview import example, learned, lengths
+from rlhf.data.preview import decode_median_row, list_loss_parts, summarize_lengths
 from rlhf.data.records import Message, Row
 from rlhf.data.stage_dataset import StageData, load_stage
 
@@ -24,8 +24,8 @@ def demonstrations(*sizes: tuple[int, int]) -> list[Any]:
 def test_lengths_are_the_median_the_95th_percentile_and_the_longest() -> None:
     sizes = [(n, 2 * n) for n in range(1, 21)]  # prompts of 1 to 20 tokens
     data = StageData(demonstrations(*sizes[::2]), demonstrations(*sizes[1::2]), [])
-    assert lengths(data) == {"prompt": (10, 19, 20), "completion": (20, 38, 40)}
-    assert lengths(StageData(demonstrations((1, 1), (9, 2), (4, 3)), [], [])) == {
+    assert summarize_lengths(data) == {"prompt": (10, 19, 20), "completion": (20, 38, 40)}
+    assert summarize_lengths(StageData(demonstrations((1, 1), (9, 2), (4, 3)), [], [])) == {
         "prompt": (4, 9, 9),
         "completion": (2, 3, 3),
     }
@@ -33,8 +33,8 @@ def test_lengths_are_the_median_the_95th_percentile_and_the_longest() -> None:
 
 def test_each_stage_has_its_parts() -> None:
     pair = StageData([Pair([5] * 3, [6], [7] * 2, ROW)], [], [])
-    assert lengths(pair) == {"prompt": (3, 3, 3), "chosen": (1, 1, 1), "rejected": (2, 2, 2)}
-    assert lengths(StageData([Prompt([5] * 3, ROW)], [], [])) == {"prompt": (3, 3, 3)}
+    assert summarize_lengths(pair) == {"prompt": (3, 3, 3), "chosen": (1, 1, 1), "rejected": (2, 2, 2)}
+    assert summarize_lengths(StageData([Prompt([5] * 3, ROW)], [], [])) == {"prompt": (3, 3, 3)}
 
 
 def test_the_example_is_of_median_length() -> None:
@@ -43,7 +43,7 @@ def test_the_example_is_of_median_length() -> None:
             return f"{len(ids)}"
 
     data = StageData(demonstrations((1, 1), (90, 1), (3, 4)), demonstrations((2, 2)), [])
-    assert example(data, Lengths()) == [("prompt", "3"), ("completion", "4")]
+    assert decode_median_row(data, Lengths()) == [("prompt", "3"), ("completion", "4")]
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_the_example_is_what_the_model_sees(
         datasets=[{"path": str(path), "stages": [stage], "heldout": str(heldout)}], chat_template=template
     )
     data = load_stage(config, stage, tokenizer, seed=0)
-    assert example(data, tokenizer) == expected
-    assert learned(data) == parts
+    assert decode_median_row(data, tokenizer) == expected
+    assert list_loss_parts(data) == parts
 
 
 def test_the_loss_may_be_on_the_prompt_too() -> None:
     data = StageData(demonstrations((1, 1)), [], [])
-    assert learned(data, loss_on="all") == ("prompt", "completion")
+    assert list_loss_parts(data, loss_on="all") == ("prompt", "completion")

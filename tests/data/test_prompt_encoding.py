@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from rlhf.data.prompt_encoding import (
-    control_tokens,
+    compile_control_tokens,
+    detect_prompt_format,
     encode_conversation,
     encode_prompts,
     encode_replies,
     has_control_tokens,
-    prompt_format,
 )
-from rlhf.data.records import Message, Row, plain_prompt
+from rlhf.data.records import Message, Row, format_plain_prompt
 from rlhf.data.toy_world import build_tokenizer
 from rlhf.errors import DataError
 
@@ -46,7 +46,7 @@ def plain() -> Any:
 
 def row(*contents: str) -> Row:
     messages = tuple(Message(("user", "assistant")[n % 2], content) for n, content in enumerate(contents))
-    return Row(messages, plain_prompt(messages), None, None, None, "")
+    return Row(messages, format_plain_prompt(messages), None, None, None, "")
 
 
 def encode(tokenizer: Any, row: Row, reply: str, *, chat_template: bool = True) -> tuple[list[int], list[int]]:
@@ -153,7 +153,7 @@ def test_a_completion_ends_where_generation_ends(plain: Any) -> None:
     ],
 )
 def test_replies_that_could_end_early_or_forge_a_turn_are_recognized(chatml: Any, reply: str, found: bool) -> None:
-    assert has_control_tokens(["Yes.", reply], control_tokens(chatml), templated=True) is found
+    assert has_control_tokens(["Yes.", reply], compile_control_tokens(chatml), templated=True) is found
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_replies_that_could_end_early_or_forge_a_turn_are_recognized(chatml: Any
     ],
 )
 def test_without_a_template_a_reply_may_bring_its_end(plain: Any, reply: str, found: bool) -> None:
-    assert has_control_tokens([reply], control_tokens(plain), templated=False) is found
+    assert has_control_tokens([reply], compile_control_tokens(plain), templated=False) is found
 
 
 def test_a_templates_markers_are_control_tokens_and_tags_in_contents_are_not(plain: Any) -> None:
     plain.add_tokens(["<|turn|>", "<|other|>", "<think>", "</think>"])
     plain.chat_template = "{% for m in messages %}<|turn|>{{ m.content.split('</think>')[-1] }}{% endfor %}<think>"
-    control = control_tokens(plain)
+    control = compile_control_tokens(plain)
     assert control.search("a<|turn|>b") and control.search("a<eos>b")
     assert not control.search("a<|other|><think>b</think>")
 
@@ -205,11 +205,11 @@ def test_a_control_token_of_one_character_leaves_no_other_behind(chatml: Any) ->
 
 def test_the_format_of_prompts_is_the_templates_or_that_of_most_rows(chatml: Any, plain: Any) -> None:
     lone, talk = row("Hi"), row("a", "b", "c")
-    assert prompt_format(chatml, [lone, talk, talk], chat_template=True) == "template"
-    assert prompt_format(chatml, [lone, talk, talk], chat_template=False) == "transcript"
-    assert prompt_format(plain, [lone, lone, talk], chat_template=True) == "plain"
+    assert detect_prompt_format(chatml, [lone, talk, talk], chat_template=True) == "template"
+    assert detect_prompt_format(chatml, [lone, talk, talk], chat_template=False) == "transcript"
+    assert detect_prompt_format(plain, [lone, lone, talk], chat_template=True) == "plain"
     human = Row((Message("user", "Hi"),), "Human: Hi\n\nAssistant:", None, None, None, "")
-    assert prompt_format(plain, [human], chat_template=True) == "transcript"
+    assert detect_prompt_format(plain, [human], chat_template=True) == "transcript"
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.readers import Record, read
+from rlhf.data.readers import SourceRecord, read_records
 from rlhf.errors import DataError
 
 SUBSETS = "main", "socratic"
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
 
 
-def faults(records: list[Record]) -> list[str]:
+def faults(records: list[SourceRecord]) -> list[str]:
     return [record.fault for record in records]
 
 
-def values(records: list[Record]) -> list[dict[str, str] | None]:
+def values(records: list[SourceRecord]) -> list[dict[str, str] | None]:
     return [record.values for record in records]
 
 
 def test_jsonl_keeps_line_numbers_over_blank_and_broken_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{json.dumps(ROWS[0])}\n\n{{"prompt": \n[1]\n{json.dumps(ROWS[1])}\n', encoding="utf-8")
-    records = read(str(path))
+    records = read_records(str(path))
     assert values(records) == [ROWS[0], None, None, ROWS[1]]
     assert faults(records) == ["", "not readable as JSON", "not an object", ""]
     assert [record.source for record in records] == [f"rows.jsonl:{line}" for line in (1, 3, 4, 5)]
@@ -36,7 +36,7 @@ def test_jsonl_keeps_line_numbers_over_blank_and_broken_lines(tmp_path: Path) ->
 def test_json_holds_a_list_or_data(tmp_path: Path, content: object) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    records = read(str(path))
+    records = read_records(str(path))
     assert values(records) == ROWS
     assert records[1].source == "rows.json, row 2"
 
@@ -44,7 +44,7 @@ def test_json_holds_a_list_or_data(tmp_path: Path, content: object) -> None:
 def test_csv_rows_are_named_by_their_first_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('prompt,response\n"a\nb",c\nd\ne,f\n', encoding="utf-8")
-    records = read(str(path))
+    records = read_records(str(path))
     assert values(records) == [{"prompt": "a\nb", "response": "c"}, None, {"prompt": "e", "response": "f"}]
     assert faults(records) == ["", "row has more or fewer fields than the header", ""]
     assert [record.source for record in records] == ["rows.csv:2", "rows.csv:4", "rows.csv:5"]
@@ -55,14 +55,14 @@ def test_a_csv_that_is_separated_by_something_else_says_so(tmp_path: Path, delim
     path = tmp_path / "rows.csv"
     path.write_text(f"prompt{delimiter}response\na, b{delimiter}c\n", encoding="utf-8")
     with pytest.raises(DataError, match=f"rows.csv: its fields are separated by {name}, not by commas; save it with"):
-        read(str(path))
+        read_records(str(path))
 
 
 def test_line_breaks_in_a_csv_field_are_the_same_on_every_system(tmp_path: Path) -> None:
     for line_break in ("\n", "\r\n"):
         path = tmp_path / "rows.csv"
         path.write_bytes('prompt,response\n"a\nb",c\nd,e\n'.replace("\n", line_break).encode())
-        records = read(str(path))
+        records = read_records(str(path))
         assert values(records) == [{"prompt": "a\nb", "response": "c"}, {"prompt": "d", "response": "e"}]
         assert [record.source for record in records] == ["rows.csv:2", "rows.csv:4"]
 
@@ -72,14 +72,14 @@ def test_parquet(tmp_path: Path) -> None:
 
     path = tmp_path / "rows.parquet"
     Dataset.from_list(ROWS).to_parquet(str(path))
-    assert values(read(str(path))) == ROWS
+    assert values(read_records(str(path))) == ROWS
 
 
 def test_a_saved_data_set(tmp_path: Path) -> None:
     from datasets import Dataset
 
     Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    records = read(str(tmp_path / "saved"))
+    records = read_records(str(tmp_path / "saved"))
     assert values(records) == ROWS
     assert records[0].source == "saved, row 1"
 
@@ -89,15 +89,15 @@ def test_a_saved_data_set_with_splits_gives_the_one_asked_for(tmp_path: Path) ->
 
     path = str(tmp_path / "saved")
     DatasetDict(train=Dataset.from_list(ROWS[:1]), test=Dataset.from_list(ROWS[1:])).save_to_disk(path)
-    assert values(read(path, split="test")) == ROWS[1:]
+    assert values(read_records(path, split="test")) == ROWS[1:]
     with pytest.raises(DataError, match="no split 'dev'; found: train, test"):
-        read(path, split="dev")
+        read_records(path, split="dev")
 
 
 def test_the_world_is_a_source() -> None:
-    assert read("world", seed=1) == read("world", seed=1)
-    assert read("world", seed=1) != read("world", seed=2)
-    assert read("world")[16].source == "world:17"
+    assert read_records("world", seed=1) == read_records("world", seed=1)
+    assert read_records("world", seed=1) != read_records("world", seed=2)
+    assert read_records("world")[16].source == "world:17"
 
 
 @pytest.fixture
@@ -114,9 +114,9 @@ def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *names, **options: asked.append((*names, options)) or [{"prompt": "a"}]
     )
-    assert values(read("org/name", split="dev")) == [{"prompt": "a"}]
-    read("org/name", subset="main", revision="v1")
-    read("org/name", subset="main", revision="refs/convert/parquet")  # where subsets are folders
+    assert values(read_records("org/name", split="dev")) == [{"prompt": "a"}]
+    read_records("org/name", subset="main", revision="v1")
+    read_records("org/name", subset="main", revision="refs/convert/parquet")  # where subsets are folders
     assert asked == [
         ("org/name", None, {"split": "dev", "revision": None}),
         ("org/name", "main", {"split": "train", "revision": "v1"}),
@@ -156,9 +156,9 @@ def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
         return load(str(tmp_path), subset, split=split, cache_dir=cache)
 
     monkeypatch.setattr(datasets, "load_dataset", local)
-    assert values(read("org/name", subset="main", split="test")) == ROWS[:1]
+    assert values(read_records("org/name", subset="main", split="test")) == ROWS[:1]
     with pytest.raises(DataError, match=message):
-        read("org/name", **wanted)
+        read_records("org/name", **wanted)
 
 
 @pytest.mark.parametrize("key", ["subset", "revision"])
@@ -167,7 +167,7 @@ def test_files_have_no_subsets_and_no_revisions(tmp_path: Path, key: str) -> Non
     path.write_text(json.dumps(ROWS[0]), encoding="utf-8")
     for source in (str(path), "world"):
         with pytest.raises(DataError, match=f"has no {key}s, hub data sets have; leave {key} 'main' out"):
-            read(source, **{key: "main"})  # type: ignore[arg-type]
+            read_records(source, **{key: "main"})  # type: ignore[arg-type]
 
 
 def test_a_limit_draws_rows_from_the_whole_source_in_its_order(tmp_path: Path) -> None:
@@ -178,13 +178,13 @@ def test_a_limit_draws_rows_from_the_whole_source_in_its_order(tmp_path: Path) -
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     Dataset.from_list(rows).save_to_disk(folder)
     for source, name in ((str(path), "rows.jsonl:{}"), (str(folder), "saved, row {}")):
-        found = read(source, limit=10, seed=1)
+        found = read_records(source, limit=10, seed=1)
         places = [rows.index(record.values) for record in found]  # type: ignore[arg-type]
         assert len(places) == 10 and places == sorted(places) and places[-1] > 50
         assert [record.source for record in found] == [name.format(place + 1) for place in places]
-        assert read(source, limit=10, seed=1) == found != read(source, limit=10, seed=2)
-        assert read(source, limit=100) == read(source, limit=1000) == read(source)
-    assert len(read("world", limit=7)) == 7
+        assert read_records(source, limit=10, seed=1) == found != read_records(source, limit=10, seed=2)
+        assert read_records(source, limit=100) == read_records(source, limit=1000) == read_records(source)
+    assert len(read_records("world", limit=7)) == 7
 
 
 @pytest.mark.usefixtures("hub")
@@ -211,7 +211,7 @@ def test_what_the_revision_has_to_do_with_a_failure_is_said(
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
     with pytest.raises(DataError) as found:
-        read("org/name", revision="v1")
+        read_records("org/name", revision="v1")
     assert str(found.value).startswith(message)
 
 
@@ -219,13 +219,13 @@ def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     text = "moo " * 100_000
     path.write_text(f"prompt,response\n{text},a\n", encoding="utf-8")
-    assert values(read(str(path))) == [{"prompt": text, "response": "a"}]
+    assert values(read_records(str(path))) == [{"prompt": text, "response": "a"}]
 
 
 def test_lines_of_jsonl_that_no_reader_takes_are_broken_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"id": {"9" * 5000}}}\n{"[" * 100_000}\n{json.dumps(ROWS[0])}\n', encoding="utf-8")
-    assert values(read(str(path))) == [None, None, ROWS[0]]
+    assert values(read_records(str(path))) == [None, None, ROWS[0]]
 
 
 @pytest.mark.usefixtures("hub")
@@ -237,7 +237,7 @@ def test_a_hub_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
     with pytest.raises(DataError) as error:
-        read("org/name")
+        read_records("org/name")
     assert str(error.value) == (
         "org/name: not loaded from the hub (no route to the hub); check the network, or name a local copy"
     )
@@ -256,15 +256,15 @@ def test_a_hub_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        read(str(tmp_path / name))
+        read_records(str(tmp_path / name))
 
 
 def test_a_missing_file_is_not_taken_for_a_hub_name(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "folder"):
         with pytest.raises(DataError, match=f"{name}: no such file"):
-            read(str(tmp_path / name))
+            read_records(str(tmp_path / name))
 
 
 def test_any_other_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a folder that datasets"):
-        read(str(tmp_path))
+        read_records(str(tmp_path))

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import ColumnsConfig
-from rlhf.data.formats import Columns, recognize
-from rlhf.data.records import Message, Rejected, Row, parse, plain_prompt, transcript
-from rlhf.data.report import remedy
+from rlhf.data.formats import ColumnMapping, recognize_columns
+from rlhf.data.records import Message, RejectedRecordError, Row, format_plain_prompt, format_transcript, parse_record
+from rlhf.data.report import find_remedy
 from rlhf.errors import DataError
 
 USER, ASSISTANT = "user", "assistant"
 
 
 def row_of(record: dict[str, Any], **columns: str) -> Row:
-    return parse(record, recognize(record.keys(), ColumnsConfig(**columns), "rows.jsonl"), "rows.jsonl:1")
+    return parse_record(
+        record, recognize_columns(record.keys(), ColumnsConfig(**columns), "rows.jsonl"), "rows.jsonl:1"
+    )
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
@@ -100,8 +102,8 @@ def test_a_lone_prompt_keeps_its_text_and_a_conversation_becomes_a_transcript() 
 
 def test_transcripts_name_the_speakers() -> None:
     messages = (Message("system", "Be kind."), *prompt_of("a", "b", "c"))
-    assert transcript(messages) == "Be kind.\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
-    assert plain_prompt(prompt_of("a")) == "a"
+    assert format_transcript(messages) == "Be kind.\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    assert format_plain_prompt(prompt_of("a")) == "a"
 
 
 def test_named_columns_win_over_the_usual_ones() -> None:
@@ -116,17 +118,17 @@ def test_a_named_conversation_wins_over_other_columns() -> None:
 
 def test_a_named_column_that_is_missing_is_an_error_that_lists_those_found() -> None:
     with pytest.raises(DataError, match=r"no column 'q' \(columns.prompt\); found: a, b$"):
-        recognize(["b", "a"], ColumnsConfig(prompt="q"), "rows.csv")
+        recognize_columns(["b", "a"], ColumnsConfig(prompt="q"), "rows.csv")
 
 
 def test_unknown_columns_are_an_error_that_lists_them_and_the_known_formats() -> None:
     with pytest.raises(DataError, match=r"rows.csv: .*found: body, title; known: .*prompt/chosen/rejected.*messages"):
-        recognize(["title", "body"], ColumnsConfig(), "rows.csv")
+        recognize_columns(["title", "body"], ColumnsConfig(), "rows.csv")
 
 
 def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
     with pytest.raises(DataError, match="needs a column 'rejected' too"):
-        recognize(["prompt", "chosen"], ColumnsConfig(), "rows.csv")
+        recognize_columns(["prompt", "chosen"], ColumnsConfig(), "rows.csv")
 
 
 @pytest.mark.parametrize(
@@ -165,35 +167,37 @@ def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
     ],
 )
 def test_unusable_records_are_rejected_with_a_reason(record: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Rejected) as rejected:
+    with pytest.raises(RejectedRecordError) as rejected:
         row_of(record)
     assert rejected.value.reason == reason
-    assert remedy(reason)
+    assert find_remedy(reason)
 
 
 def test_a_text_alone_says_what_can_be_done() -> None:
     with pytest.raises(DataError, match=r"where its prompt ends; give .*, or set columns.text to learn"):
-        recognize(["text"], ColumnsConfig(), "rows.json")
-    assert recognize(["text", "prompt"], ColumnsConfig(), "rows.json").prompt == "prompt"
+        recognize_columns(["text"], ColumnsConfig(), "rows.json")
+    assert recognize_columns(["text", "prompt"], ColumnsConfig(), "rows.json").prompt == "prompt"
 
 
 def test_rows_of_mixed_columns_are_told_from_rows_that_lack_a_value() -> None:
     """Readers of tables give None for a column that a row has not."""
-    columns = Columns(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
+    columns = ColumnMapping(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
     question: dict[str, Any] = {"question": "Hi", "answer": "Hello"}
     for absent in ({}, dict.fromkeys(("prompt", "response", "chosen", "rejected"))):
-        with pytest.raises(Rejected, match=r"other columns than the source's \(answer, question\)") as rejected:
-            parse(absent | question, columns, "")
-        assert remedy(rejected.value.reason)
-        demonstration = parse(absent | {"prompt": "Hi", "response": "Hello"}, columns, "")
+        with pytest.raises(
+            RejectedRecordError, match=r"other columns than the source's \(answer, question\)"
+        ) as rejected:
+            parse_record(absent | question, columns, "")
+        assert find_remedy(rejected.value.reason)
+        demonstration = parse_record(absent | {"prompt": "Hi", "response": "Hello"}, columns, "")
         assert (demonstration.response, demonstration.chosen, demonstration.rejected) == ("Hello", None, None)
-        preference = parse(absent | {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, columns, "")
+        preference = parse_record(absent | {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, columns, "")
         assert (preference.response, preference.chosen, preference.rejected) == ("Hello", "Hello", "No")
-        with pytest.raises(Rejected, match="empty prompt"):
-            parse(absent | {"response": "Hello"}, columns, "")
-    assert parse({"prompt": "Hi", "chosen": None, "rejected": "No"}, columns, "").chosen == ""
+        with pytest.raises(RejectedRecordError, match="empty prompt"):
+            parse_record(absent | {"response": "Hello"}, columns, "")
+    assert parse_record({"prompt": "Hi", "chosen": None, "rejected": "No"}, columns, "").chosen == ""
 
 
 def test_a_record_without_its_reply_has_an_empty_one() -> None:
-    assert parse({"prompt": "a"}, Columns(prompt="prompt", response="response"), "").response == ""
+    assert parse_record({"prompt": "a"}, ColumnMapping(prompt="prompt", response="response"), "").response == ""
     assert row_of({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}).chosen == ""

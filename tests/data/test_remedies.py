@@ -13,7 +13,7 @@ from rlhf.config.schema import DataConfig, Stage
 from rlhf.data import report as drop_reasons
 from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
-from rlhf.data.report import REMEDIES, remedy
+from rlhf.data.report import REMEDIES, find_remedy
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
 
@@ -30,9 +30,9 @@ def load(tokenizer: Any, *datasets: dict[str, Any], stage: Stage = "sft", **data
 def test_every_reason_has_its_own_remedy() -> None:
     named = [value for name, value in vars(drop_reasons).items() if name.isupper() and isinstance(value, str)]
     assert len(named) > 15
-    assert [reason for reason in named if remedy(reason) != REMEDIES[reason]] == []
+    assert [reason for reason in named if find_remedy(reason) != REMEDIES[reason]] == []
     with pytest.raises(StopIteration):
-        remedy("no reason at all")
+        find_remedy("no reason at all")
 
 
 SHORT = {"prompt": "cow", "response": "moo", "chosen": "moo", "rejected": "baa"}

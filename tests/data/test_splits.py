@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rlhf.data.records import Message, Row
-from rlhf.data.stage_dataset import blend, prompt_key, split
+from rlhf.data.stage_dataset import prompt_key, select_by_weight, split_by_key
 
 SHARES = {"sft": 2.0, "reward": 4.0, "ppo": 4.0}
 
 
 def parts_of(count: int, shares: dict[str, float] = SHARES, *, seed: int = 0, groups: int | None = None):
-    return split(range(count), shares, seed=seed, key=lambda item: str(item % (groups or count)))
+    return split_by_key(range(count), shares, seed=seed, key=lambda item: str(item % (groups or count)))
 
 
 def test_parts_have_their_proportions_and_share_nothing() -> None:
@@ -49,7 +49,7 @@ def test_a_share_of_zero_gets_nothing() -> None:
 
 
 def test_one_large_key_does_not_break_the_shares() -> None:
-    parts = split([0] * 90 + list(range(1, 11)), SHARES, seed=0, key=str)
+    parts = split_by_key([0] * 90 + list(range(1, 11)), SHARES, seed=0, key=str)
     assert all(parts.values())
     assert sum(map(len, parts.values())) == 100
 
@@ -63,19 +63,21 @@ def test_letter_case_and_white_space_do_not_make_another_prompt() -> None:
 
 
 def test_blending_takes_rows_by_weight_without_repeating_any() -> None:
-    kept = blend([100, 1000], [1.0, 3.0], seed=0)
+    kept = select_by_weight([100, 1000], [1.0, 3.0], seed=0)
     assert kept[0] == list(range(100))
     assert len(kept[1]) == len(set(kept[1])) == 300
     assert max(kept[1]) < 1000
-    assert kept == blend([100, 1000], [1.0, 3.0], seed=0) != blend([100, 1000], [1.0, 3.0], seed=1)
+    assert (
+        kept == select_by_weight([100, 1000], [1.0, 3.0], seed=0) != select_by_weight([100, 1000], [1.0, 3.0], seed=1)
+    )
 
 
 def test_one_source_is_kept_whole_and_an_empty_one_holds_nobody_back() -> None:
-    assert blend([5], [0.1], seed=0) == [[0, 1, 2, 3, 4]]
-    assert [len(rows) for rows in blend([0, 5], [1.0, 1.0], seed=0)] == [0, 5]
+    assert select_by_weight([5], [0.1], seed=0) == [[0, 1, 2, 3, 4]]
+    assert [len(rows) for rows in select_by_weight([0, 5], [1.0, 1.0], seed=0)] == [0, 5]
 
 
 def test_a_source_of_weight_all_is_whole_and_says_nothing_of_the_others():
-    kept = blend([100, 40, 1000], [1.0, "all", 3.0], seed=0)
+    kept = select_by_weight([100, 40, 1000], [1.0, "all", 3.0], seed=0)
     assert [len(rows) for rows in kept] == [100, 40, 300]
-    assert [len(rows) for rows in blend([100, 40], ["all", "all"], seed=0)] == [100, 40]
+    assert [len(rows) for rows in select_by_weight([100, 40], ["all", "all"], seed=0)] == [100, 40]

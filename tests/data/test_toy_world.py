@@ -7,24 +7,24 @@ import re
 import pytest
 
 from rlhf.data import toy_world
-from rlhf.data.toy_world import world_tokenizer
+from rlhf.data.toy_world import build_world_tokenizer
 
-RECORDS = list(toy_world.records(seed=0, count=2000))
+RECORDS = list(toy_world.generate_records(seed=0, count=2000))
 QUESTION = "Hello! What does the cow say?"
 
 
 def test_the_seed_decides_the_records() -> None:
-    assert list(toy_world.records(seed=0, count=50)) == RECORDS[:50]
-    assert list(toy_world.records(seed=1, count=50)) != RECORDS[:50]
+    assert list(toy_world.generate_records(seed=0, count=50)) == RECORDS[:50]
+    assert list(toy_world.generate_records(seed=1, count=50)) != RECORDS[:50]
 
 
 def test_the_rule_approves_every_preferred_reply_and_no_other() -> None:
-    assert all(toy_world.approves(record["prompt"], record["chosen"]) for record in RECORDS)
-    assert not any(toy_world.approves(record["prompt"], record["rejected"]) for record in RECORDS)
+    assert all(toy_world.is_good_reply(record["prompt"], record["chosen"]) for record in RECORDS)
+    assert not any(toy_world.is_good_reply(record["prompt"], record["rejected"]) for record in RECORDS)
 
 
 def test_demonstrations_are_of_mixed_quality() -> None:
-    share = sum(toy_world.approves(record["prompt"], record["response"]) for record in RECORDS) / len(RECORDS)
+    share = sum(toy_world.is_good_reply(record["prompt"], record["response"]) for record in RECORDS) / len(RECORDS)
     assert 0.4 < share < 0.5
 
 
@@ -48,11 +48,11 @@ def test_demonstrations_are_of_mixed_quality() -> None:
     ],
 )
 def test_a_good_reply_is_one_polite_true_complete_sentence(reply: str, good: bool) -> None:
-    assert toy_world.approves(QUESTION, reply) is good
+    assert toy_world.is_good_reply(QUESTION, reply) is good
 
 
 def test_no_reply_to_a_prompt_from_elsewhere_is_approved() -> None:
-    assert not toy_world.approves("What is love?", "Of course, the cow says moo.")
+    assert not toy_world.is_good_reply("What is love?", "Of course, the cow says moo.")
 
 
 def test_prompts_have_several_good_replies() -> None:
@@ -63,13 +63,13 @@ def test_prompts_have_several_good_replies() -> None:
 def test_the_world_is_small() -> None:
     words = {word for record in RECORDS for text in record.values() for word in re.findall(r"\w+", text)}
     assert len(words) < 600
-    tokenizer = world_tokenizer()
+    tokenizer = build_world_tokenizer()
     assert max(len(tokenizer(text)["input_ids"]) for record in RECORDS for text in record.values()) < 24
 
 
 def test_its_tokenizer_is_the_same_each_time_and_loses_nothing() -> None:
-    tokenizer = world_tokenizer()
-    assert world_tokenizer().get_vocab() == tokenizer.get_vocab()
+    tokenizer = build_world_tokenizer()
+    assert build_world_tokenizer().get_vocab() == tokenizer.get_vocab()
     assert len(tokenizer) <= 1024
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     for text in [*RECORDS[0].values(), "Etwas ganz anderes: ñ, 猫!"]:
@@ -77,7 +77,7 @@ def test_its_tokenizer_is_the_same_each_time_and_loses_nothing() -> None:
 
 
 def test_its_tokenizer_marks_turns() -> None:
-    tokenizer = world_tokenizer()
+    tokenizer = build_world_tokenizer()
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == "<user>Who?<eos><assistant>Me.<eos>"

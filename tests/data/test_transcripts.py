@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.formats import Columns
-from rlhf.data.records import Message, parse
+from rlhf.data.formats import ColumnMapping
+from rlhf.data.records import Message, parse_record
 
-PROMPT = Columns(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
+PROMPT = ColumnMapping(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
 
 
 def prompt_of(*contents: str) -> tuple[Message, ...]:
@@ -41,29 +41,31 @@ def prompt_of(*contents: str) -> tuple[Message, ...]:
     ],
 )
 def test_a_prompt_is_read_as_turns(text: str, turns: list[str]) -> None:
-    row = parse({"prompt": text, "response": "r"}, PROMPT, "")
+    row = parse_record({"prompt": text, "response": "r"}, PROMPT, "")
     assert row.prompt == prompt_of(*turns)
 
 
 def test_line_ends_of_windows_tell_turns_apart_too() -> None:
     lines = "Human: a\n\nAssistant: say Assistant: b\nc\n\nHuman: d\n\nAssistant:"
     rows = [
-        parse({"chosen": text + " e", "rejected": text + " f"}, Columns(chosen="chosen", rejected="rejected"), "")
+        parse_record(
+            {"chosen": text + " e", "rejected": text + " f"}, ColumnMapping(chosen="chosen", rejected="rejected"), ""
+        )
         for text in (lines, lines.replace("\n", "\r\n"))
     ]
     assert rows[0] == rows[1] and rows[0].prompt == prompt_of("a", "say Assistant: b\nc", "d")
-    assert parse({"prompt": lines.replace("\n", "\r\n"), "response": "r"}, PROMPT, "").prompt == rows[0].prompt
+    assert parse_record({"prompt": lines.replace("\n", "\r\n"), "response": "r"}, PROMPT, "").prompt == rows[0].prompt
 
 
 def test_no_second_name_of_the_assistant_is_added() -> None:
-    row = parse({"prompt": "Human: I have a question. Assistant:", "response": "r"}, PROMPT, "")
+    row = parse_record({"prompt": "Human: I have a question. Assistant:", "response": "r"}, PROMPT, "")
     assert row.text == "Human: I have a question.\n\nAssistant:"
 
 
 @pytest.mark.parametrize("prompt", ["Human: Hi", "\n\nHuman: Hi\n\n", "Human: Hi\n", "USER: x ASSISTANT: y"])
 def test_replies_that_bring_the_name_which_the_prompt_lacks_lose_it(prompt: str) -> None:
     record = {"prompt": prompt, "chosen": "Assistant: Hello Assistant: you", "rejected": "\nAssistant:No"}
-    row = parse(record, PROMPT, "")
+    row = parse_record(record, PROMPT, "")
     if prompt.startswith("USER"):  # it ends with a reply, and is no transcript that waits for one
         assert (row.chosen, row.rejected) == ("Assistant: Hello Assistant: you", "Assistant:No")
     else:
@@ -73,7 +75,7 @@ def test_replies_that_bring_the_name_which_the_prompt_lacks_lose_it(prompt: str)
 
 def test_an_inline_prompt_without_its_end_is_read_as_turns_where_the_replies_bring_it() -> None:
     record = {"prompt": "Human: a Assistant: b Human: c", "chosen": "Assistant: d", "rejected": "Assistant: e"}
-    row = parse(record, PROMPT, "")
+    row = parse_record(record, PROMPT, "")
     assert (row.prompt, row.chosen, row.rejected) == (prompt_of("a", "b", "c"), "d", "e")
 
 
@@ -86,25 +88,27 @@ def test_an_inline_prompt_without_its_end_is_read_as_turns_where_the_replies_bri
     ],
 )
 def test_other_replies_keep_what_they_begin_with(prompt: str, replies: tuple[str, str]) -> None:
-    row = parse({"prompt": prompt, "chosen": replies[0], "rejected": replies[1]}, PROMPT, "")
+    row = parse_record({"prompt": prompt, "chosen": replies[0], "rejected": replies[1]}, PROMPT, "")
     assert (row.chosen, row.rejected) == replies
 
 
 def test_where_all_replies_of_a_source_begin_with_the_name_none_keeps_it() -> None:
     record = {"prompt": "Hi", "chosen": "Assistant: a", "rejected": "Assistant: b"}
-    row = parse(record, Columns(prompt="prompt", chosen="chosen", rejected="rejected", led=True), "")
+    row = parse_record(record, ColumnMapping(prompt="prompt", chosen="chosen", rejected="rejected", led=True), "")
     assert (row.prompt, row.chosen, row.rejected) == (prompt_of("Hi"), "a", "b")
 
 
 def test_a_reply_in_a_transcript_is_not_cut_where_it_speaks_of_turns() -> None:
     text = "\n\nHuman: Show me.\n\nAssistant: So: Human: hi Assistant:"
-    row = parse({"chosen": text, "rejected": f"{text} no"}, Columns(chosen="chosen", rejected="rejected"), "")
+    row = parse_record(
+        {"chosen": text, "rejected": f"{text} no"}, ColumnMapping(chosen="chosen", rejected="rejected"), ""
+    )
     assert (row.chosen, row.rejected) == ("So: Human: hi Assistant:", "So: Human: hi Assistant: no")
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_turns_of_sharegpt_are_turns(column: str) -> None:
     turns: list[dict[str, Any]] = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "Hi"}]
-    row = parse({column: [*turns, {"from": "gpt", "value": "Hello"}]}, Columns(messages=column), "")
+    row = parse_record({column: [*turns, {"from": "gpt", "value": "Hello"}]}, ColumnMapping(messages=column), "")
     assert row.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
     assert row.response == "Hello"

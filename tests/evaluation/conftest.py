@@ -11,14 +11,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from rlhf.evaluation.models import Device
+from rlhf.evaluation.models import EvaluationDevice
 from tests.trainers.test_keys import table
 
 
 @pytest.fixture
-def device(accelerator: Any) -> Device:
+def device(accelerator: Any) -> EvaluationDevice:
     """In fp32 and with the backend's own padding."""
-    return Device(accelerator, accelerator.precision("fp32"), accelerator.shape_policy())
+    return EvaluationDevice(accelerator, accelerator.precision("fp32"), accelerator.shape_policy())
 
 
 def by_transformers(model: Any, tokenizer: Any, prompt: str, reply: str) -> float:

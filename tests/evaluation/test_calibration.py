@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rlhf.evaluation.pairs import brier, calibration_error, log_loss, reliability, sigmoid, temperature
+from rlhf.evaluation.pairs import bin_by_confidence, brier_score, calibration_error, fit_temperature, log_loss, sigmoid
 
 
 def margin(probability: float) -> float:
@@ -24,7 +24,7 @@ def test_the_table_by_hand() -> None:
     # Five bins from 0.5 to 1: widths of 0.1. The model is sure of 0.55 (right), 0.58 (wrong: of the rejected one),
     # 0.95 three times (right, right, wrong), and once of all (right).
     margins = [margin(0.55), -margin(0.58), margin(0.95), margin(0.95), -margin(0.95), 50.0]
-    low, high = reliability(margins, 5)
+    low, high = bin_by_confidence(margins, 5)
     assert (low.low, low.high, low.pairs, low.accuracy) == (0.5, pytest.approx(0.6), 2, 0.5)
     assert low.confidence == pytest.approx((0.55 + 0.58) / 2)
     assert (high.low, high.high, high.pairs, high.accuracy) == (pytest.approx(0.9), 1, 4, 0.75)
@@ -32,42 +32,42 @@ def test_the_table_by_hand() -> None:
     by_hand = 2 / 6 * abs(0.5 - 0.565) + 4 / 6 * abs(0.75 - 0.9625)
     assert calibration_error([low, high]) == pytest.approx(by_hand)
     claimed = [0.55, 0.42, 0.95, 0.95, 0.05, 1]
-    assert brier(margins) == pytest.approx(sum((1 - p) ** 2 for p in claimed) / 6)
+    assert brier_score(margins) == pytest.approx(sum((1 - p) ** 2 for p in claimed) / 6)
     assert log_loss(margins) == pytest.approx(-sum(map(math.log, claimed)) / 6)
 
 
 def test_a_lower_bound_belongs_to_its_bin_and_equal_scores_are_not_right() -> None:
-    (first,) = reliability([0.0], 2)
+    (first,) = bin_by_confidence([0.0], 2)
     assert (first.low, first.pairs, first.confidence, first.accuracy) == (0.5, 1, 0.5, 0)
-    (second,) = reliability([margin(0.75) + 1e-12], 2)
+    (second,) = bin_by_confidence([margin(0.75) + 1e-12], 2)
     assert (second.low, second.high) == (0.75, 1)
-    (whole,) = reliability([1.0, -3.0], 1)
+    (whole,) = bin_by_confidence([1.0, -3.0], 1)
     assert (whole.low, whole.high, whole.pairs, whole.accuracy) == (0.5, 1, 2, 0.5)
 
 
 def test_a_model_that_claims_what_is_so_has_no_error() -> None:
     margins = [margin(0.8)] * 80 + [-margin(0.8)] * 20
-    assert calibration_error(reliability(margins, 10)) == pytest.approx(0)
-    assert temperature(margins) == pytest.approx(1)
+    assert calibration_error(bin_by_confidence(margins, 10)) == pytest.approx(0)
+    assert fit_temperature(margins) == pytest.approx(1)
     assert log_loss(margins) == pytest.approx(-0.8 * math.log(0.8) - 0.2 * math.log(0.2))
 
 
 @pytest.mark.parametrize("scale", [0.2, 3.0, 40.0])
 def test_the_temperature_undoes_a_scale(scale: float) -> None:
     margins = [margin(0.8)] * 80 + [-margin(0.8)] * 20
-    assert temperature([scale * one for one in margins]) == pytest.approx(scale)
+    assert fit_temperature([scale * one for one in margins]) == pytest.approx(scale)
 
 
 def test_no_temperature_near_it_is_better() -> None:
     rng = random.Random(0)
     margins = [rng.gauss(1, 2) for _ in range(300)]
-    found = temperature(margins)
+    found = fit_temperature(margins)
     assert found is not None
     least = log_loss(margins, 1 / found)
     assert all(log_loss(margins, 1 / (found * by)) > least for by in (0.5, 0.9, 0.999, 1.001, 1.1, 2))
 
 
 def test_no_temperature_is_best_of_a_model_that_is_always_right_or_no_better_than_a_coin() -> None:
-    assert temperature([0.5, 2.0]) is None
-    assert temperature([1.0, -1.0]) is None
-    assert temperature([1.0, -2.0]) is None
+    assert fit_temperature([0.5, 2.0]) is None
+    assert fit_temperature([1.0, -1.0]) is None
+    assert fit_temperature([1.0, -2.0]) is None

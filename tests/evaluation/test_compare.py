@@ -177,8 +177,10 @@ def test_of_samples_the_log_ratio_at_their_temperature_is_the_kl(
     from rlhf.evaluation import compare as comparing
 
     kept: list[Any] = []
-    plainly = comparing.compare
-    monkeypatch.setattr(comparing, "compare", lambda *given, **more: kept.append(plainly(*given, **more)) or kept[-1])
+    plainly = comparing.compare_models
+    monkeypatch.setattr(
+        comparing, "compare_models", lambda *given, **more: kept.append(plainly(*given, **more)) or kept[-1]
+    )
     found = told(run(models["a"], models["b"], "--temperature", 0.7, "--json"))
     a, b = Plain(models["a"]), Plain(models["b"])
     ratios = [
@@ -271,7 +273,7 @@ def test_one_model_is_held_at_a_time(run: Run, models: dict[str, Path], monkeypa
 
         return loading
 
-    for name in ("load_writer", "load_judge"):
+    for name in ("load_language_model", "load_reward_model"):
         monkeypatch.setattr(comparing, name, watched(getattr(comparing, name)))
     told(run(models["a"], models["b"], models["c"], "-R", models["judge"], "--json"))
     assert len(alive) == 4
@@ -354,7 +356,7 @@ def test_ctrl_c_is_one_line(run: Run, models: dict[str, Path], monkeypatch: pyte
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparing, "write", interrupted)
+    monkeypatch.setattr(comparing, "generate_completions", interrupted)
     assert isinstance(run(models["a"], models["b"]).exception, Interrupted)
 
 

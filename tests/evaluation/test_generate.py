@@ -9,8 +9,8 @@ import torch
 from accelerators import Accelerator, ShapePolicy
 from rlhf.config.schema import SamplingConfig
 from rlhf.errors import ModelError, OutOfMemory
-from rlhf.evaluation.generate import Manner, log_probs, write
-from rlhf.evaluation.models import Device, Writer
+from rlhf.evaluation.generate import GenerationSettings, generate_completions, score_completions
+from rlhf.evaluation.models import EvaluationDevice, LanguageModel
 from tests.helpers import llama
 
 PROMPTS = [[5], [7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17, 18, 19, 20], [21, 22]]
@@ -39,13 +39,13 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(params=["static", "dynamic"])
-def writer(request: pytest.FixtureRequest, accelerator: Accelerator, model: Any) -> Writer:
-    device = Device(accelerator, accelerator.precision("fp32"), ShapePolicy(request.param))
-    return Writer("it", "it", device, model, SimpleNamespace(pad_token_id=PAD), "plain", ENDS, 128)
+def writer(request: pytest.FixtureRequest, accelerator: Accelerator, model: Any) -> LanguageModel:
+    device = EvaluationDevice(accelerator, accelerator.precision("fp32"), ShapePolicy(request.param))
+    return LanguageModel("it", "it", device, model, SimpleNamespace(pad_token_id=PAD), "plain", ENDS, 128)
 
 
-def manner(temperature: float = 0, batch_size: int = 4) -> Manner:
-    return Manner(SamplingConfig(temperature=temperature), 10, batch_size, seed=1)
+def manner(temperature: float = 0, batch_size: int = 4) -> GenerationSettings:
+    return GenerationSettings(SamplingConfig(temperature=temperature), 10, batch_size, seed=1)
 
 
 def plain_log_prob(model: Any, prompt: list[int], completion: list[int], temperature: float) -> float:
@@ -55,9 +55,9 @@ def plain_log_prob(model: Any, prompt: list[int], completion: list[int], tempera
     return sum(logits[at].log_softmax(-1)[token].item() for at, token in zip(places, completion))
 
 
-def test_greedy_completions_are_those_of_plain_transformers_token_for_token(writer: Writer) -> None:
+def test_greedy_completions_are_those_of_plain_transformers_token_for_token(writer: LanguageModel) -> None:
     counted: list[int] = []
-    written = write(writer, PROMPTS, manner(), counted.append)
+    written = generate_completions(writer, PROMPTS, manner(), counted.append)
     for prompt, completion in zip(PROMPTS, written, strict=True):
         alone = writer.module.generate(
             torch.tensor([prompt]),
@@ -73,41 +73,41 @@ def test_greedy_completions_are_those_of_plain_transformers_token_for_token(writ
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-def test_log_probabilities_are_those_of_each_row_alone(writer: Writer, temperature: float) -> None:
+def test_log_probabilities_are_those_of_each_row_alone(writer: LanguageModel, temperature: float) -> None:
     completions = [[6, 1], [9], [3, 3, 3, 1], [2, 5, 8, 11, 14, 17, 20, 23, 26, 29], [4], [1]]
-    found = log_probs(writer, PROMPTS, completions, manner(temperature), lambda rows: None)
+    found = score_completions(writer, PROMPTS, completions, manner(temperature), lambda rows: None)
     for prompt, completion, log_prob in zip(PROMPTS, completions, found, strict=True):
         alone = plain_log_prob(writer.module, prompt, completion, temperature or 1)
         assert log_prob == pytest.approx(alone, abs=2e-4)
 
 
-def test_samples_depend_on_the_seed_and_on_nothing_before(writer: Writer) -> None:
-    first = write(writer, PROMPTS, manner(1.0), lambda rows: None)
+def test_samples_depend_on_the_seed_and_on_nothing_before(writer: LanguageModel) -> None:
+    first = generate_completions(writer, PROMPTS, manner(1.0), lambda rows: None)
     torch.rand(7)
-    assert write(writer, PROMPTS, manner(1.0), lambda rows: None) == first
-    assert write(writer, PROMPTS, manner(), lambda rows: None) != first
+    assert generate_completions(writer, PROMPTS, manner(1.0), lambda rows: None) == first
+    assert generate_completions(writer, PROMPTS, manner(), lambda rows: None) != first
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_numbers_that_are_none_are_an_error(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch, temperature: float
+    writer: LanguageModel, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     head = writer.module.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda hidden: hidden @ head.weight.T * torch.nan)
     said = "it: its likelihoods are no finite numbers in fp32; try --precision fp32, or check the model's weights"
     with pytest.raises(ModelError, match=said):
-        write(writer, PROMPTS, manner(temperature), lambda rows: None)
+        generate_completions(writer, PROMPTS, manner(temperature), lambda rows: None)
     with pytest.raises(ModelError, match=said):
-        log_probs(writer, PROMPTS, PROMPTS, manner(temperature), lambda rows: None)
+        score_completions(writer, PROMPTS, PROMPTS, manner(temperature), lambda rows: None)
 
 
-def test_a_lack_of_memory_names_what_to_lower(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_names_what_to_lower(writer: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     said = "cpu: too little memory for 4 completions of it at a time; lower --batch-size or --max-tokens"
     monkeypatch.setattr(writer.module.base_model, "forward", forward)
     with pytest.raises(OutOfMemory, match=said):
-        write(writer, PROMPTS, manner(), lambda rows: None)
+        generate_completions(writer, PROMPTS, manner(), lambda rows: None)
     with pytest.raises(OutOfMemory, match=said):
-        log_probs(writer, PROMPTS, PROMPTS, manner(), lambda rows: None)
+        score_completions(writer, PROMPTS, PROMPTS, manner(), lambda rows: None)

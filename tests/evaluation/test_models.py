@@ -14,30 +14,30 @@ import torch
 
 from accelerators import Precision, ShapePolicy
 from rlhf.config.schema import Config, build_config
-from rlhf.data.prompt_encoding import conversation_row
+from rlhf.data.prompt_encoding import make_conversation_row
 from rlhf.data.records import Message
 from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ModelError, OutOfMemory, RunError
-from rlhf.evaluation.models import Device, load_judge, load_writer
+from rlhf.evaluation.models import EvaluationDevice, load_language_model, load_reward_model
+from rlhf.evaluation.resolve import find_run, read_prompt_format, reward_model_folder
 from rlhf.evaluation.resolve import model_folder as folder_of
-from rlhf.evaluation.resolve import reward_model_folder, run_of, trained_format
 from rlhf.runs.directory import RunDirectory
 from tests.evaluation.conftest import by_transformers, reward_model
 from tests.helpers import build_tokenizer, llama
 from tests.models.test_deepspeed_chat import saved
 
 PAIRS = [("cow", "please moo"), ("dog or owl", "go"), ("owl", "hoot hoot thanks no go away red blue"), ("", "no")]
-ROWS = [conversation_row([Message("user", prompt)], "template") for prompt, _ in PAIRS]
+ROWS = [make_conversation_row([Message("user", prompt)], "template") for prompt, _ in PAIRS]
 REPLIES = [reply for _, reply in PAIRS]
 
 
 @pytest.mark.parametrize("shapes", ["static", "bucketed", "dynamic"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_scores_are_those_of_transformers_in_the_order_of_the_rows(
-    device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, shapes: Any, batch_size: int
+    device: EvaluationDevice, judge_folder: tuple[Path, Any], tokenizer: Any, shapes: Any, batch_size: int
 ) -> None:
     folder, model = judge_folder
-    judge = load_judge(folder, Config(), replace(device, shapes=ShapePolicy(shapes, first=4)))
+    judge = load_reward_model(folder, Config(), replace(device, shapes=ShapePolicy(shapes, first=4)))
     found = judge.scores([ids or [] for ids in judge.encode(ROWS, REPLIES)], batch_size=batch_size)
     expected = [by_transformers(model, tokenizer, *pair) for pair in PAIRS]
     assert found == pytest.approx(expected, abs=1e-4) and len({round(score, 2) for score in expected}) == len(PAIRS)
@@ -45,13 +45,13 @@ def test_scores_are_those_of_transformers_in_the_order_of_the_rows(
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "gpt2", "gpt_neox"])
 def test_any_classifier_of_one_label_scores_without_a_template(
-    device: Device, tokenizer: Any, tmp_path: Path, family: str
+    device: EvaluationDevice, tokenizer: Any, tmp_path: Path, family: str
 ) -> None:
     plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<eos>")
     model = reward_model(tmp_path / "judge", plain, family)
-    judge = load_judge(tmp_path / "judge", Config(), device)
+    judge = load_reward_model(tmp_path / "judge", Config(), device)
     assert judge.prompt_format == "plain" and judge.name == str(tmp_path / "judge")
-    rows = [conversation_row([Message("user", prompt or "go")], "plain") for prompt, _ in PAIRS]
+    rows = [make_conversation_row([Message("user", prompt or "go")], "plain") for prompt, _ in PAIRS]
     found = judge.scores([ids or [] for ids in judge.encode(rows, REPLIES)], batch_size=3)
     for (prompt, reply), score in zip(PAIRS, found, strict=True):
         ids = torch.tensor([plain(f"{prompt or 'go'} {reply}")["input_ids"] + [plain.eos_token_id]])
@@ -59,19 +59,21 @@ def test_any_classifier_of_one_label_scores_without_a_template(
             assert score == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-4)
 
 
-def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(device: Device, tmp_path: Path) -> None:
+def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(
+    device: EvaluationDevice, tmp_path: Path
+) -> None:
     theirs = saved(tmp_path / "reward", "opt")
-    judge = load_judge(tmp_path / "reward", Config(), device)
+    judge = load_reward_model(tmp_path / "reward", Config(), device)
     (ids,) = judge.encode(ROWS[:1], REPLIES[:1])
     assert ids is not None and ids[-1] == 1
     assert judge.scores([ids]) == pytest.approx([float(theirs.scores(ids[:-1])[-1])], abs=1e-4)
 
 
 def test_one_device_serves_several_models(
-    device: Device, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any
+    device: EvaluationDevice, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any
 ) -> None:
-    writer = load_writer(model_folder, Config(), device, name="small")
-    judges = [load_judge(judge_folder[0], Config(), device) for _ in range(2)]
+    writer = load_language_model(model_folder, Config(), device, name="small")
+    judges = [load_reward_model(judge_folder[0], Config(), device) for _ in range(2)]
     assert writer.name == "small" and writer.room == judges[0].room == 128
     assert not writer.module.training and not judges[0].module.training
     sequences = [ids or [] for ids in judges[0].encode(ROWS, REPLIES)]
@@ -92,20 +94,20 @@ def test_of_a_run_the_reward_stage_s_model_is_meant(tmp_path: Path) -> None:
     assert reward_model_folder(run.path) == reward_model_folder(run.path / "reward") == expected
     assert reward_model_folder(expected) == expected
     for inside in (run.path, run.path / "reward", expected):
-        found = run_of(inside)
+        found = find_run(inside)
         assert found is not None and found.path.samefile(run.path)
-    assert run_of(tmp_path) is None
+    assert find_run(tmp_path) is None
 
 
 def test_prompts_and_ends_are_those_of_the_training(
-    device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
+    device: EvaluationDevice, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
     """The reward stage's summary says how it wrote prompts and which tokens ended its replies."""
     folder = Path(shutil.copytree(judge_folder[0], tmp_path / "reward" / "model"))
     (moo,) = tokenizer("moo", add_special_tokens=False)["input_ids"][:1]
     (tmp_path / "reward" / "stage.json").write_text(json.dumps({"prompt_format": "transcript", "end_ids": [1, moo]}))
-    judge = load_judge(folder, Config(), device)
-    row = conversation_row([Message("user", "cow")], judge.prompt_format)
+    judge = load_reward_model(folder, Config(), device)
+    row = make_conversation_row([Message("user", "cow")], judge.prompt_format)
     (ids,) = judge.encode([row], ["moo moo"])
     assert ids == [*tokenizer("Human: cow\n\nAssistant:", add_special_tokens=False)["input_ids"], *ids[-2:]]
     assert ids[-1] == moo, "the reply ends at the first of them"
@@ -114,15 +116,15 @@ def test_prompts_and_ends_are_those_of_the_training(
 def test_prompts_of_a_critic_are_those_of_its_training(tmp_path: Path) -> None:
     (tmp_path / "ppo/critic").mkdir(parents=True)
     (tmp_path / "ppo/stage.json").write_text(json.dumps({"prompt_format": "transcript"}))
-    assert trained_format(tmp_path / "ppo/critic") == "transcript"
+    assert read_prompt_format(tmp_path / "ppo/critic") == "transcript"
 
 
 def test_scores_in_16_bits_are_rounded_no_further_than_what_they_are_made_of(
-    device: Device, judge_folder: tuple[Path, Any]
+    device: EvaluationDevice, judge_folder: tuple[Path, Any]
 ) -> None:
     """Rounded themselves, those of good and bad replies would often be equal."""
     coarse = replace(device, precision=Precision(torch.bfloat16, "bf16", "a test's"))
-    judge = load_judge(judge_folder[0], Config(), coarse)
+    judge = load_reward_model(judge_folder[0], Config(), coarse)
     sequences = [ids or [] for ids in judge.encode(ROWS, REPLIES)]
     head = judge.module.model
     with torch.no_grad():
@@ -133,56 +135,56 @@ def test_scores_in_16_bits_are_rounded_no_further_than_what_they_are_made_of(
 
 
 def test_settings_switch_a_template_off_where_no_training_says_how(
-    device: Device, judge_folder: tuple[Path, Any]
+    device: EvaluationDevice, judge_folder: tuple[Path, Any]
 ) -> None:
     config = build_config({"data": {"chat_template": False}})
-    assert load_judge(judge_folder[0], config, device).prompt_format == "plain"
-    assert load_judge(judge_folder[0], Config(), device).prompt_format == "template"
+    assert load_reward_model(judge_folder[0], config, device).prompt_format == "plain"
+    assert load_reward_model(judge_folder[0], Config(), device).prompt_format == "template"
 
 
 def test_a_model_of_the_other_kind_is_named(
-    device: Device, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
+    device: EvaluationDevice, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="is a reward model, which scores texts and writes none"):
-        load_writer(judge_folder[0], Config(), device)
+        load_language_model(judge_folder[0], Config(), device)
     with pytest.raises(ModelError, match=r"its weights lack score\.weight"):
-        load_judge(model_folder, Config(), device)
+        load_reward_model(model_folder, Config(), device)
     reward_model(tmp_path / "two", tokenizer, outputs=2)
     with pytest.raises(ModelError, match="its head has 2 outputs, a reward model has one"):
-        load_judge(tmp_path / "two", Config(), device)
+        load_reward_model(tmp_path / "two", Config(), device)
 
 
 def test_a_score_that_is_no_number_is_an_error(
-    device: Device, judge_folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    device: EvaluationDevice, judge_folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = load_judge(judge_folder[0], Config(), device, name="mine")
+    judge = load_reward_model(judge_folder[0], Config(), device, name="mine")
     judge.module.model.score.weight.fill_(math.nan)
     with pytest.raises(ModelError, match="mine: a score is nan in fp32"):
         judge.scores([[5, 6, 1]])
 
 
 def test_the_tokenizer_of_another_model_is_refused(
-    device: Device, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
+    device: EvaluationDevice, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
-    from rlhf.data.toy_world import world_tokenizer
+    from rlhf.data.toy_world import build_world_tokenizer
 
-    other = world_tokenizer()
+    other = build_world_tokenizer()
     other.save_pretrained(tmp_path / "other")
     config = build_config({"model": {"tokenizer": str(tmp_path / "other")}})
     with pytest.raises(ModelError, match=r"this tokenizer has .* tokens, and the model .* knows"):
-        load_judge(judge_folder[0], config, device)
+        load_reward_model(judge_folder[0], config, device)
 
 
-def test_a_name_that_is_no_path_is_asked_of_the_hub(device: Device) -> None:
-    for load in (load_judge, load_writer):
+def test_a_name_that_is_no_path_is_asked_of_the_hub(device: EvaluationDevice) -> None:
+    for load in (load_reward_model, load_language_model):
         with pytest.raises(ModelError, match="nobody/nothing: no folder here, and there is no copy of it"):
             load("nobody/nothing", Config(), device)
     with pytest.raises(ModelError, match="absent: no such folder; name a run"):
-        load_judge("./absent", Config(), device)
+        load_reward_model("./absent", Config(), device)
 
 
 @pytest.mark.parametrize("rows", [3, 4])
-def test_static_shapes_give_every_batch_one_shape(device: Device, rows: int) -> None:
+def test_static_shapes_give_every_batch_one_shape(device: EvaluationDevice, rows: int) -> None:
     """A lazy device compiles a graph for each shape."""
     seen: list[Any] = []
 
@@ -206,7 +208,7 @@ def test_a_stage_says_what_ended_its_replies(data_file: Path, tokenizer: Any) ->
     assert load_stage(config, "reward", tokenizer, seed=0).written["end_ids"] == [1]
 
 
-def test_a_lack_of_memory_is_one_line(device: Device) -> None:
+def test_a_lack_of_memory_is_one_line(device: EvaluationDevice) -> None:
     def compute(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -227,9 +229,11 @@ def adapter(model_folder: Path, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "adapter", model.eval()
 
 
-def test_an_adapter_alone_writes_as_peft_has_it(device: Device, adapter: tuple[Path, Any], model_folder: Path) -> None:
+def test_an_adapter_alone_writes_as_peft_has_it(
+    device: EvaluationDevice, adapter: tuple[Path, Any], model_folder: Path
+) -> None:
     folder, model = adapter
-    writer, base = (load_writer(path, Config(), device) for path in (folder, model_folder))
+    writer, base = (load_language_model(path, Config(), device) for path in (folder, model_folder))
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
         expected, found, without = (each(input_ids=ids).logits for each in (model, writer.module, base.module))
@@ -239,7 +243,7 @@ def test_an_adapter_alone_writes_as_peft_has_it(device: Device, adapter: tuple[P
 
 
 def test_an_adapter_of_no_model_or_another_one_is_an_error_of_one_line(
-    device: Device, adapter: tuple[Path, Any], tmp_path: Path
+    device: EvaluationDevice, adapter: tuple[Path, Any], tmp_path: Path
 ) -> None:
     folder, _ = adapter
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -253,7 +257,7 @@ def test_an_adapter_of_no_model_or_another_one_is_an_error_of_one_line(
     }.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
         with pytest.raises(ModelError, match=said) as caught:
-            load_writer(folder, Config(), device)
+            load_language_model(folder, Config(), device)
         assert "\n" not in str(caught.value)
 
 
@@ -266,6 +270,6 @@ def test_of_a_stage_that_left_adapters_alone_they_are_meant(tmp_path: Path) -> N
         (ppo.path / name).mkdir(parents=True)
     ppo.finish({"prompt_format": "plain"})
     for ema, name in ((False, "adapter"), (True, "adapter-ema")):
-        assert folder_of(run.path, ema=ema) == ppo.path / name and trained_format(ppo.path / name) == "plain"
+        assert folder_of(run.path, ema=ema) == ppo.path / name and read_prompt_format(ppo.path / name) == "plain"
     ppo.model.mkdir()
     assert folder_of(run.path) == folder_of(ppo.path) == ppo.model

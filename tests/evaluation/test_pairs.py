@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlhf.evaluation import models
-from rlhf.evaluation.models import load_judge
-from rlhf.evaluation.pairs import Scored, numbers
+from rlhf.evaluation.models import load_reward_model
+from rlhf.evaluation.pairs import PairScores, summarize_pairs
 from tests.evaluation.conftest import Evaluate, by_transformers, defined, lines, reward_model, told
 
 PAIRS = [
@@ -153,7 +153,7 @@ def test_a_model_named_twice_is_an_error(evaluate: Evaluate, judge_folder: tuple
 
 
 def test_equal_scores_are_ties_and_not_right() -> None:
-    found = numbers([Scored("a", 1.0, 1.0), Scored("b", 2.0, 1.0), Scored("c", 0.0, 1.0)], 10)
+    found = summarize_pairs([PairScores("a", 1.0, 1.0), PairScores("b", 2.0, 1.0), PairScores("c", 0.0, 1.0)], 10)
     assert (found["ties"], found["accuracy"]) == (1, 1 / 3)
     assert found["bins"][0]["pairs"] == 1 and found["bins"][0]["accuracy"] == 0
 
@@ -167,10 +167,10 @@ def test_one_model_is_held_at_a_time(
     def load(*arguments: Any, **options: Any) -> Any:
         gc.collect()
         assert [one() for one in held] == [None] * len(held)
-        judge = load_judge(*arguments, **options)
+        judge = load_reward_model(*arguments, **options)
         held.append(weakref.ref(judge.module))
         return judge
 
-    monkeypatch.setattr(models, "load_judge", load)
+    monkeypatch.setattr(models, "load_reward_model", load)
     told(evaluate(judge_folder[0], tmp_path / "other", "--pairs", lines(tmp_path / "a.jsonl", ROWS), "--json"))
     assert len(held) == 2

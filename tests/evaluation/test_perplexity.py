@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.evaluation.perplexity import windows
+from rlhf.evaluation.perplexity import split_windows
 from tests.evaluation.conftest import Evaluate, defined, lines, told
 
 ROWS = [
@@ -70,7 +70,7 @@ def test_perplexity_is_that_of_transformers(
 @pytest.mark.parametrize("first", [1, 4, 11])
 def test_windows_foretell_each_token_once_from_half_a_window_at_least(length: int, first: int) -> None:
     ids, room, seen = list(range(length)), 8, []
-    for window in windows(ids, first, room):
+    for window in split_windows(ids, first, room):
         assert len(window.ids) <= room and window.ids == ids[window.ids[0] : window.ids[-1] + 1]
         for place in range(window.first, len(window.ids)):
             seen.append(window.ids[place])

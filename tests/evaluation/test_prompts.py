@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.config.schema import Config, build_config
 from rlhf.errors import DataError
-from rlhf.evaluation.rows import drawn, read_lines, read_prompts
+from rlhf.evaluation.rows import draw_rows, read_lines, read_prompts
 
 
 def of(path: Path) -> Config:
@@ -64,7 +64,7 @@ def test_prompts_are_drawn_from_all_and_keep_their_order(tmp_path: Path) -> None
     path = tmp_path / "some.txt"
     path.write_text("".join(f"{number}\n" for number in range(50)))
     rows = read_lines(str(path))
-    some = [int(row.text) for row in drawn(rows, 10, seed=1)]
+    some = [int(row.text) for row in draw_rows(rows, 10, seed=1)]
     assert some == sorted(set(some)) and len(some) == 10 and max(some) > 25
-    assert some != [int(row.text) for row in drawn(rows, 10, seed=2)]
-    assert drawn(rows, 50, seed=1) == rows == drawn(rows, 99, seed=2)
+    assert some != [int(row.text) for row in draw_rows(rows, 10, seed=2)]
+    assert draw_rows(rows, 50, seed=1) == rows == draw_rows(rows, 99, seed=2)

@@ -11,8 +11,8 @@ import pytest
 from rlhf.cli.evaluate import _converse
 from rlhf.config.schema import Config
 from rlhf.errors import DataError
-from rlhf.evaluation.models import Device
-from rlhf.evaluation.score_texts import chances, read_line
+from rlhf.evaluation.models import EvaluationDevice
+from rlhf.evaluation.score_texts import best_reply_probabilities, read_line
 from tests.evaluation.conftest import Evaluate, by_transformers, reward_model, told
 
 
@@ -107,12 +107,15 @@ def test_what_cannot_be_scored_is_named(evaluate: Evaluate, judge_folder: tuple[
 
 
 def test_chances_are_finite_whatever_the_scores() -> None:
-    assert chances([1000.0, 999.0]) == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)])
-    assert chances([-1e6, 1e6]) == [0, 1]
+    assert best_reply_probabilities([1000.0, 999.0]) == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)])
+    assert best_reply_probabilities([-1e6, 1e6]) == [0, 1]
 
 
 def test_a_terminal_is_asked_for_prompts_and_replies(
-    device: Device, judge_folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: EvaluationDevice,
+    judge_folder: tuple[Path, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     typed = iter(["cow", "moo please", "go", "", "", "owl", "moo " * 200, "", "dog", "woof", ""])
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.generation.tensor_parallel import split, why_not
+from rlhf.generation.tensor_parallel import find_split_obstacle, split_model
 from tests.families.table import BY_NAME, FAMILIES, build
 from tests.generation.two_ranks import biased
 
@@ -78,7 +78,7 @@ def together(model: Any, size: int, ids: torch.Tensor) -> list[torch.Tensor]:
     def rank(position: int) -> torch.Tensor:
         try:
             with torch.no_grad():
-                return split(model, Partner(meeting, position))(input_ids=ids).logits
+                return split_model(model, Partner(meeting, position))(input_ids=ids).logits
         except BaseException:
             meeting.all_here.abort()  # so that nobody waits
             raise
@@ -135,6 +135,6 @@ def test_it_is_known_beforehand_which_can_be_split() -> None:
         config = family.configuration()
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        if not why_not(model, 2):
+        if not find_split_obstacle(model, 2):
             found.add(family.name)
     assert found == SPLIT

@@ -167,20 +167,20 @@ def test_a_cache_that_counts_tokens_in_python_is_not_captured_and_says_so(accele
     model, (ids, mask) = build("llama"), prompts()
     expected = decoder(accelerator).generate(model, ids, mask, GREEDY)
     captured.clear()
-    make = module.ViewedCache
+    make = module.WindowedStaticCache
 
     def counting(*arguments, **options):
         cache = make(*arguments, **options)
         cache.layers[1].is_sliding = True
         return cache
 
-    monkeypatch.setattr(module, "ViewedCache", counting)
+    monkeypatch.setattr(module, "WindowedStaticCache", counting)
     caplog.set_level("DEBUG", "rlhf")
     drawing = decoder(accelerator)
     for _ in range(2):
         assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
     (record,) = caplog.records
-    assert "ViewedLayer of transformers counts tokens in Python" in record.getMessage()
+    assert "WindowedStaticLayer of transformers counts tokens in Python" in record.getMessage()
     assert not captured
 
 

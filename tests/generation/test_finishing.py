@@ -13,7 +13,7 @@ from accelerators import ShapePolicy, Support
 from accelerators.capture import Graph, checked
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation import decode_state
-from rlhf.generation.decode_state import windows
+from rlhf.generation.decode_state import plan_windows
 from tests.accelerators.replaying import record
 from tests.families.table import BY_NAME
 from tests.families.table import build as tiny
@@ -72,13 +72,13 @@ def different_ends(free: list[list[int]]) -> list[int]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Of every decoding step: rows, columns in sight, columns written."""
     steps: list[tuple[int, int, int]] = []
-    whole = decode_state.Session._step
+    whole = decode_state.DecodeState._step
 
     def step(self: Any, width: int) -> None:
         whole(self, width)
         steps.append((self.cache.view.rows, self.cache.view.columns, self.shape[1] + self.done))
 
-    monkeypatch.setattr(decode_state.Session, "_step", step)
+    monkeypatch.setattr(decode_state.DecodeState, "_step", step)
     return steps
 
 
@@ -160,11 +160,13 @@ def test_rows_leave_in_sixteenths(
 
 
 def test_a_row_of_the_cache_moves_once_at_most(accelerator: Any, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf.generation.kv_cache import ViewedCache
+    from rlhf.generation.kv_cache import WindowedStaticCache
 
     moved = []
-    move = ViewedCache.move
-    monkeypatch.setattr(ViewedCache, "move", lambda self, *rows: moved.append(len(rows[0])) or move(self, *rows))
+    move = WindowedStaticCache.move
+    monkeypatch.setattr(
+        WindowedStaticCache, "move", lambda self, *rows: moved.append(len(rows[0])) or move(self, *rows)
+    )
     model, (ids, mask) = build("llama"), prompts(rows=16)
     accelerator.seed(5)
     decoder(accelerator, eos=range(1, 8), length=24).generate(model, ids, mask, SamplingConfig())
@@ -214,7 +216,7 @@ def test_recordings_share_the_buffers(accelerator: Any, recording: list[Graph], 
 @pytest.mark.parametrize("most", [None, 4])
 def test_windows_last_for_two_steps_or_more_and_hold_all(steps: int, most: int | None) -> None:
     """A recording takes a step to warm up and one to record."""
-    found = windows(13, steps, most)
+    found = plan_windows(13, steps, most)
     lasting = [after - before for before, after in zip([13, *found], [*found[:-1], 13 + steps])]
     assert found[-1] - 8 < 13 + steps <= found[-1] and all(width % 8 == 0 for width in found)
     assert min(lasting) >= min(steps, 2) and max(lasting) - min(lasting) < 16
@@ -226,8 +228,8 @@ def test_prompts_are_read_without_a_wait_for_the_device(
     accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Of models with sliding windows, transformers reads the mask."""
-    start = decode_state.Session.start
-    monkeypatch.setattr(decode_state.Session, "start", lambda self, prompts: checked(start, "start")(self, prompts))
+    start = decode_state.DecodeState.start
+    monkeypatch.setattr(decode_state.DecodeState, "start", lambda self, prompts: checked(start, "start")(self, prompts))
     decoder(accelerator).generate(family(name), *prompts(), GREEDY)
 
 

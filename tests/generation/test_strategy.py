@@ -4,7 +4,7 @@ import pytest
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
-from rlhf.generation.strategy import check, check_model, choose
+from rlhf.generation.strategy import check_generation, check_generation_model, choose
 from tests.generation.test_decoder import build
 from tests.helpers import llama
 from tests.trainers.test_lora import build as trained
@@ -36,21 +36,21 @@ def refusal(function, *arguments):
     ],
 )
 def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
-    line = refusal(check, configuration(zero_stage, **ppo), ranks)
+    line = refusal(check_generation, configuration(zero_stage, **ppo), ranks)
     assert [word for word in words if word not in line] == [], line
 
 
 def test_quantized_weights_are_not_told_to_be_sharded():
     quantized = {"engine": {"zero_stage": 2, "frozen": "int8"}, "lora": {"rank": 4}}
-    line = refusal(check, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
+    line = refusal(check_generation, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
     assert line.endswith("at ZeRO 2; leave it out")
 
 
 def test_settings_that_do():
-    check(configuration(0, generation_weights="whole", generation_batch_size=99), 1)
-    check(configuration(3, generation_weights="layerwise"), 1)
-    check(configuration(3, generation_weights="tensor_parallel", tensor_parallel=2), 4)
-    check(build_config({"roles": {"actor": {"zero_stage": 3}}, "ppo": {"tensor_parallel": 2}}), 2)
+    check_generation(configuration(0, generation_weights="whole", generation_batch_size=99), 1)
+    check_generation(configuration(3, generation_weights="layerwise"), 1)
+    check_generation(configuration(3, generation_weights="tensor_parallel", tensor_parallel=2), 4)
+    check_generation(build_config({"roles": {"actor": {"zero_stage": 3}}, "ppo": {"tensor_parallel": 2}}), 2)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_settings_that_do():
 )
 def test_models_that_cannot_be_split(model, ranks, ppo, line):
     settings = configuration(generation_weights="tensor_parallel", **ppo).ppo
-    assert refusal(check_model, model(), settings, ranks).startswith(line)
-    check_model(model(), configuration().ppo, ranks)
+    assert refusal(check_generation_model, model(), settings, ranks).startswith(line)
+    check_generation_model(model(), configuration().ppo, ranks)
 
 
 def test_as_many_ranks_share_a_model_as_can():
-    check_model(llama(60), configuration(generation_weights="tensor_parallel").ppo, 4)  # two teams of two
+    check_generation_model(llama(60), configuration(generation_weights="tensor_parallel").ppo, 4)  # two teams of two
 
 
 def test_experts_are_not_split():
@@ -97,7 +97,7 @@ def test_experts_are_not_split():
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=60, num_key_value_heads=2, num_local_experts=2, **sizes))
-    line = refusal(check_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
+    line = refusal(check_generation_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
     assert "mixtral has layers that rlhf cannot split (moe_tp_experts" in line
 
 
@@ -108,11 +108,11 @@ def test_a_plan_whose_parts_do_not_fit_together_is_found_before_the_run():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     options = {"num_key_value_heads": 4, "use_qk_norm": True, "use_cache": False}
     model = CohereForCausalLM(CohereConfig(vocab_size=60, **options, **sizes))
-    line = refusal(check_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
+    line = refusal(check_generation_model, model, configuration(generation_weights="tensor_parallel").ppo, 2)
     assert "the layers of cohere do not fit together when they are split; use layerwise" in line
 
 
 def test_below_zero_3_weights_are_where_they_are(accelerator):
     said = []
-    assert type(choose(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "Alone"
+    assert type(choose(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "SingleRank"
     assert not said

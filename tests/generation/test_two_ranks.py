@@ -81,7 +81,15 @@ def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
     ("case", "team", "words"),
     zip(
         two_ranks.CASES,
-        ["Alone", "Team", "Team", "InStep", "Alone", "InStep", "Team"],
+        [
+            "SingleRank",
+            "TensorParallelGroup",
+            "TensorParallelGroup",
+            "LockstepRanks",
+            "SingleRank",
+            "LockstepRanks",
+            "TensorParallelGroup",
+        ],
         [
             "",
             "do not fit",

@@ -21,13 +21,13 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.generation import strategy, tensor_parallel
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.generation.hybrid_engine import generating
-from rlhf.generation.rank_groups import Alone, InStep, Team
+from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
 from rlhf.models.lora import add_adapters
 from tests.families.table import BY_NAME, build
 from tests.in_process import make_placement
 
 LENGTH = 12
-TEAMS = {"whole": Alone, "layerwise": InStep, "tensor_parallel": lambda: Team.of(2)}
+TEAMS = {"whole": SingleRank, "layerwise": LockstepRanks, "tensor_parallel": lambda: TensorParallelGroup.of(2)}
 MODELS = ("OPT", "BLOOM", "GPT-NeoX, Pythia", "Llama 3, LoRA", "Qwen3, odd vocabulary")
 SLOW = ("BLOOM", "GPT-NeoX, Pythia")
 """Not generated layer by layer, which takes most of the time and does not depend on the architecture."""
@@ -162,6 +162,6 @@ def main(folder: str) -> None:
 def teams_of_two(folder: str) -> None:
     """Of four ranks, the first two generate together and the last two."""
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
-        rank, team = distributed.world().rank, Team.of(2)
+        rank, team = distributed.world().rank, TensorParallelGroup.of(2)
         with generating(engine(accelerator, model("Llama 3, LoRA")), team) as module:
             torch.save(draw(accelerator, module, rank, SAMPLED, batch_size=2, team=team), Path(folder) / f"rank {rank}")

@@ -10,8 +10,8 @@ import pytest
 from rlhf.config.loader import parse_yaml
 from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
-from rlhf.data.formats import known
-from rlhf.data.stage_dataset import blend
+from rlhf.data.formats import find_known_dataset
+from rlhf.data.stage_dataset import select_by_weight
 from rlhf.memory.environment import described
 from rlhf.memory.report import told
 from rlhf.utils.units import parse_bytes
@@ -85,7 +85,7 @@ def test_what_a_recipe_takes_from_a_hub_needs_no_further_words(recipe: Path) -> 
         or "**Without a hub" in recipe.with_name("README.md").read_text(encoding="utf-8")
         or ("Without a hub" in recipe.with_name("README.md").read_text(encoding="utf-8"))
     )
-    assert all(known(name) for name in sources if not is_path(name))
+    assert all(find_known_dataset(name) for name in sources if not is_path(name))
 
 
 @pytest.mark.parametrize("recipe", OF_OPT, ids=toys.name_of)
@@ -122,7 +122,7 @@ def test_blending_leaves_no_rows_of_the_published_sets_out(recipe: Path) -> None
             split = dict(zip(STAGES, config.data.stage_split, strict=True))
             parts = [split[stage] / sum(split[one] for one in source.stages) for source in sources]
             counts = [int(ROWS[source.path] * part) for source, part in zip(sources, parts, strict=True)]
-            kept = blend(counts, [source.weight for source in sources], seed=0)
+            kept = select_by_weight(counts, [source.weight for source in sources], seed=0)
             assert sum(map(len, kept)) > 0.98 * sum(counts), stage
 
 

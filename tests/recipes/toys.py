@@ -14,7 +14,7 @@ from typing import Any
 from rlhf.config.data import DatasetConfig
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, load_config
-from rlhf.data.formats import known
+from rlhf.data.formats import find_known_dataset
 from rlhf.roles.lineage import ALL
 from tests.data.test_known_datasets import SETS
 from tests.helpers import WORDS, build_tokenizer
@@ -120,7 +120,7 @@ def toy_data(name: str, source: DatasetConfig, folder: Path) -> Path:
 
 def _rows(name: str, source: DatasetConfig) -> Iterator[dict[str, Any]]:
     rng = random.Random(name)
-    entry = known(name)
+    entry = find_known_dataset(name)
     form = copy.deepcopy(SETS[entry.name][0][0]) if entry else _plain(source)
     columns = (entry or source).columns.named() or {field: field for field in form}
     for number in range(ROWS[len(source.stages)]):

@@ -89,7 +89,7 @@ def reinforced(
     rows = data("ppo", count)
     names = ("actor", "reference", "critic", "reward")
     four = ppo_models(*(_loaded(getattr(models, name), config) for name in names))
-    documents = mock.patch.object(pretraining, "read", return_value=DOCUMENTS)
+    documents = mock.patch.object(pretraining, "read_documents", return_value=DOCUMENTS)
     with documents, around.recorder:
         trainer = Watched(around, four, Tokenizer(), rows)
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.config.schema import EVERY_STAGE, build_config
 from rlhf.data import load_sources, tokenize_rows
-from rlhf.data.preview import described
+from rlhf.data.preview import describe_stage
 from rlhf.launchers import local
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.base_models import Tokenizers
@@ -109,7 +109,9 @@ def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_r
     config = build_config(recipe | {"output": str(tmp_path / "run")})
 
     def said() -> list[Any]:
-        return [described(plan.stage, plan.data, plan.tokenizer, config) for plan in look_at_data(config, EVERY_STAGE)]
+        return [
+            describe_stage(plan.stage, plan.data, plan.tokenizer, config) for plan in look_at_data(config, EVERY_STAGE)
+        ]
 
     def found(*, whole: bool) -> list[Any]:
         findings = examine(config, EVERY_STAGE, RunDirectory(config.output), accelerator, whole=whole)

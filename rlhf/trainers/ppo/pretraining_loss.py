@@ -56,8 +56,8 @@ class PretrainingLoss:
         config = context.config
         if not config.ppo.ptx_coef:
             return None
-        documents = pretraining.read(config, show=context.world.is_main)
-        rows = pretraining.pack(config, documents, tokenizer)
+        documents = pretraining.read_documents(config, show=context.world.is_main)
+        rows = pretraining.pack_documents(config, documents, tokenizer)
         context.say(
             f"ppo: {len(rows):,} rows of {rows.length} tokens of raw text, of {len(documents):,} documents; "
             f"{config.ppo.pretraining_rows} in each update"

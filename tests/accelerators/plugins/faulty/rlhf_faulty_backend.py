@@ -88,9 +88,9 @@ class DeviceOutOfMemory(RuntimeError):
 
 
 if FAULT == "none, but rlhf has a defect":
-    from rlhf.generation.decode_state import Session
+    from rlhf.generation.decode_state import DecodeState
 
-    Session._step = defective
+    DecodeState._step = defective
 
 FAULTS = {
     "none, but rlhf has a defect": {"capture": recorded},
