@@ -1,10 +1,19 @@
-"""The errors a user can meet.
+"""The errors a user can meet, and the translation of out-of-memory, disk and permission errors into them.
 
-Every error is one line: what is wrong, where, and what to do. The command line prints it and exits
-with the error's `exit_code`; `--debug` adds the traceback. Anything else that escapes is our defect.
+Every message is one line: what is wrong, where, and what to do. The command line prints it and exits with the error's
+`exit_code`; `--debug` adds the traceback. Any other exception that escapes is a bug of rlhf.
 """
 
-from accelerators import AcceleratorError
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerators import AcceleratorError, find_out_of_memory
 
 
 class RLHFError(Exception):
@@ -46,7 +55,7 @@ class DivergedError(RLHFError):
 
 
 class RemoteRankError(Exception):
-    """Another rank failed, and says why; this one only ends with it."""
+    """Another rank failed and reports why; this rank only ends with it."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -54,3 +63,78 @@ class RemoteRankError(Exception):
 
 
 USER_ERRORS = (RLHFError, AcceleratorError)
+
+_DISK_FULL = {errno.EDQUOT, errno.ENOSPC, errno.EFBIG}
+_NOT_PERMITTED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_INVALID_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
+# torch.save and safetensors raise no OSError if the disk is full.
+_DISK_FULL_TEXT = re.compile(
+    r"PytorchStreamWriter failed|inline_container\.cc.* unexpected pos|no space left", re.IGNORECASE
+)
+
+
+def describe_error(error: BaseException, length: int = 300) -> str:
+    """Return an exception's type and message in one line of at most `length` characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def as_resource_error(
+    error: BaseException, output: Path | None = None, command: Callable[[], str] | None = None
+) -> RLHFError | None:
+    """Return what a user can do about a lack of memory, disk space or permissions; None for any other error.
+
+    Args:
+        output: the folder of the run. Another `--output` is only advised for files in it.
+        command: returns the command that continues the run once there is room again.
+    """
+    if command and isinstance(error, OutOfMemory):
+        return OutOfMemory(f"{error}; run: {command()}")
+    resume = f"run: {command()}" if command else "continue with --resume"
+    if isinstance(error, OSError) and error.errno in _DISK_FULL | _NOT_PERMITTED | _INVALID_PATH:
+        path = error.filename or output
+        in_output = path is None or (output and Path(str(path)).absolute().is_relative_to(output.absolute()))
+        if error.errno in _DISK_FULL:
+            remedy = f"make room, then {resume}" if in_output else "make room there"
+        elif in_output:
+            remedy = "choose another --output"
+        else:
+            remedy = "check the permissions of this path" if error.errno in _NOT_PERMITTED else "check this path"
+        return RunError(f"{path}: {error.strerror}; {remedy}" if path else f"{error.strerror}; {remedy}")
+    if lack := find_out_of_memory(error):
+        return OutOfMemory(
+            f"not enough memory ({describe_error(lack, 160)}); lower the stage's micro_batch_size or set "
+            "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
+        )
+    from_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    if from_library and _DISK_FULL_TEXT.search(describe_error(error, sys.maxsize)):
+        folder = f"{output}: " if output else ""
+        return RunError(f"{folder}the disk is full ({describe_error(error, 160)}); make room, then {resume}")
+    return None
+
+
+@contextmanager
+def translate_errors(
+    output: Path | None = None,
+    command: Callable[[], str] | None = None,
+    *,
+    describe_memory: Callable[[BaseException, BaseException], OutOfMemory] | None = None,
+) -> Iterator[None]:
+    """Turn a lack of memory, disk space or permissions in this block into a one-line error for the user.
+
+    Args:
+        output, command: as for `as_resource_error`. Without `output`, only a lack of memory is translated: the caller
+            that knows the folder translates the rest.
+        describe_memory: returns what to raise for an error and the out-of-memory error that caused it.
+    """
+    try:
+        yield
+    except Exception as error:
+        translation: RLHFError | None = None
+        if describe_memory and (lack := find_out_of_memory(error)):
+            translation = describe_memory(error, lack)
+        elif output:
+            translation = as_resource_error(error, output, command)
+        if translation is None:
+            raise
+        raise translation from error

@@ -22,8 +22,7 @@ from rlhf.data.examples import Prompt
 from rlhf.data.records import Row
 from rlhf.engine.engine import Batch
 from rlhf.engine.metric_sums import Metrics
-from rlhf.errors import DataError, RunError
-from rlhf.launchers.exit_status import as_resource_error
+from rlhf.errors import DataError, RunError, as_resource_error
 from rlhf.losses.log_probs import masked
 from rlhf.memory.advice import changed
 from rlhf.trainers import loop, oom, pipeline

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf.engine import distributed
-from rlhf.launchers.exit_status import as_resource_error
+from rlhf.errors import as_resource_error
 from rlhf.runs.stage_directory import STATE, parse_step
 from rlhf.utils.atomic_io import PARTIAL, atomic_rename_dir
 
@@ -74,7 +74,7 @@ def restore_checkpoint(
             engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
         state = torch.load(path / STATE.format(rank=distributed.world().rank), weights_only=True)
     except Exception as error:  # whatever the reader met in the files, the remedy is the same
-        if as_resource_error(error) or isinstance(error, PermissionError):  # they may be in order
+        if as_resource_error(error):  # they may be in order
             raise
         raise directory.unreadable(_reason(error)) from error
     return parse_step(path), state

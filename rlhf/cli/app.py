@@ -196,15 +196,15 @@ def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...])
             with suppress(*USER_ERRORS, RemoteRankError):
                 multinode.join_rendezvous(machine, count, timeout, refusal=ExitStatus.summarize(error))
             raise
-    meeting = multinode.join_rendezvous(machine, count, timeout, needed=bool(pending))
+    meeting = multinode.join_rendezvous(machine, count, timeout, is_pending=bool(pending))
     ending = RunTermination(RunDirectory(config.output), stages) if first else None
     outcome = None
-    if meeting.needed:
+    if meeting.is_pending:
         command = local.rank_command(sys.argv[1:])
-        outcome = local.spawn_ranks(count, command, debug=options.debug, among=(machine, meeting))
+        outcome = local.spawn_ranks(count, command, debug=options.debug, rendezvous=(machine, meeting))
     elif first:
         launch.run(config, stages=stages)
-    verdict = meeting.member.conclude(outcome)
+    verdict = meeting.client.conclude(outcome)
     # What is saved, and how to go on, every machine says for itself.
     own = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
     _end(outcome if own or not verdict else verdict, ending)

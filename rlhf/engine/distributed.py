@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerators import verify_agreement
 from rlhf.errors import RemoteRankError
-from rlhf.launchers.rank_monitor import monitor_ranks, store
+from rlhf.launchers.rank_monitor import get_store, monitor_ranks
 from rlhf.reporting import verbosity
 from rlhf.utils.process_info import ProcessInfo, current_process
 
@@ -93,7 +93,11 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
 def _meet(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Where torch has the ranks of a process group find each other: (store, rank, size)."""
     place = current_process()
-    yield dist.PrefixStore(f"rlhf/group/{next(_GROUPS)}", store(place, timeout.total_seconds())), place.rank, place.size
+    yield (
+        dist.PrefixStore(f"rlhf/group/{next(_GROUPS)}", get_store(place, timeout.total_seconds())),
+        place.rank,
+        place.size,
+    )
 
 
 dist.register_rendezvous_handler(_MEETING, _meet)
@@ -147,19 +151,19 @@ def all_gather_objects(value: Any) -> list[Any]:
 def _arrive() -> None:
     """Note that this rank has come to a collective: where it hangs, it is seen who has not."""
     for member in filter(None, _members):
-        member.place += 1
+        member.progress += 1
 
 
 @contextmanager
 def _waiting() -> Iterator[None]:
     """In this block this rank waits for another one that may take its time."""
     for member in filter(None, _members):
-        member.waits = True
+        member.is_waiting = True
     try:
         yield
     finally:
         for member in filter(None, _members):
-            member.waits = False
+            member.is_waiting = False
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""How processes on several machines begin together and end together: plain connections to one of them, the hub.
+"""Start and end processes on several machines together: each keeps a connection to a coordinator in the first.
 
-Members - the ranks of a run, or the launchers of its machines - each keep a connection to the hub, which is a thread of
-the first. How a member ends flows in; one verdict flows out to all: the cause, in the words of the one that met it, and
-not the noise of those that it brought down. The kernel closes the connection of a process that is killed, and gives up
-on that of a machine that is gone. A process that only does not answer, as in a long compilation, is waited for, until
-others have waited for it longer than the run allows.
+The workers - the ranks of a run, or the launchers of its machines - report how they end; the coordinator, a thread of
+the first worker, sends one verdict to all: the root cause, in the words of the worker that met it, without the errors
+that it caused elsewhere. The kernel closes the connection of a killed process and drops that of an unreachable
+machine. A process that only does not answer, as in a long compilation, is waited for until others have waited for it
+longer than the run allows.
 """
 
 from __future__ import annotations
@@ -20,70 +20,74 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, ExitStatus, find_root_cause
+from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus, find_root_cause
 from rlhf.launchers.sockets import JSONLineReader, connect_with_retry, keep_alive, send
 
-_BEAT = 1.0  # seconds between two words of a member
-_SILENT = 20.0  # of a process that is stopped, where others wait for it
-_SECONDS_TO_FAIL = 1.5  # for the causes of a failure to arrive, once one is known
-_SECONDS_TO_FOLLOW = 6.0  # and once a consequence is
-_SECONDS_TO_SAY = 5.0  # for the hub to find out who hangs, before it is taken for the one itself
-SECONDS_TO_END = 30.0
-"""For a verdict to arrive once a member has ended."""
+SECONDS_FOR_VERDICT = 30.0
+"""How long a worker that has ended waits for the verdict."""
+
+_SECONDS_BETWEEN_BEATS = 1.0
+_SECONDS_OF_SILENCE = 20.0  # after which a process counts as stopped, if others wait for it
+_SECONDS_FOR_CAUSES = 1.5  # for further root causes to arrive, once one is known
+_SECONDS_FOR_FIRST_CAUSE = 6.0  # for a root cause to arrive, once only a consequence is known
+_SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to find out who hangs, before it is taken to hang itself
 
 
 @dataclass
 class _Worker:
+    """A worker as the coordinator knows it."""
+
     connection: socket.socket
     name: str
     facts: dict[str, Any]
-    place: int = 0
+    progress: int = 0
     since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    concluded: bool = False
+    last_message: float = field(default_factory=time.monotonic)
+    has_ended: bool = False
 
 
 class Coordinator(threading.Thread):
-    """Knows all members; see the module.
+    """Knows all workers and decides how the run ends; see the module.
 
     Args:
-        listener: where they connect; closed at the end.
-        count: how many there are, from 0.
-        noun: what a member is called before it has come: `rank`.
-        patience: seconds that members wait for another: to come, and, where `places` count, to get as far as they have.
+        listener: the socket that workers connect to; closed at the end.
+        count: number of workers; they are numbered from 0.
+        noun: what to call a worker that has not connected: `rank` or `machine`.
+        timeout: seconds that workers wait for each other: to connect, and, with `track_progress`, to get equally far.
     """
 
     def __init__(
-        self, listener: socket.socket, count: int, noun: str, patience: float, *, places: bool = False
+        self, listener: socket.socket, count: int, noun: str, timeout: float, *, track_progress: bool = False
     ) -> None:
-        super().__init__(name="hub", daemon=True)
-        self._listener, self._count, self._noun, self._patience = listener, count, noun, patience
-        self._places = places
-        self._members: dict[int, _Worker] = {}
+        super().__init__(name="coordinator", daemon=True)
+        self._listener, self._count, self._noun, self._timeout = listener, count, noun, timeout
+        self._track_progress = track_progress
+        self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._begun = time.monotonic()
-        self._outcomes: list[ExitStatus] = []  # of those that did not end well, as they came
-        self._first: float | None = None  # when there was one
+        self._start_time = time.monotonic()
+        self._failures: list[ExitStatus] = []  # in order of arrival
+        self._first_failure: float | None = None  # time of arrival
 
     def run(self) -> None:
-        beat, decided = time.monotonic(), False
-        while not decided:
+        """Serve the workers until the verdict is sent."""
+        beat, has_verdict = time.monotonic(), False
+        while not has_verdict:
             for key, _ in self._selector.select(0.2):
                 key.data()
-            if time.monotonic() - beat > _BEAT:
+            if time.monotonic() - beat > _SECONDS_BETWEEN_BEATS:
                 beat = time.monotonic()
-                self._tell({"here": True})
-            decided = self._decide()
+                self._broadcast({"beat": True})
+            has_verdict = self._decide()
         self._hang_up()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # all are sockets
         self._selector.close()
 
     def _hang_up(self) -> None:
-        """Let the verdict arrive: closing a connection with something unread may take back what was sent last."""
-        deadline = time.monotonic() + _BEAT
-        connections = [member.connection for member in self._members.values()]
+        """Let the verdict arrive: closing a connection with unread data may discard what was sent last."""
+        deadline = time.monotonic() + _SECONDS_BETWEEN_BEATS
+        connections = [worker.connection for worker in self._workers.values()]
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -95,133 +99,145 @@ class Coordinator(threading.Thread):
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            connection.settimeout(_BEAT)
+            connection.settimeout(_SECONDS_BETWEEN_BEATS)
             keep_alive(connection)
             self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, JSONLineReader(connection)))
 
-    def _greet(self, lines: JSONLineReader) -> None:
-        """The first line of a connection says who it is; whoever says something else is no member."""
-        messages = lines.read()
+    def _greet(self, reader: JSONLineReader) -> None:
+        """Read the first line of a connection, which says who it is; hang up if it is not a worker's."""
+        messages = reader.read()
         if messages == []:
             return
         hello = messages[0] if messages else {}
         number, facts = hello.get("number"), hello.get("facts")
         if not isinstance(number, int) or not isinstance(facts, dict):
-            self._leave(lines.connection)
+            self._disconnect(reader.connection)
             return
-        if number not in range(self._count) or number in self._members:  # another run's, as a rule
-            why = "it has come already" if number in self._members else f"there are {self._count}, from 0"
-            line = f"{self._noun} {number} is not awaited: {why}; give each its own number, and each run its own port"
+        if number not in range(self._count) or number in self._workers:  # usually another run's
+            reason = "already connected" if number in self._workers else f"there are {self._count}, numbered from 0"
+            message = (
+                f"unexpected {self._noun} {number}: {reason}; "
+                f"give each process a unique {self._noun} and each run its own port"
+            )
             with suppress(OSError):
-                send(lines.connection, {"verdict": [USER, f"rlhf: error: {line}"]})
-            self._leave(lines.connection)
+                send(reader.connection, {"verdict": [USER_ERROR, f"rlhf: error: {message}"]})
+            self._disconnect(reader.connection)
             return
-        member = self._members[number] = _Worker(lines.connection, str(hello.get("name")), facts)
-        self._selector.modify(lines.connection, selectors.EVENT_READ, partial(self._read, member, lines))
-        if len(self._members) == self._count:
-            self._tell({"met": [self._members[number].facts for number in range(self._count)]})
-        self._take(member, (messages or [])[1:])  # of one that ends at once, its end
+        worker = self._workers[number] = _Worker(reader.connection, str(hello.get("name")), facts)
+        self._selector.modify(reader.connection, selectors.EVENT_READ, partial(self._read, worker, reader))
+        if len(self._workers) == self._count:
+            self._broadcast({"connected": [self._workers[number].facts for number in range(self._count)]})
+        self._handle(worker, (messages or [])[1:])  # a worker that ends at once sends its end along
 
-    def _read(self, member: _Worker, lines: JSONLineReader) -> None:
-        messages = lines.read()
+    def _read(self, worker: _Worker, reader: JSONLineReader) -> None:
+        messages = reader.read()
         if messages is None:
-            self._leave(member.connection)
-            if not member.concluded:
-                self._conclude(member, ExitStatus(DEFECT, f"rlhf: error: {member.name} ended without a word", 0.0))
-        self._take(member, messages or [])
+            self._disconnect(worker.connection)
+            if not worker.has_ended:
+                line = f"rlhf: error: {worker.name} exited and reported no error"
+                self._record_end(worker, ExitStatus(INTERNAL_ERROR, line, 0.0))
+        self._handle(worker, messages or [])
 
-    def _take(self, member: _Worker, messages: list[Any]) -> None:
+    def _handle(self, worker: _Worker, messages: list[Any]) -> None:
         for message in messages:
-            member.heard = time.monotonic()
-            if message.get("place", member.place) != member.place or message.get("waits"):
-                member.place, member.since = message["place"], member.heard
+            worker.last_message = time.monotonic()
+            if message.get("progress", worker.progress) != worker.progress or message.get("is_waiting"):
+                worker.progress, worker.since = message["progress"], worker.last_message
             if "end" in message:
-                self._conclude(member, self._told(member, *message["end"]) if message["end"] else None)
+                self._record_end(worker, self._status(worker, *message["end"]) if message["end"] else None)
 
-    def _told(self, member: _Worker, code: int, line: str, follows: bool) -> ExitStatus:
-        outcome = ExitStatus(code, line, math.inf if follows else time.time())
-        return outcome.prefix_with(member.name) if self._places else outcome  # launchers name their ranks themselves
+    def _status(self, worker: _Worker, code: int, line: str, follows: bool) -> ExitStatus:
+        status = ExitStatus(code, line, math.inf if follows else time.time())
+        return status.prefix_with(worker.name) if self._track_progress else status  # launchers name their ranks
 
-    def _leave(self, connection: socket.socket) -> None:
+    def _disconnect(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
 
-    def _conclude(self, member: _Worker, outcome: ExitStatus | None) -> None:
-        member.concluded = True
-        if outcome:
-            self._outcomes.append(outcome)
-            self._first = self._first or time.monotonic()
+    def _record_end(self, worker: _Worker, status: ExitStatus | None) -> None:
+        worker.has_ended = True
+        if status:
+            self._failures.append(status)
+            self._first_failure = self._first_failure or time.monotonic()
 
     def _decide(self) -> bool:
-        """Whether the end of all is known; all are told."""
+        """Return whether the end of the run is known; if so, it was sent to all."""
         now = time.monotonic()
-        outcomes = self._outcomes
-        everybody = len(self._members) == self._count and all(member.concluded for member in self._members.values())
-        if everybody and not outcomes:
-            return self._tell({"verdict": None})
-        if self._first is not None:
-            sure = [outcome for outcome in outcomes if outcome.time < math.inf]
-            if sure and sure[0].code != INTERRUPTED:  # launchers may send signals where one has failed
-                sure = [outcome for outcome in sure if outcome.code != INTERRUPTED]
-            if everybody or now - self._first > (_SECONDS_TO_FAIL if sure else _SECONDS_TO_FOLLOW):
-                return self._judge(self._missed() if self._places and not sure else find_root_cause(sure or outcomes))
-        elif len(self._members) < self._count:
-            if now - self._begun > self._patience:
-                absent = [str(number) for number in range(self._count) if number not in self._members]
-                line = f"{self._noun} {', '.join(absent)} of {self._count} did not come within {self._patience:.0f} s"
-                return self._judge(
-                    ExitStatus(USER, f"rlhf: error: {line}; start all, and check that they see the first", 0)
+        all_ended = len(self._workers) == self._count and all(worker.has_ended for worker in self._workers.values())
+        if all_ended and not self._failures:
+            return self._broadcast({"verdict": None})
+        if self._first_failure is not None:
+            causes = [status for status in self._failures if status.time < math.inf]
+            if causes and causes[0].code != INTERRUPTED:  # launchers may send signals after a failure
+                causes = [status for status in causes if status.code != INTERRUPTED]
+            patience = _SECONDS_FOR_CAUSES if causes else _SECONDS_FOR_FIRST_CAUSE
+            if all_ended or now - self._first_failure > patience:
+                if self._track_progress and not causes:
+                    return self._send_verdict(self._find_silent())
+                return self._send_verdict(find_root_cause(causes or self._failures))
+        elif len(self._workers) < self._count:
+            if now - self._start_time > self._timeout:
+                missing = [str(number) for number in range(self._count) if number not in self._workers]
+                line = (
+                    f"rlhf: error: {self._noun} {', '.join(missing)} of {self._count} did not connect within "
+                    f"{self._timeout:.0f} s; start all of them, and check that they can reach the first"
                 )
-        elif self._places and (outcome := self._stuck(now)):
-            return self._judge(outcome)
+                return self._send_verdict(ExitStatus(USER_ERROR, line, 0))
+        elif self._track_progress and (status := self._find_hanging(now)):
+            return self._send_verdict(status)
         return False
 
-    def _stuck(self, now: float) -> ExitStatus | None:
-        """The member for which all others wait too long, if there is one.
+    def _find_hanging(self, now: float) -> ExitStatus | None:
+        """Return the error of the worker that all others have waited too long for; None if there is none.
 
-        It has not come as far as they have; or it is silent, while they are as far as it is, and not.
+        It has not got as far as they have; or it is as far as they are, and silent while others are not.
         """
-        if any(now - member.since < self._patience for member in self._members.values()):
+        if any(now - worker.since < self._timeout for worker in self._workers.values()):
             return None
-        farthest = max(member.place for member in self._members.values())
-        behind = [member for member in self._members.values() if member.place < farthest]
-        silent = [member for member in self._members.values() if now - member.heard > _SILENT]
+        farthest = max(worker.progress for worker in self._workers.values())
+        behind = [worker for worker in self._workers.values() if worker.progress < farthest]
+        silent = [worker for worker in self._workers.values() if now - worker.last_message > _SECONDS_OF_SILENCE]
         if not behind and len(silent) == self._count:
             return None
         late = behind or silent
-        return self._hang(min(late, key=lambda member: member.place)) if late else None
+        return self._hanging_status(min(late, key=lambda worker: worker.progress)) if late else None
 
-    def _missed(self) -> ExitStatus:
-        """What is wrong with the member that says nothing, where others say that they have waited or lost somebody."""
-        silent = [member for member in self._members.values() if not member.concluded]
+    def _find_silent(self) -> ExitStatus:
+        """Return the error of a worker that reports nothing while others report that they lost or waited for one."""
+        silent = [worker for worker in self._workers.values() if not worker.has_ended]
         if silent:
-            return self._hang(min(silent, key=lambda member: member.place))
-        return find_root_cause(self._outcomes)
+            return self._hanging_status(min(silent, key=lambda worker: worker.progress))
+        return find_root_cause(self._failures)
 
-    def _hang(self, member: _Worker) -> ExitStatus:
-        line = f"{member.name} hangs: the others waited for it for {self._patience:.0f} s (engine.timeout)"
-        return ExitStatus(DEFECT, f"rlhf: error: {line}", 0.0)
+    def _hanging_status(self, worker: _Worker) -> ExitStatus:
+        message = f"{worker.name} hangs: the others waited for it for {self._timeout:.0f} s (engine.timeout)"
+        return ExitStatus(INTERNAL_ERROR, f"rlhf: error: {message}", 0.0)
 
-    def _judge(self, outcome: ExitStatus) -> bool:
-        return self._tell({"verdict": [outcome.code, outcome.line]})
+    def _send_verdict(self, status: ExitStatus) -> bool:
+        return self._broadcast({"verdict": [status.code, status.line]})
 
-    def _tell(self, message: Any) -> bool:
-        for number in sorted(self._members, reverse=True):  # the hub ends with the process of the first
+    def _broadcast(self, message: Any) -> bool:
+        for number in sorted(self._workers, reverse=True):  # the coordinator ends with the process of the first
             with suppress(OSError):
-                send(self._members[number].connection, message)
+                send(self._workers[number].connection, message)
         return True
 
 
 class WorkerClient:
-    """This process's connection to the hub.
+    """This process's connection to the coordinator.
+
+    Attributes:
+        progress: how far the main thread has come; the same number means the same point on all workers.
+        is_waiting: the main thread waits for another worker, however long that takes.
+        verdict: how the run ended, once another worker's failure has ended it.
 
     Args:
-        number, name, facts: which member this is, what it is called, and what all are to know of it.
-        patience: seconds to wait for the hub.
-        judged: called, in a thread, with the verdict that another one's failure brought.
+        number, name, facts: which worker this is, its name, and what all workers are to know about it.
+        timeout: seconds to wait for the coordinator.
+        on_verdict: called, in a thread, with the verdict that another worker's failure brought.
 
     Raises:
-        ConfigError: nobody listens there.
+        ConfigError: no process listens there.
     """
 
     def __init__(
@@ -230,84 +246,85 @@ class WorkerClient:
         number: int,
         name: str,
         facts: Mapping[str, Any],
-        patience: float,
+        timeout: float,
         *,
-        judged: Callable[[ExitStatus], None] = lambda verdict: None,
+        on_verdict: Callable[[ExitStatus], None] = lambda verdict: None,
     ) -> None:
-        self.place = 0
-        """How far the main thread has come; the same number means the same point on all members."""
-        self.waits = False
-        """Whether the main thread waits for another as long as that may take."""
+        self.progress = 0
+        self.is_waiting = False
         self.verdict: ExitStatus | None = None
         self._decided = threading.Event()
-        self._met = threading.Event()
-        self._concluded = False
+        self._all_connected = threading.Event()
+        self._has_ended = False
         self._facts: list[dict[str, Any]] = []
-        self._judged = judged
-        self._patience = patience
+        self._on_verdict = on_verdict
+        self._timeout = timeout
         self._lock = threading.Lock()
-        self._connection = connect_with_retry(address, patience)
-        self._say({"number": number, "name": name, "facts": {**facts, "name": name}})
-        threading.Thread(target=self._listen, name="companion", daemon=True).start()
+        self._connection = connect_with_retry(address, timeout)
+        self._send({"number": number, "name": name, "facts": {**facts, "name": name}})
+        threading.Thread(target=self._listen, name="worker client", daemon=True).start()
 
-    def met(self, limit: float | None = None) -> list[dict[str, Any]] | None:
-        """What is known of each member, once all have come; None where they do not, within `limit` seconds if given."""
+    def wait_for_all(self, limit: float | None = None) -> list[dict[str, Any]] | None:
+        """Return the facts of each worker once all are connected; None if they are not, within `limit` seconds."""
         deadline = time.monotonic() + (math.inf if limit is None else limit)
-        while not self._met.wait(0.2):  # not for longer: a signal is to be heard
+        while not self._all_connected.wait(0.2):  # no longer, so that signals are handled
             if self._decided.is_set() or time.monotonic() > deadline:
                 return None
         return self._facts
 
-    def conclude(self, outcome: ExitStatus | None) -> ExitStatus | None:
-        """Say how this member ended, None for well, and learn how all did; None for well, or where nobody says."""
-        if not self._concluded and not self._decided.is_set():
-            self._concluded = True
-            end = outcome and [outcome.code, outcome.line, outcome.time == math.inf]
-            self._say({"end": end})
+    def conclude(self, status: ExitStatus | None) -> ExitStatus | None:
+        """Report how this worker ended, None for success, and return the verdict; None for success or if none comes."""
+        if not self._has_ended and not self._decided.is_set():
+            self._has_ended = True
+            self._send({"end": status and [status.code, status.line, status.time == math.inf]})
         try:
-            self._decided.wait(SECONDS_TO_END)
-        except KeyboardInterrupt:  # some launchers send a signal where one has failed; a second one counts
-            self._decided.wait(SECONDS_TO_END)
+            self._decided.wait(SECONDS_FOR_VERDICT)
+        except KeyboardInterrupt:  # some launchers send a signal after a failure; a second one counts
+            self._decided.wait(SECONDS_FOR_VERDICT)
         return self.verdict
 
     def _listen(self) -> None:
-        lines, heard, since, place = JSONLineReader(self._connection), time.monotonic(), time.monotonic(), self.place
+        reader, progress = JSONLineReader(self._connection), self.progress
+        last_message = since = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
         while not self._decided.is_set():
-            messages = lines.read() if selector.select(_BEAT) else []
+            messages = reader.read() if selector.select(_SECONDS_BETWEEN_BEATS) else []
             now = time.monotonic()
-            heard = now if messages else heard
-            place, since = (place, since) if place == self.place and not self.waits else (self.place, now)
+            last_message = now if messages else last_message
+            if progress != self.progress or self.is_waiting:
+                progress, since = self.progress, now
             if messages is None:
-                self._decide(ExitStatus(DEFECT, f"rlhf: error: {self._first} ended without a word", math.inf))
-            elif self._met.is_set() and now - max(since, heard) > self._patience + _SECONDS_TO_SAY:
-                self._decide(ExitStatus(DEFECT, f"rlhf: error: {self._first} does not answer", math.inf))
+                self._end_with_coordinator("exited and reported no error")
+            elif (
+                self._all_connected.is_set()
+                and now - max(since, last_message) > self._timeout + _SECONDS_TO_NAME_HANGING
+            ):
+                self._end_with_coordinator("does not answer")
             for message in messages or ():
-                if "met" in message:
-                    self._facts = message["met"]
-                    self._met.set()
+                if "connected" in message:
+                    self._facts = message["connected"]
+                    self._all_connected.set()
                 if "verdict" in message:
                     verdict = message["verdict"]
-                    self._decide(ExitStatus(verdict[0], verdict[1], math.inf) if verdict else None)
-            self._say({"place": self.place, "waits": self.waits})
+                    self._accept_verdict(ExitStatus(verdict[0], verdict[1], math.inf) if verdict else None)
+            self._send({"progress": self.progress, "is_waiting": self.is_waiting})
         selector.close()
         with self._lock:
             self._connection.close()
 
-    def _decide(self, verdict: ExitStatus | None) -> None:
+    def _end_with_coordinator(self, what: str) -> None:
+        name = self._facts[0].get("name", "the first process") if self._facts else "the first process"
+        self._accept_verdict(ExitStatus(INTERNAL_ERROR, f"rlhf: error: {name} {what}", math.inf))
+
+    def _accept_verdict(self, verdict: ExitStatus | None) -> None:
         if self._decided.is_set():
             return
         self.verdict = verdict
         self._decided.set()
-        if verdict and not self._concluded:
-            self._judged(verdict)
+        if verdict and not self._has_ended:
+            self._on_verdict(verdict)
 
-    @property
-    def _first(self) -> str:
-        """What the member with the hub is called."""
-        return str(self._facts[0].get("name", "the first")) if self._facts else "the first"
-
-    def _say(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         with self._lock, suppress(OSError):
             send(self._connection, message)

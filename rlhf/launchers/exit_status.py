@@ -1,16 +1,14 @@
-"""How a command ends: the exit code and the one line that goes with it.
+"""How a command ends: the exit code and the line for standard error.
 
-Every exception that reaches the command line becomes an `ExitStatus`. Processes that a launcher started leave
-theirs in a folder, so that the launcher can tell the cause from its consequences on the other ranks.
+Every exception that reaches the command line becomes an `ExitStatus`. Processes that a launcher started write theirs
+to a folder, so that the launcher can tell the root cause from its consequences on the other ranks.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -21,18 +19,12 @@ from pathlib import Path
 
 from typer import TyperException
 
-from accelerators import find_out_of_memory
-from rlhf.errors import USER_ERRORS, ConfigError, OutOfMemory, RemoteRankError, RLHFError, RunError
+from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, as_resource_error, describe_error
 from rlhf.utils.atomic_io import PARTIAL
-from rlhf.utils.process_info import FOLDER_VARIABLE, ProcessInfo, current_process
+from rlhf.utils.process_info import STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
 
-USER, DEFECT, INTERRUPTED = 2, 1, 130
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
 _ERROR, _INTERRUPTED = "rlhf: error: ", "rlhf: interrupted; "
-# torch.save raises no OSError where the disk is full.
-_NO_ROOM = re.compile(r"PytorchStreamWriter failed|inline_container\.cc.* unexpected pos|no space left", re.IGNORECASE)
-_FULL = {errno.EDQUOT, errno.ENOSPC, errno.EFBIG}
-_RIGHTS = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 
 class Interrupted(Exception):
@@ -42,28 +34,35 @@ class Interrupted(Exception):
 
 
 class InternalError(Exception):
-    """An error that no user could have caused; the message says where its traceback is."""
+    """A bug of rlhf; the message says where its traceback is."""
 
-    exit_code = DEFECT
+    exit_code = INTERNAL_ERROR
 
     @classmethod
     def from_error(cls, error: BaseException, folder: Path | None = None) -> InternalError:
-        """Save the traceback of `error` in `folder`, or where temporary files go."""
-        rank = _place().rank
+        """Save the traceback of `error` in `folder`, or in a temporary folder, and return the error that names it."""
+        rank = _current_process().rank
         try:
             if folder is None or not folder.is_dir():
                 folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
             path = folder / (f"traceback-rank{rank}.txt" if rank else "traceback.txt")
             path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            where = f"its traceback is in {path}"
+            traceback_note = f"its traceback is in {path}"
         except OSError:
-            where = "its traceback could not be saved"
-        return cls(f"this is a defect of rlhf: {_shortened(_text(error))}; {where}; please report it")
+            traceback_note = "its traceback could not be saved"
+        return cls(f"this is a bug of rlhf: {describe_error(error)}; {traceback_note}; please report it")
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """An exit code, the line for standard error, when it was known (seconds since the epoch), and the error's class."""
+    """How a process ended.
+
+    Attributes:
+        code: the exit code.
+        line: the line for standard error.
+        time: when the error was known, in seconds since the epoch; infinite for one that only followed another rank's.
+        kind: the error's class.
+    """
 
     code: int
     line: str
@@ -72,120 +71,85 @@ class ExitStatus:
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExitStatus:
+        """Return the exit status of an exception that ends the process."""
         if isinstance(error, KeyboardInterrupt):
             error = Interrupted("nothing was started")
         error = as_resource_error(error) or error
         if not isinstance(getattr(error, "exit_code", None), int):
             error = InternalError.from_error(error)
-        # A rank that only followed another is never the cause.
+        # A rank that only followed another is never the root cause.
         known = math.inf if isinstance(error, RemoteRankError) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
-            said = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + said, known, type(error).__name__)
+            message = f"{error.format_message().rstrip('.')}; see `{command} --help`"
+        return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + message, known, type(error).__name__)
 
     @classmethod
     def summarize(cls, error: BaseException, *, follows: bool = False) -> ExitStatus:
-        """What to tell the other ranks while this one still ends.
+        """Return what to tell the other ranks while this one is still cleaning up.
 
         Args:
-            follows: it is no cause: the loss of another rank, as it shows here.
+            follows: the error is a consequence: the loss of another rank, as it shows here.
         """
         known = math.inf if follows else time.time()
         if isinstance(error, KeyboardInterrupt):
-            return cls(INTERRUPTED, f"{_INTERRUPTED}by a signal to {rank_name(_place().rank)}", known)
+            return cls(INTERRUPTED, f"{_INTERRUPTED}by a signal to {rank_name(_current_process().rank)}", known)
         error = as_resource_error(error) or error
         if isinstance(error, (*USER_ERRORS, RemoteRankError)):
             return cls(error.exit_code, _ERROR + " ".join(str(error).split()), known)
-        return cls(DEFECT, _ERROR + _shortened(_text(error)), known)
+        return cls(INTERNAL_ERROR, _ERROR + describe_error(error), known)
 
     @property
     def message(self) -> str:
-        """The line without what every such line begins with."""
+        """The line without the prefix that every such line has."""
         return self.line.removeprefix(_ERROR).removeprefix(_INTERRUPTED)
 
-    def prefix_with(self, who: str) -> ExitStatus:
-        """This outcome in the name of a rank, where it is an error of its own."""
+    def prefix_with(self, name: str) -> ExitStatus:
+        """Return this status with the name of its rank in the line, unless it is an interruption or a consequence."""
         if self.code == INTERRUPTED or self.time == math.inf:
             return self
-        return replace(self, line=f"{_ERROR}{who}: {self.message}")
+        return replace(self, line=f"{_ERROR}{name}: {self.message}")
 
     def report(self) -> int:
-        """Tell the launcher, or the user where there is none; gives the exit code."""
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            self.write(Path(folder), _place().rank)
+        """Report to the launcher, or to the user if there is none, and return the exit code."""
+        process = _current_process()
+        if folder := os.environ.get(STATUS_FOLDER_VARIABLE):
+            self.write(Path(folder), process.rank)
         else:
-            print(self.prefix_with(rank_name(_place().rank)).line if _place().size > 1 else self.line, file=sys.stderr)
+            print(self.prefix_with(rank_name(process.rank)).line if process.size > 1 else self.line, file=sys.stderr)
         return self.code
 
     def write(self, folder: Path, rank: int) -> None:
-        """Leave the outcome of a rank for the process that started it."""
+        """Write the status of a rank for the process that started it."""
         path = folder / f"{rank}.json"
         path.with_suffix(PARTIAL).write_text(json.dumps(astuple(self)), encoding="utf-8")
         path.with_suffix(PARTIAL).rename(path)
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> ExitStatus | None:
-        """The outcome that a rank left; None where it was ended before it could."""
+        """Return the status that a rank wrote; None if it was ended before it could."""
         path = folder / f"{rank}.json"
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def as_resource_error(
-    error: BaseException, output: Path | None = None, go_on: str = "continue with --resume"
-) -> RLHFError | None:
-    """What a user can do about an error that says that memory, disk or rights are lacking; None for any other error.
+def find_root_cause(statuses: list[ExitStatus]) -> ExitStatus:
+    """Return the status to report.
 
-    Args:
-        output: the folder of the run; files elsewhere are not helped by another one.
-        go_on: how the run continues when there is room again.
+    A user's error comes first, since it ends other ranks in ways that look like internal errors; then the earliest.
     """
-    if isinstance(error, OSError) and error.errno in _FULL | _RIGHTS | _NO_PATH:
-        named = error.filename or output
-        ours = named is None or (output and Path(str(named)).absolute().is_relative_to(output.absolute()))
-        if error.errno in _FULL:
-            remedy = f"make room, then {go_on}" if ours else "make room there"
-        elif ours:
-            remedy = "choose another --output"
-        else:
-            remedy = "check the permissions of this path" if error.errno in _RIGHTS else "check this path"
-        return RunError(f"{named}: {error.strerror}; {remedy}" if named else f"{error.strerror}; {remedy}")
-    if lack := find_out_of_memory(error):
-        return OutOfMemory(
-            f"not enough memory ({_shortened(_text(lack), 160)}); lower the stage's micro_batch_size or set "
-            "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
-        )
-    of_a_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if of_a_library and _NO_ROOM.search(_text(error)):
-        place = f"{output}: " if output else ""
-        return RunError(f"{place}the disk is full ({_shortened(_text(error), 160)}); make room, then {go_on}")
-    return None
-
-
-def find_root_cause(outcomes: list[ExitStatus]) -> ExitStatus:
-    """The one to report: what a user did comes first, for it brings down other ranks in ways that look like defects."""
-    order = {USER: 0, INTERRUPTED: 1}  # then defects; a plugin's error may have any code
-    return min(outcomes, key=lambda outcome: (order.get(outcome.code, 2), outcome.time))
+    order = {USER_ERROR: 0, INTERRUPTED: 1}  # then internal errors; a plugin's error may have any code
+    return min(statuses, key=lambda status: (order.get(status.code, 2), status.time))
 
 
 def rank_name(rank: int) -> str:
-    """What a rank of this machine is called where there are several machines."""
+    """Return the name of a rank of this machine in a run on several machines."""
     return f"rank {rank} on {socket.gethostname()}"
 
 
-def _place() -> ProcessInfo:
+def _current_process() -> ProcessInfo:
     try:
         return current_process()
-    except ConfigError:  # which is the outcome
+    except ConfigError:  # this is the error to report
         return ProcessInfo()
-
-
-def _text(error: BaseException) -> str:
-    """An exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-
-
-def _shortened(text: str, length: int = 300) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,9 +1,11 @@
-"""Several machines of one run: what `--nodes N --node-rank R --rendezvous HOST:PORT` does.
+"""Run on several machines: `--nodes N --node-rank R --rendezvous HOST:PORT`.
 
-`rlhf` is started on each machine. The launchers meet at the address of the first, learn of each other what they need to
-start their ranks, stay connected while these run, and end with one verdict. torch's elastic agent, which does as much
-for `torchrun`, gives ranks thirty seconds after a signal, where a step and its checkpoint may take longer; it would
-also bring torch into the launcher, and with it runtimes that take a device for themselves when they are imported.
+`rlhf` is started on each machine. The launchers meet at the address of the first, exchange what they need to start
+their ranks, stay connected while these run, and end with one verdict. torch's elastic agent does the same for
+`torchrun`, but up to torch 2.11, which is the newest that some vendors support, it kills ranks thirty seconds after a
+signal, and a step and its checkpoint may take longer. torch 2.13 has `--shutdown-timeout` and
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT for that (https://github.com/pytorch/pytorch/pull/172596). The agent would also import
+torch into the launcher, and with it runtimes that occupy a device when they are imported.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from dataclasses import dataclass
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers.coordinator import Coordinator, WorkerClient
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
-from rlhf.launchers.sockets import listen
+from rlhf.launchers.sockets import find_free_port, listen
 from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
-_SECONDS_TO_HEAR = 10.0  # for the other machines to come, so that they learn why there will be no run
+# For the other machines to connect: after it, a note says that they are waited for; a refusal is not sent any longer.
+_SECONDS_TO_CONNECT = 10.0
 
 
 @dataclass(frozen=True)
@@ -36,114 +39,117 @@ class NodeSpec:
 
 
 def resolve_node(nodes: int | None, node_rank: int | None, rendezvous: str | None) -> NodeSpec | None:
-    """Which machine this is; None where there is no other, or where this process is a rank already.
+    """Return which machine this is; None if there is no other, or if this process is a rank already.
 
-    A launcher that started one process on each machine (`srun --ntasks-per-node=1`) says what is not given.
+    A launcher that started one process on each machine (`srun --ntasks-per-node=1`) provides what is not given.
 
     Raises:
         ConfigError: options are missing, or contradict each other or the launcher.
     """
-    place = current_process()
-    if place.launcher == "rlhf":
+    process = current_process()
+    if process.launcher == "rlhf":
         return None
     if nodes is None:
-        given = {"--node-rank": node_rank, "--rendezvous": rendezvous}
-        if found := [name for name, value in given.items() if value is not None]:
-            raise ConfigError(f"{found[0]}: is for several machines; say with --nodes how many there are")
+        for option, value in {"--node-rank": node_rank, "--rendezvous": rendezvous}.items():
+            if value is not None:
+                raise ConfigError(f"{option}: is for several machines; set their number with --nodes")
         return None
     if nodes == 1 and node_rank is None and rendezvous is None:
         return None
-    if place.launcher and place.size != nodes:
+    if process.launcher and process.size != nodes:
         raise ConfigError(
-            f"--nodes {nodes}: {place.launcher} has started {place.size} processes; let it start one on each machine, "
-            "or leave --nodes out"
+            f"--nodes {nodes}: {process.launcher} has started {process.size} processes; let it start one on each "
+            "machine, or omit --nodes"
         )
-    if place.launcher and node_rank is None:
-        node_rank = place.rank
-    if place.launcher and rendezvous is None:
-        rendezvous = f"{place.address}:{place.port}"
+    if process.launcher and node_rank is None:
+        node_rank = process.rank
+    if process.launcher and rendezvous is None:
+        rendezvous = f"{process.address}:{process.port}"
     if node_rank is None or rendezvous is None:
-        missing = "--node-rank" if node_rank is None else "--rendezvous"
-        what = f"which of them this is, 0 to {nodes - 1}" if node_rank is None else "HOST:PORT of the first"
-        raise ConfigError(f"--nodes {nodes}: needs {missing} too, {what}")
+        option = "--node-rank" if node_rank is None else "--rendezvous"
+        value = f"this machine's number, 0 to {nodes - 1}" if node_rank is None else "HOST:PORT of machine 0"
+        raise ConfigError(f"--nodes {nodes}: also needs {option}, {value}")
     if node_rank >= nodes:
-        raise ConfigError(
-            f"--node-rank {node_rank}: of {nodes} machines the last is {nodes - 1}; machines count from 0"
-        )
+        raise ConfigError(f"--node-rank {node_rank}: must be from 0 to {nodes - 1}, with --nodes {nodes}")
     address = re.fullmatch(r"\[?([^\[\]]+)\]?:(\d{1,5})", rendezvous)
     if not address or not 0 < int(address[2]) < 2**16:
-        raise ConfigError(f"--rendezvous {rendezvous}: is not HOST:PORT; give the address of machine 0 and a free port")
+        raise ConfigError(
+            f"--rendezvous {rendezvous}: must be HOST:PORT; give the address of machine 0 and a free port there"
+        )
     return NodeSpec(node_rank, nodes, address[1], int(address[2])) if nodes > 1 else None
 
 
-def serve_rendezvous(machine: NodeSpec, timeout: float) -> None:
-    """On the first machine, let the others come.
+def serve_rendezvous(node: NodeSpec, timeout: float) -> None:
+    """Let the other machines connect to this one, the first.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be used.
     """
     try:
-        listener = listen(machine.host, machine.port)
+        listener = listen(node.host, node.port)
     except OSError as error:
         raise ConfigError(
-            f"--rendezvous {machine.host}:{machine.port}: cannot be listened at ({os.strerror(error.errno or 0)}); "
+            f"--rendezvous {node.host}:{node.port}: cannot bind: {os.strerror(error.errno or 0)}; "
             "choose another port, the same on all machines"
         ) from error
-    Coordinator(listener, machine.count, "machine", timeout).start()
+    Coordinator(listener, node.count, "machine", timeout).start()
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What came of meeting: the connection that stays, where the ranks meet, and whether there is something to run."""
+    """The result of a rendezvous.
 
-    member: WorkerClient
+    Attributes:
+        client: the connection to the coordinator, which stays open.
+        port: where the ranks meet, on the first machine.
+        is_pending: there is something to run.
+    """
+
+    client: WorkerClient
     port: int
-    needed: bool
+    is_pending: bool
 
 
 def join_rendezvous(
-    machine: NodeSpec, ranks: int, timeout: float, *, needed: bool = True, refusal: ExitStatus | None = None
+    node: NodeSpec, ranks: int, timeout: float, *, is_pending: bool = True, refusal: ExitStatus | None = None
 ) -> Rendezvous:
     """Wait for the other machines.
 
     Args:
         ranks: processes on this machine.
-        needed, refusal: what the first machine knows: that there is something to run, or why there will be no run.
+        is_pending, refusal: from the first machine: whether there is something to run, or why there will be no run.
 
     Raises:
-        ConfigError: a machine has not come within `timeout` seconds, or was started in another way.
+        ConfigError: a machine has not connected within `timeout` seconds, or was started with other settings.
         RemoteRankError: another machine refused.
-        Interrupted: Ctrl-C, while this one waits.
+        Interrupted: Ctrl-C, while this machine waits.
     """
-    refused = [refusal.code, refusal.line] if refusal else None
-    facts = {"ranks": ranks, "version": __version__, "port": free_port(), "needed": needed, "refused": refused}
-    name = f"machine {machine.number} ({socket.gethostname()})"
-    waiting = f"rlhf: note: waiting for the other machines at {machine.host}:{machine.port}"
-    note = threading.Timer(_SECONDS_TO_HEAR, print, [waiting], {"file": sys.stderr})
-    note.daemon = True
-    note.start()
+    facts = {
+        "ranks": ranks,
+        "version": __version__,
+        "port": find_free_port(),
+        "is_pending": is_pending,
+        "refusal": [refusal.code, refusal.line] if refusal else None,
+    }
+    name = f"machine {node.number} ({socket.gethostname()})"
+    note = f"rlhf: note: waiting for the other machines at {node.host}:{node.port}"
+    timer = threading.Timer(_SECONDS_TO_CONNECT, print, [note], {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
     try:
-        member = WorkerClient((machine.host, machine.port), machine.number, name, facts, timeout)
-        found = member.met(limit=_SECONDS_TO_HEAR if refusal else None)
+        client = WorkerClient((node.host, node.port), node.number, name, facts, timeout)
+        machines = client.wait_for_all(limit=_SECONDS_TO_CONNECT if refusal else None)
     except KeyboardInterrupt as error:
         raise Interrupted("nothing was started") from error
     finally:
-        note.cancel()
-    if found is None:
-        verdict = member.verdict
+        timer.cancel()
+    if machines is None:
+        verdict = client.verdict
         raise RemoteRankError(verdict.message if verdict else "refused", verdict.code if verdict else 1)
-    if refused := found[0]["refused"]:
-        raise RemoteRankError(ExitStatus(refused[0], refused[1], 0).message, refused[0])
-    for fact, what in {"ranks": "--ranks", "version": "versions of rlhf"}.items():
-        if len({known[fact] for known in found}) > 1:
-            values = ", ".join(f"{known[fact]} on {known['name']}" for known in found)
-            raise ConfigError(f"machines were started with different {what}: {values}; start all with the same")
-    return Rendezvous(member, found[0]["port"], found[0]["needed"])
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    if first_refusal := machines[0]["refusal"]:
+        raise RemoteRankError(ExitStatus(first_refusal[0], first_refusal[1], 0).message, first_refusal[0])
+    for fact, label in {"ranks": "--ranks", "version": "versions of rlhf"}.items():
+        if len({machine[fact] for machine in machines}) > 1:
+            values = ", ".join(f"{machine[fact]} on {machine['name']}" for machine in machines)
+            raise ConfigError(f"machines were started with different {label}: {values}; start all with the same")
+    return Rendezvous(client, machines[0]["port"], machines[0]["is_pending"])

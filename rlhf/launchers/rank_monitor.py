@@ -1,9 +1,8 @@
-"""The ranks of a run end together, also on several machines: each tells the others how it ends
-(`rlhf.launchers.coordinator`).
+"""End the ranks of a run together, also on several machines: each reports to a coordinator how it ends.
 
-`monitor_ranks` connects a rank with the others for the time of a block. An exception of the block flows out as it is
-where it is the cause; where it only shows that another rank is gone, the other's own words flow out instead. A rank
-that is stuck in a collective, which nothing can interrupt, is ended.
+`monitor_ranks` connects a rank with the others for the duration of a block. An exception of the block is raised
+unchanged if it is the root cause; if it only shows that another rank is gone, the other rank's message is raised
+instead. A rank that is stuck in a collective, which nothing can interrupt, is ended.
 """
 
 from __future__ import annotations
@@ -29,123 +28,119 @@ from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
 from rlhf.launchers.sockets import connect_with_retry, listen
 from rlhf.utils.process_info import ProcessInfo
 
-_SESSIONS = itertools.count()  # the same on all ranks; the store outlives a session
-_stores: dict[tuple[str, int], dist.Store] = {}  # until the process ends: some ranks begin the next session early
-_SECONDS_TO_LEAVE = 5.0  # for the main thread to find out by itself that another rank is gone
-# What collectives say where another rank is gone or late, by the libraries that raise a RuntimeError for it.
+_session_numbers = itertools.count()  # the same on all ranks; the store outlives a session
+_stores: dict[tuple[str, int], dist.Store] = {}  # until the process ends: some ranks start the next session early
+_SECONDS_TO_LEAVE = 5.0  # for the main thread to notice that another rank is gone
+# Messages of collectives if another rank is gone or late, by the libraries that raise a RuntimeError for it.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
 
 
 @contextmanager
-def monitor_ranks(place: ProcessInfo, timeout: float) -> Iterator[WorkerClient | None]:
-    """Connect this rank with the others while the block runs; None where there are no others.
+def monitor_ranks(process: ProcessInfo, timeout: float) -> Iterator[WorkerClient | None]:
+    """Connect this rank with the others while the block runs; yield None if there are no others.
 
     Args:
         timeout: seconds that ranks wait for each other.
 
     Raises:
         ConfigError: the machine of rank 0 does not answer, or its address or port cannot be used.
-        RemoteRankError: another rank is the cause of what the block raised, or failed where this one did not.
+        RemoteRankError: another rank is the cause of what the block raised, or failed although this one did not.
     """
-    if place.size == 1:
+    if process.size == 1:
         yield None
         return
-    assert place.address and place.port
-    left = threading.Event()
+    has_left = threading.Event()
 
     def leave(verdict: ExitStatus) -> None:
-        if not left.wait(_SECONDS_TO_LEAVE):
+        if not has_left.wait(_SECONDS_TO_LEAVE):
             os._exit(verdict.report())
 
-    address = _hub(store(place, timeout), place, timeout)
-    member = WorkerClient(address, place.rank, rank_name(place.rank), {}, timeout, judged=leave)
+    address = _connect_coordinator(get_store(process, timeout), process, timeout)
+    client = WorkerClient(address, process.rank, rank_name(process.rank), {}, timeout, on_verdict=leave)
     try:
-        if member.met() is None:
-            raise RemoteRankError("the ranks did not come together")
-        yield member
+        if client.wait_for_all() is None:
+            raise RemoteRankError("the ranks could not connect to each other")
+        yield client
     except BaseException as error:
         follows = isinstance(error, RemoteRankError) or (isinstance(error, RuntimeError) and _is_loss(error))
-        verdict = member.conclude(ExitStatus.summarize(error, follows=follows))
-        # Some launchers send signals to all where one has failed.
-        interrupted = isinstance(error, KeyboardInterrupt) and verdict and verdict.code != INTERRUPTED
-        if verdict and (follows or interrupted):
+        verdict = client.conclude(ExitStatus.summarize(error, follows=follows))
+        # Some launchers send signals to all ranks after one has failed.
+        is_echo = isinstance(error, KeyboardInterrupt) and verdict and verdict.code != INTERRUPTED
+        if verdict and (follows or is_echo):
             raise RemoteRankError(verdict.message, verdict.code) from error
         raise
     else:
-        if verdict := member.conclude(None):
+        if verdict := client.conclude(None):
             raise RemoteRankError(verdict.message, verdict.code)
     finally:
-        left.set()
+        has_left.set()
 
 
 def _is_loss(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
-def store(place: ProcessInfo, timeout: float) -> dist.Store:
-    """What all ranks can read and write, where their launcher makes them meet; one for all sessions of a process.
+def get_store(process: ProcessInfo, timeout: float) -> dist.Store:
+    """Return the store that all ranks read and write; one for all sessions of a process.
 
     Raises:
-        ConfigError: as `monitor_ranks`.
+        ConfigError: as for `monitor_ranks`.
     """
-    assert place.address and place.port
-    where = (place.address, place.port)
-    if where not in _stores:
-        _stores[where] = _connected(place, timeout)
-    _stores[where].set_timeout(timedelta(seconds=timeout))
-    return _stores[where]
+    assert process.address and process.port
+    address = (process.address, process.port)
+    if address not in _stores:
+        _stores[address] = _connect_store(process, *address, timeout)
+    _stores[address].set_timeout(timedelta(seconds=timeout))
+    return _stores[address]
 
 
-def _connected(place: ProcessInfo, timeout: float) -> dist.Store:
-    assert place.address and place.port
+def _connect_store(process: ProcessInfo, host: str, port: int, timeout: float) -> dist.Store:
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    serves = place.rank == 0 and not launcher_listens
-    if not serves:  # torch's own message names neither what is missing nor what to do
-        connect_with_retry((place.address, place.port), timeout).close()
+    is_server = process.rank == 0 and not launcher_listens
+    if not is_server:  # torch's own message names neither what is missing nor what to do
+        connect_with_retry((host, port), timeout).close()
     limit = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(
-            place.address, place.port, place.size, serves, limit, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(host, port, process.size, is_server, limit, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
-        why = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"{place.address}:{place.port}: the ranks cannot meet there ({why}); "
+            f"{host}:{port}: the ranks cannot meet there ({reason}); "
             "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         ) from error
 
 
-def _hub(store: dist.Store, place: ProcessInfo, timeout: float) -> tuple[str, int]:
-    """Where the hub listens; on rank 0 it is started."""
-    assert place.address and place.port
-    mine = _own_address(place.address, place.port)
-    _choose_network(mine)
-    key = f"rlhf/hub/{next(_SESSIONS)}"
-    if place.rank == 0:
-        listener = listen(mine)
-        Coordinator(listener, place.size, "rank", timeout, places=True).start()
-        store.set(key, json.dumps([mine, listener.getsockname()[1]]))
+def _connect_coordinator(store: dist.Store, process: ProcessInfo, timeout: float) -> tuple[str, int]:
+    """Return the address of the coordinator; rank 0 starts it."""
+    assert process.address and process.port
+    own_address = _find_own_address(process.address, process.port)
+    _choose_gloo_interface(own_address)
+    key = f"rlhf/coordinator/{next(_session_numbers)}"
+    if process.rank == 0:
+        listener = listen(own_address)
+        Coordinator(listener, process.size, "rank", timeout, track_progress=True).start()
+        store.set(key, json.dumps([own_address, listener.getsockname()[1]]))
     host, port = json.loads(store.get(key))
     return host, port
 
 
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the network that leads to `host`."""
+def _find_own_address(host: str, port: int) -> str:
+    """Return this machine's address on the network that leads to `host`."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
 
 
-def _choose_network(address: str) -> None:
-    """Let gloo use the network of `address`: by itself it takes what the host's own name leads to, often 127.0.1.1."""
+def _choose_gloo_interface(address: str) -> None:
+    """Let gloo use the network of `address`; by default it uses that of the host's own name, often 127.0.1.1."""
     if ipaddress.ip_address(address).is_loopback or ":" in address or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(any_socket, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
             except OSError:  # an interface without an address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 os.environ["GLOO_SOCKET_IFNAME"] = name

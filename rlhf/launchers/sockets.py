@@ -1,4 +1,4 @@
-"""Plain TCP connections between processes of a run, and the messages on them: one line of JSON each."""
+"""Plain TCP connections between the processes of a run, and their messages: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
+_MAX_LINE = 2**20  # bytes
+
 
 class JSONLineReader:
-    """The messages that arrive on a connection, one a line."""
+    """Reads the messages that arrive on a connection, one a line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._rest = connection, b""
 
     def read(self) -> list[Any] | None:
-        """What has arrived, without waiting for more than there is; None where the connection has ended."""
+        """Return the messages that have arrived, without waiting for more; None if the connection has ended."""
         try:
-            found = self.connection.recv(65536)
+            received = self.connection.recv(65536)
         except OSError:
-            found = b""
-        *lines, self._rest = (self._rest + found).split(b"\n")
-        if not found or len(self._rest) > 2**20:
+            received = b""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if not received or len(self._rest) > _MAX_LINE:
             return None
         try:
             messages = [json.loads(line) for line in lines]
@@ -33,18 +35,18 @@ class JSONLineReader:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket at which members find the hub, on every network of this machine; a free port where none is given."""
+    """Return a socket that listens on every network of this machine; on a free port by default."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=1024)
 
 
-def connect_with_retry(address: tuple[str, int], patience: float) -> socket.socket:
-    """A connection to `address`, where somebody may begin to listen later.
+def connect_with_retry(address: tuple[str, int], timeout: float) -> socket.socket:
+    """Return a connection to `address`, where a process may start to listen later.
 
     Raises:
-        ConfigError: nobody does within `patience` seconds.
+        ConfigError: none does within `timeout` seconds.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         try:
             connection = socket.create_connection(address, timeout=5)
@@ -54,14 +56,14 @@ def connect_with_retry(address: tuple[str, int], patience: float) -> socket.sock
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{address[0]}:{address[1]}: the first does not answer there within {patience:.0f} s "
-                    f"({error.strerror or error}); start it, and check the address and that its port is open"
+                    f"{address[0]}:{address[1]}: no answer within {timeout:.0f} s ({error.strerror or error}); "
+                    "start the first process there, and check the address and that the port is open"
                 ) from error
         time.sleep(0.2)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out, within a quarter of a minute, that the machine at the other end is gone."""
+    """Have the kernel notice within about 15 seconds that the machine at the other end is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}.items():
         if hasattr(socket, name):  # Linux
@@ -71,3 +73,11 @@ def keep_alive(connection: socket.socket) -> None:
 def send(connection: socket.socket, message: Any) -> None:
     """Send a message."""
     connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def find_free_port() -> int:
+    """Return a port of this machine that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port

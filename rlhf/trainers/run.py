@@ -80,7 +80,7 @@ def run(
         selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
-        with ending.translate_errors(), _opened(config, selection, directory, request, pending) as found:
+        with ending.report_errors(), _opened(config, selection, directory, request, pending) as found:
             if not dry_run:
                 from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
 
-FOLDER_VARIABLE = "RLHF_OUTCOMES"
+STATUS_FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank of ours leaves its outcome."""
 RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"
 """Environment variable that says where our launchers on several machines met."""
@@ -42,7 +42,7 @@ _SRUN = {
     "node": ("SLURM_NODEID",),
 }
 """For each number of a place, the variables that may say it."""
-_MARKS = {FOLDER_VARIABLE: "rlhf", "TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
+_MARKS = {STATUS_FOLDER_VARIABLE: "rlhf", "TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
 _SOMEBODY = "the environment"  # sets RANK and is no launcher that we know
 _PORT = 29500  # where torch meets by default
 _NO_STEP = 0xFFFFFFF0  # steps from here on are SLURM's for the shell of a job, which `srun` did not start
@@ -70,7 +70,7 @@ class ProcessInfo:
         """Return how many of `ranks` (default: `size`) run on this machine; all, if the launcher does not say."""
         return self.local_size or (self.size if ranks is None else ranks)
 
-    def options(self) -> list[str]:
+    def launcher_options(self) -> list[str]:
         """Those with which our launcher was started."""
         if self.launcher != "rlhf":
             return []

@@ -86,7 +86,7 @@ def test_defect_of_rlhf_in_recording_is_not_the_plugins(faulty, ppo):
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
     assert line.startswith(
-        "rlhf: error: this is a defect of rlhf: KeyError: 'defect in the decoder'; its traceback is in "
+        "rlhf: error: this is a bug of rlhf: KeyError: 'defect in the decoder'; its traceback is in "
     )
 
 

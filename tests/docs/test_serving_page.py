@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.launchers.multinode import free_port
+from rlhf.launchers.sockets import find_free_port
 from tests.helpers import user_environment
 
 PAGE = (Path(__file__).parents[2] / "example_scripts" / "serving" / "README.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_transformers_serves_what_was_trained(folder: Path) -> None:
     (serve,) = [command for command in commands if command[0] == "transformers"]
     (request,) = (shlex.split(block) for block in blocks("bash") if block.startswith("curl"))
     address, body = request[1], request[-1]
-    port = free_port()
+    port = find_free_port()
     with started([*serve[1:], "--device", "cpu", "--port", str(port)]):
         found = asked(address.replace("8000", str(port)), body)
     (choice,) = found["choices"]

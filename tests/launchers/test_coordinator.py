@@ -14,27 +14,32 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.launchers import coordinator
 from rlhf.launchers.coordinator import Coordinator, WorkerClient
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, ExitStatus
+from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus
 from rlhf.launchers.sockets import listen
 
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_BEAT": 0.05, "_SILENT": 0.5, "_SECONDS_TO_FAIL": 0.2, "_SECONDS_TO_FOLLOW": 0.6}.items():
+    for name, value in {
+        "_SECONDS_BETWEEN_BEATS": 0.05,
+        "_SECONDS_OF_SILENCE": 0.5,
+        "_SECONDS_FOR_CAUSES": 0.2,
+        "_SECONDS_FOR_FIRST_CAUSE": 0.6,
+    }.items():
         monkeypatch.setattr(coordinator, name, value)
 
 
 class Run:
     """Three ranks in this process, connected as processes of their own would be."""
 
-    def __init__(self, count: int = 3, patience: float = 30.0, absent: tuple[int, ...] = ()) -> None:
+    def __init__(self, count: int = 3, timeout: float = 30.0, absent: tuple[int, ...] = ()) -> None:
         listener = listen("127.0.0.1")
         self.address = ("127.0.0.1", listener.getsockname()[1])
-        Coordinator(listener, count, "rank", patience, places=True).start()
-        self.judged: list[ExitStatus] = []
+        Coordinator(listener, count, "rank", timeout, track_progress=True).start()
+        self.verdicts: list[ExitStatus] = []
         self.members = [
             WorkerClient(
-                self.address, number, f"rank {number} on host-{number}", {}, patience, judged=self.judged.append
+                self.address, number, f"rank {number} on host-{number}", {}, timeout, on_verdict=self.verdicts.append
             )
             for number in range(count)
             if number not in absent
@@ -68,31 +73,33 @@ class Run:
 @pytest.fixture
 def run() -> Run:
     run = Run()
-    assert [facts["name"] for facts in run.members[0].met() or []] == [f"rank {n} on host-{n}" for n in range(3)]
+    assert [facts["name"] for facts in run.members[0].wait_for_all() or []] == [
+        f"rank {n} on host-{n}" for n in range(3)
+    ]
     return run
 
 
-def error(said: str, code: int = DEFECT, *, follows: bool = False) -> ExitStatus:
+def error(said: str, code: int = INTERNAL_ERROR, *, follows: bool = False) -> ExitStatus:
     return ExitStatus(code, f"rlhf: error: {said}", math.inf if follows else time.time())
 
 
 def test_all_end_well(run: Run) -> None:
     assert run.together(None, None, None) == [None, None, None]
-    assert run.judged == []
+    assert run.verdicts == []
 
 
 def test_a_member_that_fails_is_named_to_those_that_go_on(run: Run) -> None:
     found = run.members[1].conclude(error("KeyError: 'x'"))
     assert found and found.line == "rlhf: error: rank 1 on host-1: KeyError: 'x'"
     assert run.verdict(0).line == run.verdict(2).line == found.line
-    assert len(run.judged) == 2
+    assert len(run.verdicts) == 2
 
 
 def test_the_cause_comes_before_what_it_brought_down(run: Run) -> None:
     lost = error("connection closed by peer", follows=True)
-    found = run.together(lost, error("no rows", USER), lost)
+    found = run.together(lost, error("no rows", USER_ERROR), lost)
     assert [(verdict.code, verdict.message) for verdict in found if verdict] == 3 * [
-        (USER, "rank 1 on host-1: no rows")
+        (USER_ERROR, "rank 1 on host-1: no rows")
     ]
 
 
@@ -100,7 +107,7 @@ def test_a_member_that_is_killed_is_the_cause_though_others_speak_first(run: Run
     lost = error("connection closed by peer", follows=True)
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does with the connection of a process
     assert [verdict and verdict.message for verdict in run.together(lost, lost)] == 2 * [
-        "rank 2 on host-2 ended without a word"
+        "rank 2 on host-2 exited and reported no error"
     ]
 
 
@@ -121,7 +128,7 @@ def test_a_signal_that_a_launcher_sends_after_a_failure_is_not_the_cause(run: Ru
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.05)
     found = run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
-    assert found and found.message == "rank 2 on host-2 ended without a word"
+    assert found and found.message == "rank 2 on host-2 exited and reported no error"
 
 
 def test_the_one_that_hangs_is_named_and_not_those_that_waited(run: Run) -> None:
@@ -132,45 +139,48 @@ def test_the_one_that_hangs_is_named_and_not_those_that_waited(run: Run) -> None
 
 
 def test_a_member_that_does_not_get_as_far_as_the_others_hangs() -> None:
-    run = Run(patience=0.7)
+    run = Run(timeout=0.7)
     for member in run.members:
-        member.place = 5
+        member.progress = 5
     time.sleep(0.3)
-    run.members[0].place = run.members[2].place = 6
+    run.members[0].progress = run.members[2].progress = 6
     assert run.verdict(0).message.startswith("rank 1 on host-1 hangs: the others waited for it")
 
 
 def test_a_process_that_is_stopped_hangs_though_it_is_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(patience=0.5)
-    run.members[0].met()
-    monkeypatch.setattr(run.members[1], "_say", lambda message: None)
+    run = Run(timeout=0.5)
+    run.members[0].wait_for_all()
+    monkeypatch.setattr(run.members[1], "_send", lambda message: None)
     assert run.verdict(0).message.startswith("rank 1 on host-1 hangs")
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_members_that_are_all_at_one_place_may_take_their_time(waits: bool) -> None:
     """A compilation on all, or what one does while the others wait for as long as it takes."""
-    run = Run(patience=0.3)
+    run = Run(timeout=0.3)
     if waits:
-        run.members[0].place, run.members[1].waits, run.members[2].waits = 1, True, True
+        run.members[0].progress, run.members[1].is_waiting, run.members[2].is_waiting = 1, True, True
     time.sleep(1.5)
-    assert run.judged == []
+    assert run.verdicts == []
     assert run.together(None, None, None) == [None, None, None]
 
 
 def test_who_does_not_come_is_named() -> None:
-    run = Run(patience=0.5, absent=(1, 2))
-    assert run.members[0].met() is None
+    run = Run(timeout=0.5, absent=(1, 2))
+    assert run.members[0].wait_for_all() is None
     found = run.members[0].verdict
-    assert found and found.code == USER
-    assert found.message == "rank 1, 2 of 3 did not come within 0 s; start all, and check that they see the first"
+    assert found and found.code == USER_ERROR
+    assert (
+        found.message
+        == "rank 1, 2 of 3 did not connect within 0 s; start all of them, and check that they can reach the first"
+    )
 
 
 def test_nobody_waits_for_ever_for_a_hub_that_is_not_there() -> None:
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     listener.close()
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the first does not answer there within 0 s"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: no answer within 0 s"):
         WorkerClient(("127.0.0.1", port), 1, "rank 1", {}, 0.3)
 
 
@@ -179,21 +189,21 @@ def test_members_learn_that_the_hub_is_gone() -> None:
     member_side: list[WorkerClient] = []
     connecting = threading.Thread(
         target=lambda: member_side.append(
-            WorkerClient(("127.0.0.1", listener.getsockname()[1]), 1, "rank 1", {}, 5, judged=judged.append)
+            WorkerClient(("127.0.0.1", listener.getsockname()[1]), 1, "rank 1", {}, 5, on_verdict=judged.append)
         )
     )
     judged: list[ExitStatus] = []
     connecting.start()
     connection, _ = listener.accept()
     connecting.join()
-    connection.sendall(b'{"met": [{"name": "rank 0 on host-0"}, {"name": "rank 1"}]}\n')
-    assert member_side[0].met()
+    connection.sendall(b'{"connected": [{"name": "rank 0 on host-0"}, {"name": "rank 1"}]}\n')
+    assert member_side[0].wait_for_all()
     connection.close()
     deadline = time.monotonic() + 10
     while not judged:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert judged[0].message == "rank 0 on host-0 ended without a word"
+    assert judged[0].message == "rank 0 on host-0 exited and reported no error"
 
 
 def test_strangers_are_shown_the_door(run: Run) -> None:
@@ -206,17 +216,18 @@ def test_strangers_are_shown_the_door(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "why"), [(1, "it has come already"), (3, "there are 3, from 0"), (-1, "there are 3, from 0")]
+    ("number", "why"),
+    [(1, "already connected"), (3, "there are 3, numbered from 0"), (-1, "there are 3, numbered from 0")],
 )
 def test_a_member_that_is_not_awaited_learns_why(number: int, why: str) -> None:
     """As of another run at the same port; the run goes on."""
     run = Run()
-    assert all(member.met() for member in run.members)
+    assert all(member.wait_for_all() for member in run.members)
     other = WorkerClient(run.address, number, "another", {}, 5.0)
-    assert other.met() is None
-    assert other.verdict and other.verdict.code == USER
+    assert other.wait_for_all() is None
+    assert other.verdict and other.verdict.code == USER_ERROR
     assert other.verdict.message == (
-        f"rank {number} is not awaited: {why}; give each its own number, and each run its own port"
+        f"unexpected rank {number}: {why}; give each process a unique rank and each run its own port"
     )
     assert run.together(None, None, None) == [None, None, None]
 

@@ -46,7 +46,7 @@ def test_a_message_of_several_lines_becomes_one() -> None:
 def test_anything_else_is_a_defect_whose_traceback_is_kept(tmp_path: Path) -> None:
     outcome = ExitStatus.from_error(InternalError.from_error(ZeroDivisionError("division by zero"), tmp_path))
     assert outcome.code == 1
-    assert "defect of rlhf: ZeroDivisionError: division by zero" in outcome.line
+    assert "bug of rlhf: ZeroDivisionError: division by zero" in outcome.line
     assert "ZeroDivisionError" in (tmp_path / "traceback.txt").read_text()
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import DEFECT, INTERRUPTED, USER, ExitStatus
-from rlhf.launchers.multinode import NodeSpec, free_port, join_rendezvous, serve_rendezvous
+from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus
+from rlhf.launchers.multinode import NodeSpec, join_rendezvous, serve_rendezvous
+from rlhf.launchers.sockets import find_free_port
 
 HEAD = """
 import os, signal, sys, time
@@ -47,13 +48,13 @@ def test_every_rank_finds_its_place(tmp_path: Path) -> None:
 def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     script = f"{HEAD}open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
-    port = free_port()
+    port = find_free_port()
     serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 30.0)
     other = threading.Thread(target=join_rendezvous, args=(NodeSpec(0, 2, "127.0.0.1", port), 2, 30.0))
     other.start()
     machine = NodeSpec(1, 2, "127.0.0.1", port)
     meeting = join_rendezvous(machine, 2, 30.0)
-    assert local.spawn_ranks(2, [sys.executable, "-c", script], among=(machine, meeting)) is None
+    assert local.spawn_ranks(2, [sys.executable, "-c", script], rendezvous=(machine, meeting)) is None
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
         f"2 0 4 2 1 127.0.0.1 {meeting.port}",
         f"3 1 4 2 1 127.0.0.1 {meeting.port}",
@@ -64,7 +65,7 @@ def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> Non
 def test_an_error_of_all_ranks_is_reported_once() -> None:
     outcome = start("sys.exit(ExitStatus.from_error(DataError('no rows')).report())")
     assert outcome is not None
-    assert (outcome.code, outcome.line) == (USER, "rlhf: error: no rows")
+    assert (outcome.code, outcome.line) == (USER_ERROR, "rlhf: error: no rows")
 
 
 def test_the_cause_is_reported_and_not_what_it_brought_down() -> None:
@@ -82,8 +83,8 @@ sys.exit(ExitStatus.from_error(DataError('no rows')).report())
 def test_a_rank_that_is_killed_ends_the_others() -> None:
     outcome = start("rank == '1' and os.kill(os.getpid(), 9)\ntime.sleep(60 if rank == '0' else 0)")
     assert outcome is not None
-    assert outcome.code == DEFECT
-    assert "rank 1 ended without a word (SIGKILL, often for lack of memory)" in outcome.line
+    assert outcome.code == INTERNAL_ERROR
+    assert "rank 1 was ended by SIGKILL, often for lack of memory, and reported no error" in outcome.line
 
 
 def test_a_signal_is_passed_on_and_the_run_counts_as_interrupted(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_after_a_signal_ranks_have_all_the_time_that_saving_takes(
 ) -> None:
     hurried = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic(), sleep=time.sleep, time=time.time)
     monkeypatch.setattr(local, "time", hurried)  # half a second of the ranks is eight minutes to their launcher
-    monkeypatch.setattr(local, "_SECONDS_TO_FOLLOW", 60_000)
+    monkeypatch.setattr(local, "_SECONDS_AFTER_SIGNAL", 60_000)
     script = f"""
 try:
     open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
@@ -148,7 +149,7 @@ except KeyboardInterrupt:
 
 
 def test_a_rank_that_dies_after_a_signal_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SECONDS_TO_FAIL", 0.2)
+    monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.2)
     script = f"""
 try:
     open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
@@ -159,12 +160,12 @@ except KeyboardInterrupt:
     signals(tmp_path, signal.SIGINT)
     begun = time.monotonic()
     outcome = start(script)
-    assert outcome is not None and "rank 1 ended without a word" in outcome.line
+    assert outcome is not None and "rank 1 was ended by SIGKILL" in outcome.line
     assert time.monotonic() - begun < 30
 
 
 def test_a_rank_that_had_to_be_killed_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SECONDS_TO_FOLLOW", 0.2)
+    monkeypatch.setattr(local, "_SECONDS_AFTER_SIGNAL", 0.2)
     script = f"""
 try:
     open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
@@ -178,7 +179,7 @@ except KeyboardInterrupt:
 
 
 def test_a_rank_that_follows_another_leaves_it_the_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SECONDS_TO_FAIL", 0.1)
+    monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.1)
     script = """
 from rlhf.errors import RemoteRankError
 if rank == '1':
@@ -261,5 +262,5 @@ def test_ranks_are_started_unless_a_launcher_has_done_so(monkeypatch: pytest.Mon
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert not local.should_spawn(2)
-    with pytest.raises(ConfigError, match="a launcher has started 2 already"):
+    with pytest.raises(ConfigError, match="--ranks 4: .* started 2"):
         local.should_spawn(4)

@@ -39,7 +39,7 @@ def loopback(tmp_path: Path) -> Iterator[Machines]:
     yield from two_machines(tmp_path, "loopback")
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -49,7 +49,7 @@ def start(
     machines: Machines, launcher: str, ranks: int, recipe: Path, *arguments: object, **variables: str
 ) -> list[subprocess.Popen[str]]:
     """Start a stage on both machines."""
-    port = free_port()
+    port = find_free_port()
     words = ["sft", "--config", recipe, "--accelerator", "cpu", *arguments]
     commands = [LAUNCHERS[launcher](machines, machine, ranks, *words, port=port) for machine in range(2)]
     return [machines.start(machine, command, **variables) for machine, command in enumerate(commands)]
@@ -92,7 +92,7 @@ def test_machines_that_share_a_folder(machines: Machines, rlhf: Any, tmp_path: P
 def test_processes_that_srun_and_mpirun_start_train_together(
     machines: Machines, rlhf: Any, tmp_path: Path, task: Any
 ) -> None:
-    output, meeting = machines.shared / "run", {"MASTER_ADDR": machines.first, "MASTER_PORT": str(free_port())}
+    output, meeting = machines.shared / "run", {"MASTER_ADDR": machines.first, "MASTER_PORT": str(find_free_port())}
     command = [sys.executable, "-m", "rlhf", "sft", "--config", rlhf.recipe, "--accelerator", "cpu", "--output", output]
     places = [(machine, local) for machine in range(2) for local in range(2)]
     found = ends([machines.start(place[0], command, **meeting, **task(*place, 2)) for place in places])
@@ -142,7 +142,7 @@ def test_the_failure_of_one_rank_ends_all_in_its_own_words(
         said = "ValueError: planted"
     elif failure == "kill":
         os.kill(machines.process(rank), signal.SIGKILL)
-        said = "ended without a word"
+        said = "exited and reported no error"
     else:
         os.kill(machines.process(rank), signal.SIGSTOP)
         said = "hangs: the others waited for it for 15 s" if rank else "does not answer"
@@ -190,7 +190,7 @@ def test_the_end_of_a_launcher_is_the_end_of_all(machines: Machines, rlhf: Any) 
     processes[1].kill()
     machines.wait_for_all(LIMIT)
     code, _, line = ends(processes)[0]
-    assert code == 1 and machines.name(1) in line and "ended without a word" in line
+    assert code == 1 and machines.name(1) in line and "exited and reported no error" in line
 
 
 @pytest.mark.slow
@@ -203,4 +203,4 @@ def test_a_machine_that_is_cut_off_is_the_end_of_all(machines: Machines, rlhf: A
     machines.disconnect()
     print(f"cut off: all ended after {machines.wait_for_all(LIMIT):.1f} s")
     for (code, _, line), other in zip(ends(processes), (1, 0)):
-        assert code == 1 and machines.name(other) in line and "ended without a word" in line
+        assert code == 1 and machines.name(other) in line and "exited and reported no error" in line

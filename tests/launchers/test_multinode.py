@@ -11,7 +11,8 @@ import pytest
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers import multinode
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
-from rlhf.launchers.multinode import NodeSpec, free_port, join_rendezvous, serve_rendezvous
+from rlhf.launchers.multinode import NodeSpec, join_rendezvous, serve_rendezvous
+from rlhf.launchers.sockets import find_free_port
 
 SRUN = {
     "SLURM_JOB_ID": "77",
@@ -43,13 +44,13 @@ def test_a_machine_among_others() -> None:
     [
         ((None, 1, None), "--node-rank: is for several machines"),
         ((None, None, "a:1"), "--rendezvous: is for several machines"),
-        ((2, None, "a:1"), "--nodes 2: needs --node-rank too, which of them this is, 0 to 1"),
-        ((2, 0, None), "--nodes 2: needs --rendezvous too, HOST:PORT of the first"),
-        ((2, 2, "a:1"), "--node-rank 2: of 2 machines the last is 1"),
-        ((1, 5, "a:1"), "--node-rank 5: of 1 machines the last is 0"),
-        ((1, 0, "junk"), "--rendezvous junk: is not HOST:PORT"),
-        ((2, 0, "a"), "--rendezvous a: is not HOST:PORT"),
-        ((2, 0, "a:70000"), "--rendezvous a:70000: is not HOST:PORT"),
+        ((2, None, "a:1"), "--nodes 2: also needs --node-rank"),
+        ((2, 0, None), "--nodes 2: also needs --rendezvous"),
+        ((2, 2, "a:1"), "--node-rank 2: must be from 0 to 1"),
+        ((1, 5, "a:1"), "--node-rank 5: must be from 0 to 0"),
+        ((1, 0, "junk"), "--rendezvous junk: must be HOST:PORT"),
+        ((2, 0, "a"), "--rendezvous a: must be HOST:PORT"),
+        ((2, 0, "a:70000"), "--rendezvous a:70000: must be HOST:PORT"),
     ],
 )
 def test_options_that_are_missing_or_contradict_each_other(
@@ -70,7 +71,7 @@ def test_srun_with_one_task_a_machine_says_what_is_not_given(monkeypatch: pytest
 
 def meeting(*machines: dict[str, object]) -> list[object]:
     """What each of two launchers comes to: a meeting, or the error."""
-    port = free_port()
+    port = find_free_port()
     found: dict[int, object] = {}
 
     def go(number: int) -> None:
@@ -93,7 +94,7 @@ def meeting(*machines: dict[str, object]) -> list[object]:
 def test_launchers_meet_and_learn_where_the_ranks_do() -> None:
     first, other = meeting({}, {})
     assert isinstance(first, multinode.Rendezvous) and isinstance(other, multinode.Rendezvous)
-    assert first.port == other.port and other.needed
+    assert first.port == other.port and other.is_pending
 
 
 def test_launchers_with_other_options_refuse() -> None:
@@ -111,18 +112,18 @@ def test_what_the_first_machine_refuses_is_refused_on_all() -> None:
 def test_a_machine_that_does_not_come_is_named() -> None:
     (alone,) = meeting({})
     assert isinstance(alone, RemoteRankError) and alone.exit_code == 2
-    assert str(alone).startswith("machine 1 of 2 did not come within 1 s; start all")
+    assert str(alone).startswith("machine 1 of 2 did not connect within 1 s; start all")
 
 
 def test_a_port_that_is_taken() -> None:
-    port = free_port()
+    port = find_free_port()
     serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
-    with pytest.raises(ConfigError, match=r": cannot be listened at \(Address already in use\); choose another port"):
+    with pytest.raises(ConfigError, match=r": cannot bind: Address already in use; choose another port"):
         serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
 
 
 def test_ctrl_c_while_a_machine_waits_is_reported() -> None:
-    machine = NodeSpec(0, 2, "127.0.0.1", free_port())
+    machine = NodeSpec(0, 2, "127.0.0.1", find_free_port())
     serve_rendezvous(machine, 2.0)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

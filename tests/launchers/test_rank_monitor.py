@@ -12,9 +12,9 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import DEFECT, USER, ExitStatus
-from rlhf.launchers.multinode import free_port
+from rlhf.launchers.exit_status import INTERNAL_ERROR, USER_ERROR, ExitStatus
 from rlhf.launchers.rank_monitor import monitor_ranks
+from rlhf.launchers.sockets import find_free_port
 from rlhf.utils.process_info import ProcessInfo
 from tests.helpers import user_environment
 
@@ -52,7 +52,7 @@ def test_ranks_that_end_well_are_told_so() -> None:
 
 def own_words(folder: Path, then: str) -> list[tuple[int, str]]:
     """What each of two ranks says that another launcher started, which lets them end as they can."""
-    port = free_port()
+    port = find_free_port()
     script = SCRIPT.format(root=str(ROOT), then=then, timeout=60.0)
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
@@ -74,26 +74,26 @@ def test_an_error_of_one_rank_is_what_all_report(tmp_path: Path) -> None:
     then = "if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))"
     first, other = own_words(tmp_path, then)
     assert first == other
-    assert first[0] == USER and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
+    assert first[0] == USER_ERROR and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
 
 
 def test_a_lost_connection_is_reported_as_the_end_of_the_other_rank(tmp_path: Path) -> None:
     other, _ = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
-    assert other[0] == DEFECT
-    assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("ended without a word")
+    assert other[0] == INTERNAL_ERROR
+    assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("exited and reported no error")
 
 
 def test_a_rank_that_nothing_can_interrupt_is_ended(tmp_path: Path) -> None:
     begun = time.monotonic()
     other, killed = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
-    assert killed[0] == -9 and other[0] == DEFECT
-    assert "rank 1 on " in other[1] and other[1].endswith("ended without a word")
+    assert killed[0] == -9 and other[0] == INTERNAL_ERROR
+    assert "rank 1 on " in other[1] and other[1].endswith("exited and reported no error")
     assert time.monotonic() - begun < 60
 
 
 def test_the_launcher_reports_the_cause_and_not_the_lost_connection() -> None:
     outcome = on_two_ranks("if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))")
-    assert outcome and (outcome.code, outcome.line) == (USER, "rlhf: error: no rows")
+    assert outcome and (outcome.code, outcome.line) == (USER_ERROR, "rlhf: error: no rows")
 
 
 @pytest.mark.parametrize(("host", "why"), [("no-such-host.invalid", "no-such-host.invalid"), ("127.0.0.1", "in use")])

@@ -16,7 +16,7 @@ from rlhf.contrib.sweep.folder import Ending, SweepDirectory
 from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import INTERRUPTED, USER, ExitStatus, Interrupted
+from rlhf.launchers.exit_status import INTERRUPTED, USER_ERROR, ExitStatus, Interrupted
 from rlhf.memory.advice import plan
 from rlhf.memory.environment import described
 from rlhf.memory.report import peak
@@ -129,7 +129,7 @@ class Sweeping:
             most = _PEAK.search(outcome.message.replace(",", ""))
             peak = parse_bytes("".join(most.groups()), "peak") if most else None
             return Ending("out of memory", outcome.message, peak)
-        refused = outcome.code == USER and not self.folder.is_begun(point)
+        refused = outcome.code == USER_ERROR and not self.folder.is_begun(point)
         return Ending("refused" if refused else "failed", outcome.message)
 
     def _too_large(self, point: Point) -> str:
