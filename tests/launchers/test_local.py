@@ -262,5 +262,5 @@ def test_ranks_are_started_unless_a_launcher_has_done_so(monkeypatch: pytest.Mon
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert not local.should_spawn(2)
-    with pytest.raises(ConfigError, match="--ranks 4: .* started 2"):
+    with pytest.raises(ConfigError, match="--ranks 4: a launcher has already started 2"):
         local.should_spawn(4)
