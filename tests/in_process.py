@@ -15,7 +15,7 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.oom import held_by
+from rlhf.trainers.oom import measure_models
 from rlhf.trainers.trainer import EvalResult
 from tests.helpers import llama
 
@@ -119,7 +119,7 @@ def make_placement(zero_stage: int = 0, *, trained: bool = True, **engine: Any) 
 
 def bytes_held(model: Any, place: Any = None) -> int:
     """Bytes that one model holds, under an engine or not."""
-    return held_by({"model": model}, place)["model"]
+    return measure_models({"model": model}, place)["model"]
 
 
 def plain_state_dict(model: Any) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from machine import machine, results_file  # noqa: E402
 from random_models import make, rows  # noqa: E402
 
 from rlhf.config.schema import Config, Stage, build_config  # noqa: E402
-from rlhf.memory.advice import plan  # noqa: E402
-from rlhf.memory.environment import PROCESS, Surroundings  # noqa: E402
+from rlhf.memory.advice import plan_stages  # noqa: E402
+from rlhf.memory.environment import PROCESS, Environment  # noqa: E402
 from rlhf.utils.units import parse_bytes  # noqa: E402
 
 LENGTHS = {"max_prompt_length": 64, "max_completion_length": 64}
@@ -139,8 +139,8 @@ def run(row: Row, folder: Path, most: int) -> dict[str, Any]:
     values = settings(row, folder)
     try:
         config: Config = build_config(values)
-        around = Surroundings(row.ranks, config.precision, one_memory=True, base=PROCESS)
-        expected = plan(config, [row.stage], around)[0].fullest.device * row.ranks
+        environment = Environment(row.ranks, config.precision, unified_memory=True, process=PROCESS)
+        expected = plan_stages(config, [row.stage], environment)[0].fullest.device * row.ranks
     except Exception as error:
         return {"skipped": str(error)}
     if expected > most:

@@ -24,10 +24,11 @@ from rlhf.engine.engine import Batch
 from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import DataError, RunError, as_resource_error
 from rlhf.losses.log_probs import masked
-from rlhf.memory.advice import changed
-from rlhf.trainers import loop, oom, pipeline
+from rlhf.memory.advice import apply_settings
+from rlhf.trainers import loop, pipeline
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import record_evaluation
+from rlhf.trainers.oom import explain_out_of_memory
 from rlhf.trainers.ppo.experience import Rollout
 from rlhf.trainers.ppo.rewards import RewardFunction
 from rlhf.trainers.ppo.trainer import PPOTrainer
@@ -81,10 +82,10 @@ class PPOLearner:
     @contextmanager
     def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[PPOLearner]:
         """The PPO of a run's folder that is open for it (`rlhf.trainers.run.open_run`), until the block is left."""
-        config = changed(config, {"ppo.samples_every": 0})  # the user's loop shows what it wants
+        config = apply_settings(config, {"ppo.samples_every": 0})  # the user's loop shows what it wants
         with pipeline.stage_context("ppo", config, accelerator, directory) as context:
             plan = pipeline.log_plan(context)
-            with oom.explained(context):
+            with explain_out_of_memory(context):
                 learner = cls(context, cast(PPOTrainer, pipeline.build_trainer(context)), plan)
             try:
                 yield learner
@@ -245,7 +246,7 @@ class PPOLearner:
     def _working(self) -> Iterator[None]:
         """Lacks of memory, disk or rights in this block become one line that says what to do."""
         try:
-            with oom.explained(self._context):
+            with explain_out_of_memory(self._context):
                 yield
         except OSError as error:
             if lack := as_resource_error(error, self._context.run.path):

@@ -61,13 +61,14 @@ def plan(
     Memory is that of one rank, of its device and on the host. Nothing is loaded or written. Exit code 0: all stages
     fit; 1: one does not; 2: something has to be mended first.
     """
-    from rlhf.memory.report import told
+    from rlhf.memory.report import report_stage
 
     wanted = _stages(stage or STAGES)
     config = options.load()
-    around, room = _where(config, options, devices, memory, host_memory)
+    environment, limits = _describe_device(config, options, devices, memory, host_memory)
     found = [
-        told(config, one, around, room, measured=measured, tflops=tflops, price=price, rows=rows) for one in wanted
+        report_stage(config, one, environment, limits, measured=measured, tflops=tflops, price=price, rows=rows)
+        for one in wanted
     ]
     if as_json:
         print_json(found)
@@ -85,8 +86,8 @@ def _stages(names: Sequence[str]) -> list[Stage]:
     return [stage for stage in EVERY_STAGE if stage in names]
 
 
-def _where(config: Config, options: Options, devices: int, memory: str | None, host: str | None) -> Any:
-    from rlhf.memory import environment
+def _describe_device(config: Config, options: Options, devices: int, memory: str | None, host: str | None) -> Any:
+    from rlhf.memory.environment import describe_environment, detect_environment
     from rlhf.utils.units import parse_bytes
 
     given = parse_bytes(host, "--host-memory") if host else None
@@ -95,14 +96,14 @@ def _where(config: Config, options: Options, devices: int, memory: str | None, h
             raise ConfigError(
                 "--memory and --accelerator: one describes a device, the other asks one; give one of them"
             )
-        return environment.described(config, devices, parse_bytes(memory, "--memory"), given)
+        return describe_environment(config, devices, parse_bytes(memory, "--memory"), given)
     from accelerators import stdout_to_stderr
     from rlhf.engine.select import select_accelerator
 
     with stdout_to_stderr():  # a device's software may print as it likes
         accelerator = select_accelerator(config, options.accelerator).create()
         accelerator.bind(0)
-        return environment.found(accelerator, config, devices, local=devices)
+        return detect_environment(accelerator, config, devices, local=devices)
 
 
 def _print(stage: dict[str, Any]) -> None:

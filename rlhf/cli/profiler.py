@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
-from rlhf.memory.advice import changed
+from rlhf.memory.advice import apply_settings
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.roles.lineage import resolve_base_models
@@ -63,12 +63,16 @@ def profile(config: Config, stage: Stage, *, steps: int, trace: Path) -> Found:
         config = config.model_copy(update={"output": Path(folder, "run")})
         trial = Trial(steps, Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json"))
         with launch.open_run(config, (*before, stage)) as (decided, accelerator):
-            from rlhf.trainers import oom, pipeline  # these import DeepSpeed, which has been told about the device
+            from rlhf.trainers import pipeline  # these import DeepSpeed, which has been told about the device
+            from rlhf.trainers.oom import explain_out_of_memory
 
             directory = RunDirectory(config.output)
             pipeline.run(decided, accelerator, directory, before)
             trial.begun = time.perf_counter()
-            with pipeline.stage_context(stage, decided, accelerator, directory) as context, oom.explained(context):
+            with (
+                pipeline.stage_context(stage, decided, accelerator, directory) as context,
+                explain_out_of_memory(context),
+            ):
                 pipeline.log_plan(context)
                 trial.take(pipeline.build_trainer(context), context)
                 pipeline.release_models(context)
@@ -100,7 +104,7 @@ def founded(config: Config, stage: Stage) -> tuple[Config, tuple[Stage, ...]]:
         for base in resolve_base_models(config, name, pending, run.finished_model):
             if base.path and not base.through and not base.ref.named_in(config):
                 model = str(Path(base.path).absolute())
-                config = changed(config, {base.ref.key: model})
+                config = apply_settings(config, {base.ref.key: model})
                 console.print(f"{base.ref.key}: {model}", markup=False, soft_wrap=True)
     return config, before
 
@@ -108,17 +112,17 @@ def founded(config: Config, stage: Stage) -> tuple[Config, tuple[Stage, ...]]:
 def shortened(config: Config, before: Sequence[Stage]) -> Config:
     """The settings with one step for each of the stages `before`, and no samples shown in PPO."""
     for stage in before:
-        config = changed(config, {f"{stage}.max_steps": 1, f"{stage}.eval_rows": 1})
-    return changed(config, {"ppo.samples_every": 0})
+        config = apply_settings(config, {f"{stage}.max_steps": 1, f"{stage}.eval_rows": 1})
+    return apply_settings(config, {"ppo.samples_every": 0})
 
 
 def lengthened(config: Config, stage: Stage, steps: int) -> Config:
     """The settings with at least so many steps of `stage`, however few rows there are."""
     if stage == "ppo":
         enough = config.ppo.epochs is None and config.ppo.steps >= steps
-        return config if enough else changed(config, {"ppo.epochs": None, "ppo.steps": steps})
+        return config if enough else apply_settings(config, {"ppo.epochs": None, "ppo.steps": steps})
     section = config.supervised(stage)
-    return changed(
+    return apply_settings(
         config,
         {
             f"{stage}.epochs": max(section.epochs, steps),

@@ -1,11 +1,12 @@
-"""Whether a run fits a device, and what to change where it does not: the least that helps, in words.
+"""Settings that take less memory: one table, used to make a run fit before it starts and after it ran out of memory.
 
-A configuration, its models and the surroundings flow in; plans, and `Change`s that make them fit, flow out.
+A configuration, its stages and the environment flow in; plans, and `Change`s that make them fit, flow out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,234 +14,360 @@ from typing import Any
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
-from rlhf.memory.model_state import Surroundings
-from rlhf.memory.models import Shapes, models_of
-from rlhf.memory.stage import StagePlan, plan_stage
-from rlhf.roles import roles
+from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.stage import MemoryPlan, Shapes, plan_stage
+from rlhf.reporting.timers import Phase
+from rlhf.roles.roles import check_placements, model_placements
+from rlhf.runs.resume import CHANGEABLE_ON_RESUME, SHARED_SECTIONS
 
-_MOST_DEVICES = 1024
+_MAX_DEVICES = 1024
 _LORA_RANK = 8
-
-
-@dataclass(frozen=True)
-class Room:
-    """Bytes of memory of one device, and of the host for each rank; None: not known."""
-
-    device: int
-    host: int | None = None
-
-    def holds(self, plan: StagePlan) -> bool:
-        return plan.fullest.device <= self.device and (self.host is None or plan.host <= self.host)
+_WITH_ROWS: tuple[Phase, ...] = ("evaluation", "scoring", "training")
+"""Phases that take as many rows at a time as a micro-batch has."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings to give, and what they cost."""
+    """Settings that take less memory, and their cost in words."""
 
     settings: dict[str, Any]
     cost: str
 
     def __str__(self) -> str:
-        return ", ".join(f"{key}={_written(value)}" for key, value in self.settings.items())
+        """Return the settings as they follow `--set` in a command."""
+        values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
+        return " --set ".join(f"{key}={value}" for key, value in values.items())
 
 
-def plan(
+@dataclass(frozen=True)
+class OutOfMemorySituation:
+    """A stage that ran out of memory.
+
+    Attributes:
+        environment: `unified_memory` also if there is no host memory to offload to.
+        best_precision: the precision that the device would take by default.
+        started: the stage has a checkpoint, and continues with the settings it was started with.
+        continued: so has an earlier stage of the run.
+    """
+
+    config: Config
+    stage: Stage
+    phase: Phase
+    environment: Environment
+    best_precision: str
+    started: bool = False
+    continued: bool = False
+
+
+def plan_stages(
     config: Config,
     stages: Sequence[Stage],
-    around: Surroundings,
+    environment: Environment,
     *,
-    room: Room | None = None,
+    limits: MemoryLimits | None = None,
     shapes: Shapes | None = None,
-) -> list[StagePlan]:
-    """The plan of each stage, with what is left to the plan (`auto`) decided by `room`, where that is known.
+) -> list[MemoryPlan]:
+    """Return the plan of each stage, with each `auto` resolved as `resolve_auto` does.
 
     Raises:
         ConfigError: the shape of a model is not known, or a batch cannot be divided over the ranks.
     """
-    config = settled(config, stages, around, room=room, shapes=shapes)
-    return [plan_stage(config, stage, models_of(config, stage, shapes), around) for stage in stages]
+    config = resolve_auto(config, stages, environment, limits=limits, shapes=shapes)
+    return [plan_stage(config, stage, environment, shapes) for stage in stages]
 
 
-def settled(
+def resolve_auto(
     config: Config,
     stages: Sequence[Stage],
-    around: Surroundings,
+    environment: Environment,
     *,
-    room: Room | None = None,
+    limits: MemoryLimits | None = None,
     shapes: Shapes | None = None,
 ) -> Config:
-    """The configuration with numbers in place of each `auto` that the plan decides: the first that fits, or the last.
+    """Return the configuration with a value for each `auto` that the plan resolves.
 
-    ZeRO: the least sharding; offload: the least; rollouts at ZeRO-3: `whole`, `tensor_parallel`, `layerwise`; PPO's
-    passes are reused.
+    The first combination that fits is taken, or else the last: the least offload, the least ZeRO sharding, rollouts at
+    ZeRO-3 `whole` before `tensor_parallel` before `layerwise`, and PPO's passes reused. Without `limits` the first is
+    taken.
     """
+    multiple = environment.ranks > 1
+    alternatives: dict[str, Sequence[Any]] = {}
+    if config.engine.offload == "auto":
+        alternatives["engine.offload"] = ("none", "optimizer", "all")
+    if config.engine.zero_stage == "auto":
+        alternatives["engine.zero_stage"] = (0, 1, 2, 3) if multiple else (0,)
+    if config.ppo.generation_weights == "auto":
+        alternatives["ppo.generation_weights"] = ("whole", "tensor_parallel", "layerwise") if multiple else ("whole",)
+    if config.ppo.reuse_forward and config.ppo.updates == 1:
+        alternatives["ppo.reuse_forward"] = (True, False)
     choices = [config]
-    for key, values in _choices(config, around):
-        made = [changed(choice, {key: value}) for choice in choices for value in values]
-        choices = [choice for choice in made if _possible(choice, stages, around)] or made[:1]
-    if room is None:
+    for key, values in alternatives.items():
+        candidates = [apply_settings(choice, {key: value}) for choice in choices for value in values]
+        choices = [choice for choice in candidates if _is_possible(choice, stages)] or candidates[:1]
+    if limits is None:
         return choices[0]
     for choice in choices:
-        plans = (plan_stage(choice, stage, models_of(choice, stage, shapes), around) for stage in stages)
-        if all(map(room.holds, plans)):
+        if all(plan_stage(choice, stage, environment, shapes).fits(limits) for stage in stages):
             return choice
     return choices[-1]
 
 
-def _choices(config: Config, around: Surroundings) -> Iterator[tuple[str, Sequence[Any]]]:
-    if config.engine.offload == "auto":
-        yield "engine.offload", ("none", "optimizer", "all")
-    if config.engine.zero_stage == "auto":
-        yield "engine.zero_stage", (0, 1, 2, 3) if around.ranks > 1 else (0,)
-    if config.ppo.generation_weights == "auto":
-        yield "ppo.generation_weights", ("whole", "tensor_parallel", "layerwise") if around.ranks > 1 else ("whole",)
-    if config.ppo.reuse_forward and config.ppo.updates == 1:
-        yield "ppo.reuse_forward", (True, False)
-
-
-def fits(
-    config: Config, stages: Sequence[Stage], around: Surroundings, room: Room, shapes: Shapes | None = None
+def stages_fit(
+    config: Config,
+    stages: Sequence[Stage],
+    environment: Environment,
+    limits: MemoryLimits,
+    shapes: Shapes | None = None,
 ) -> bool:
-    """Whether all stages fit."""
-    return all(room.holds(found) for found in plan(config, stages, around, room=room, shapes=shapes))
+    """Return whether all stages fit."""
+    plans = plan_stages(config, stages, environment, limits=limits, shapes=shapes)
+    return all(plan.fits(limits) for plan in plans)
 
 
-def remedy(
-    config: Config, stages: Sequence[Stage], around: Surroundings, room: Room, shapes: Shapes | None = None
+def find_changes(
+    config: Config,
+    stages: Sequence[Stage],
+    environment: Environment,
+    limits: MemoryLimits,
+    shapes: Shapes | None = None,
 ) -> list[Change]:
-    """The cheapest changes that make the stages fit; empty where nothing does, or where they fit as they are.
+    """Return the cheapest changes that make the stages fit; none if nothing does, or if they fit already.
 
-    One change is cheaper than two; of single ones the first of `changes` that is enough. Where none is enough alone
-    they are taken together, in that order, and those that turn out not to be needed are left out again.
+    One change is cheaper than two; of single ones, the first of `list_changes` that suffices. If none suffices alone,
+    they are combined in that order, and those that turn out to be unnecessary are dropped again.
     """
-    if fits(config, stages, around, room, shapes):
+
+    def fit(changes: Sequence[Change]) -> bool:
+        settings = {key: value for change in changes for key, value in change.settings.items()}
+        return stages_fit(apply_settings(config, settings), stages, environment, limits, shapes)
+
+    if fit([]):
         return []
-    known = [one for one in changes(config, stages, around) if _possible(changed(config, one.settings), stages, around)]
+    known = [
+        change
+        for change in list_changes(config, stages, environment)
+        if _is_possible(apply_settings(config, change.settings), stages)
+    ]
     for change in known:
-        if fits(changed(config, change.settings), stages, around, room, shapes):
+        if fit([change]):
             return [change]
     taken: list[Change] = []
     for change in known:
         taken.append(change)
-        if fits(_with(config, taken), stages, around, room, shapes):
+        if fit(taken):
             break
     else:
         return []
-    for change in reversed(taken[:-1]):  # the dearer ones first
+    for change in reversed(taken[:-1]):  # the most expensive first
         fewer = [other for other in taken if other is not change]
-        if fits(_with(config, fewer), stages, around, room, shapes):
+        if fit(fewer):
             taken = fewer
     return taken
 
 
-def changes(config: Config, stages: Sequence[Stage], around: Surroundings) -> Iterator[Change]:
-    """What could be changed, the cheapest first; each only where it would change something."""
-    share = config.ppo.batch_size // around.ranks
-    if "ppo" in stages and share > 1:
-        for rows in _parts(config.ppo.generation_batch_size or share):
+def advise(situation: OutOfMemorySituation) -> tuple[list[str], list[str]]:
+    """Return settings that would take less memory, the mildest first: (for this run, for a new one)."""
+    config, stage, environment = situation.config, situation.stage, situation.environment
+    changes = list_changes(
+        config, [stage], environment, failed_in=situation.phase, best_precision=situation.best_precision
+    )
+    possible = (change for change in changes if _is_possible(apply_settings(config, change.settings), [stage]))
+    by_scope: dict[str, list[str]] = {"any time": [], "stage": [], "run": []}
+    for change in possible:
+        by_scope[_scope(change)].append(str(change))
+    now, later = by_scope["any time"], list[str]()
+    (later if situation.started else now).extend(by_scope["stage"])
+    (later if situation.continued else now).extend(by_scope["run"])
+    return now, later
+
+
+def list_changes(
+    config: Config,
+    stages: Sequence[Stage],
+    environment: Environment,
+    *,
+    failed_in: Phase | None = None,
+    best_precision: str = "",
+) -> Iterator[Change]:
+    """Yield changes that take less memory, the cheapest first; each only if it would change something.
+
+    Before a run, each value of a setting is a change, so that the mildest that suffices is found. After an error nobody
+    knows how much memory is lacking: one value of each setting is yielded, and only settings that help in that phase;
+    also some that change the experiment, which a plan does not propose.
+
+    Args:
+        failed_in: the phase that ran out of memory; None before a run.
+        best_precision: the precision that the device would take by default.
+    """
+    ppo, ranks, stage = config.ppo, environment.ranks, config.engine.zero_stage
+    trained_adapters, in_ppo = config.lora.rank > 0, "ppo" in stages
+    can_offload = not environment.unified_memory
+
+    def helps(*phases: Phase) -> bool:
+        return failed_in is None or failed_in in phases
+
+    def some(values: Iterator[Any]) -> list[Any]:
+        return list(values if failed_in is None else itertools.islice(values, 1))
+
+    share = ppo.batch_size // ranks
+    if in_ppo and helps("generation"):
+        for rows in some(_divisors(min(ppo.generation_batch_size or share, share))):
             yield Change({"ppo.generation_batch_size": rows}, f"rollouts in parts of {rows} rows; the same samples")
-    besides = "dpo" in stages and "reference" in roles.model_placements(config, "dpo")
-    if besides:
+    has_reference = "dpo" in stages and "reference" in model_placements(config, "dpo")
+    if has_reference:
         yield Change({"dpo.reference": "precomputed"}, "one pass over the pairs before training; the same numbers")
-    for smaller in _smaller_micro_batches(config, stages, around):
-        yield Change(smaller, "more passes for a step; the same numbers")
-    if not config.model.gradient_checkpointing:
+    if helps(*_WITH_ROWS):
+        for settings in some(_smaller_micro_batches(config, stages, environment)):
+            yield Change(settings, "more passes for a step; the same numbers")
+    if helps("training") and not config.model.gradient_checkpointing:
         yield Change({"model.gradient_checkpointing": True}, "about a third more time for updates; the same numbers")
-    stage = config.engine.zero_stage
-    if around.ranks > 1 and stage != "auto":
+    # After an error, adapters' frozen weights are quantized instead, which ZeRO-3 cannot shard.
+    if ranks > 1 and stage != "auto" and (failed_in is None or (failed_in != "loading" and not trained_adapters)):
         cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
-        for more in range(stage + 1, 4):
-            yield Change({"engine.zero_stage": more}, f"{cost[more]}; the same numbers")
-    if "ppo" in stages and config.ppo.ema and not config.ppo.ema_on_host and not around.one_memory:
+        for larger in range(stage + 1 if failed_in is None else max(stage + 1, 3), 4):
+            yield Change({"engine.zero_stage": larger}, f"{cost[larger]}; the same numbers")
+    sharded = ranks > 1 and in_ppo and model_placements(config, "ppo")["actor"].zero_stage == 3
+    if failed_in == "generation" and sharded and ppo.generation_weights != "layerwise":
+        yield Change({"ppo.generation_weights": "layerwise"}, "slow rollouts; the same samples")
+    if in_ppo and ppo.ema and not ppo.ema_on_host and can_offload:
         yield Change({"ppo.ema_on_host": True}, "the average is computed on the host; the same numbers")
-    if config.engine.offload == "none" and not around.one_memory:
-        sharded = {} if stage else {"engine.zero_stage": 1}
-        yield Change({"engine.offload": "optimizer"} | sharded, "the optimizer steps on the host: slower updates")
-        yield Change(
-            {"engine.offload": "all", "engine.zero_stage": 3}, "weights come from the host in every pass: slow"
-        )
+    if can_offload:
+        yield from _offloads(config, stages, environment, failed_in)
+    if failed_in == "generation" and (rows := _smaller_rollout(config, ranks)):
+        yield Change({"ppo.batch_size": rows}, "smaller rollouts: other results")
+    if failed_in and environment.precision == "fp32" != best_precision:
+        yield Change({"precision": "auto"}, f"computes in {best_precision}: other results")
     rank = config.lora.rank or _LORA_RANK
-    if not config.lora.rank:
+    if not trained_adapters:
         yield Change({"lora.rank": rank}, "adapters are trained in place of all weights: other results")
-    if config.engine.frozen == "auto" and (config.lora.rank or "ppo" in stages or besides):
-        yield Change({"engine.frozen": "int8"}, "frozen weights are rounded to 8 bits")
-        yield Change({"engine.frozen": "int4"}, "frozen weights are rounded to 4 bits")
-    if config.engine.frozen == "auto" and not config.lora.rank:
+    if config.engine.frozen == "auto" and (trained_adapters or (failed_in is None and (in_ppo or has_reference))):
+        for bits in some(iter((8, 4))):
+            yield Change({"engine.frozen": f"int{bits}"}, f"frozen weights are rounded to {bits} bits")
+    if failed_in is None and config.engine.frozen == "auto" and not trained_adapters:
         yield Change({"lora.rank": rank, "engine.frozen": "int8"}, "adapters on weights that are rounded to 8 bits")
+    lengths = {key: getattr(config.data, key) for key in ("max_prompt_length", "max_completion_length")}
+    longest = max(lengths, key=lambda key: lengths[key])
+    if failed_in in (*_WITH_ROWS, "generation") and lengths[longest] > 1:
+        yield Change({f"data.{longest}": lengths[longest] // 2}, "shorter texts: other results")
 
 
-def fewest_devices(
-    config: Config, stages: Sequence[Stage], around: Surroundings, room: Room, shapes: Shapes | None = None
+def find_fewest_devices(
+    config: Config,
+    stages: Sequence[Stage],
+    environment: Environment,
+    limits: MemoryLimits,
+    shapes: Shapes | None = None,
 ) -> int | None:
-    """The smallest number of devices on which the stages fit; None: there is none."""
-    shared = math.gcd(*(_rows_of_a_rank(config, stage, replace(around, ranks=1)) for stage in stages))
-    for ranks in (ranks for ranks in range(1, min(shared, _MOST_DEVICES) + 1) if shared % ranks == 0):
+    """Return the smallest number of devices on which the stages fit; None if no number suffices."""
+    common = math.gcd(*(_rows_of_a_rank(config, stage, 1) for stage in stages))
+    for ranks in (ranks for ranks in range(1, min(common, _MAX_DEVICES) + 1) if common % ranks == 0):
         with contextlib.suppress(ConfigError):  # a micro-batch that does not divide a share
-            if fits(config, stages, replace(around, ranks=ranks), room, shapes):
+            if stages_fit(config, stages, replace(environment, ranks=ranks), limits, shapes):
                 return ranks
     return None
 
 
-def largest_micro_batch(
-    config: Config, stage: Stage, around: Surroundings, room: Room, shapes: Shapes | None = None
+def find_largest_micro_batch(
+    config: Config, stage: Stage, environment: Environment, limits: MemoryLimits, shapes: Shapes | None = None
 ) -> int | None:
-    """The most rows in one forward pass of a rank with which the stage fits; None: not even one."""
-    rows = _rows_of_a_rank(config, stage, around)
-    for part in [rows, *_parts(rows)]:
-        if fits(changed(config, {f"{stage}.micro_batch_size": part}), [stage], around, room, shapes):
+    """Return the most rows in one forward pass of a rank with which the stage fits; None if not even one does."""
+    rows = _rows_of_a_rank(config, stage, environment.ranks)
+    for part in [rows, *_divisors(rows)]:
+        changed = apply_settings(config, {f"{stage}.micro_batch_size": part})
+        if stages_fit(changed, [stage], environment, limits, shapes):
             return part
     return None
 
 
-def changed(config: Config, settings: dict[str, Any]) -> Config:
-    """The configuration with other values of the keys; `ppo.batch_size` is one."""
+def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """Return the configuration with other values of the keys, for example of `ppo.batch_size`."""
     for key, value in settings.items():
-        section, name = key.split(".")
-        own = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: own})
+        section, _, name = key.rpartition(".")
+        if section:
+            changed = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: changed})
+        else:
+            config = config.model_copy(update={name: value})
     return config
 
 
-def _possible(config: Config, stages: Sequence[Stage], around: Surroundings) -> bool:
-    """Whether the models can be held so."""
+def _is_possible(config: Config, stages: Sequence[Stage]) -> bool:
+    """Return whether the models can be placed so."""
     try:
-        roles.check_placements(config, stages)
+        check_placements(config, stages)
     except ConfigError:
         return False
     return True
 
 
-def _with(config: Config, taken: Sequence[Change]) -> Config:
-    for change in taken:
-        config = changed(config, change.settings)
-    return config
+def _scope(change: Change) -> str:
+    """Return until when a change is possible: any time, before its stage or before the run starts."""
+    fixed = [key for key in change.settings if key.rpartition(".")[2] not in CHANGEABLE_ON_RESUME]
+    if not fixed:
+        return "any time"
+    return "run" if any(key.partition(".")[0] in SHARED_SECTIONS for key in fixed) else "stage"
 
 
-def _smaller_micro_batches(config: Config, stages: Sequence[Stage], around: Surroundings) -> Iterator[dict[str, Any]]:
-    """Of all stages at once, half as many rows each time."""
+def _offloads(
+    config: Config, stages: Sequence[Stage], environment: Environment, failed_in: Phase | None
+) -> Iterator[Change]:
+    zero_stage = {} if config.engine.zero_stage else {"engine.zero_stage": 1}
+    optimizer = Change({"engine.offload": "optimizer"} | zero_stage, "the optimizer steps on the host: slower updates")
+    if failed_in is None:
+        if config.engine.offload == "none":
+            yield optimizer
+            everything = {"engine.offload": "all", "engine.zero_stage": 3}
+            yield Change(everything, "weights come from the host in every pass: slow")
+        return
+    for value in ("all", "optimizer", "parameters"):
+        changed = apply_settings(config, {"engine.offload": value})
+        if _is_possible(changed, stages):
+            if _offloaded(changed, stages) != _offloaded(config, stages):
+                yield Change({"engine.offload": value}, "the host holds more, and the device waits for it: slower")
+                return
+            break
+    if failed_in != "loading" and zero_stage and not config.lora.rank:
+        yield optimizer
+
+
+def _offloaded(config: Config, stages: Sequence[Stage]) -> list[tuple[bool, bool]]:
+    placements = (placement for stage in stages for placement in model_placements(config, stage).values())
+    return [(placement.offloads_optimizer, placement.offloads_parameters) for placement in placements]
+
+
+def _smaller_micro_batches(
+    config: Config, stages: Sequence[Stage], environment: Environment
+) -> Iterator[dict[str, int]]:
+    """Yield settings of all stages at once, each time with at most half as many rows."""
     rows = {
-        stage: getattr(config, stage).micro_batch_size or _rows_of_a_rank(config, stage, around) for stage in stages
+        stage: getattr(config, stage).micro_batch_size or _rows_of_a_rank(config, stage, environment.ranks)
+        for stage in stages
     }
     while any(count > 1 for count in rows.values()):
-        rows = {stage: next(iter(_parts(count)), 1) for stage, count in rows.items()}
+        rows = {stage: next(_divisors(count), 1) for stage, count in rows.items()}
         yield {f"{stage}.micro_batch_size": count for stage, count in rows.items()}
 
 
-def _rows_of_a_rank(config: Config, stage: Stage, around: Surroundings) -> int:
-    """Rows of one optimizer step that a rank has."""
+def _smaller_rollout(config: Config, ranks: int) -> int:
+    """Return the largest rollout of at most half the rows that can be divided as this one; 0 if there is none."""
+    for rows in range(config.ppo.batch_size // 2, 0, -1):
+        with contextlib.suppress(ConfigError):
+            config.ppo.model_copy(update={"batch_size": rows}).minibatch(ranks)
+            return rows
+    return 0
+
+
+def _rows_of_a_rank(config: Config, stage: Stage, ranks: int) -> int:
+    """Return the rows of one optimizer step on a rank."""
     if stage == "ppo":
-        return (config.ppo.minibatch_size or config.ppo.batch_size) // around.ranks
-    return config.supervised(stage).batch_size // around.ranks
+        return (config.ppo.minibatch_size or config.ppo.batch_size) // ranks
+    return config.supervised(stage).batch_size // ranks
 
 
-def _parts(rows: int) -> Iterator[int]:
-    """Numbers of rows into which `rows` divide, the largest first, each at most half the one before."""
+def _divisors(rows: int) -> Iterator[int]:
+    """Yield numbers of rows into which `rows` divide, the largest first, each at most half the one before."""
     last = rows
     for part in range(rows // 2, 0, -1):
         if rows % part == 0 and part <= last // 2:
             last = part
             yield part
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,12 +1,11 @@
-"""Where a run is planned for: a device that is described, or the accelerator that is there."""
+"""The devices that a run is planned for: described by their number and memory, or detected from an accelerator."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf.config.schema import Config
-from rlhf.memory.advice import Room
-from rlhf.memory.model_state import Surroundings
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -14,31 +13,76 @@ if TYPE_CHECKING:
 PROCESS = 760 * 2**20
 """Bytes of a process that has imported torch, transformers and DeepSpeed; a run measures its own."""
 
-# Of a device with an allocator of its own: what lies between blocks, and what its runtime takes for itself.
-_MARGIN, _CONTEXT = 0.04, 2**29
+# Of a device with its own allocator: the part that is lost between blocks, and the bytes that its runtime takes.
+_FRAGMENTATION, _RUNTIME = 0.04, 2**29
 
 
-def described(config: Config, devices: int, memory: int, host: int | None) -> tuple[Surroundings, Room]:
-    """`devices` of `memory` bytes each, with an allocator of their own, in a machine whose host has `host` bytes."""
+@dataclass(frozen=True)
+class Environment:
+    """Ranks, precision and attention of a run.
+
+    Attributes:
+        unified_memory: the devices' memory is the host's.
+        process: bytes of a process before it loads a model.
+        fused_attention: attention makes no matrix of weights.
+        fragmentation: part of the memory in use that a device's allocator loses between blocks.
+        device_memory: bytes that a device has; None if not known.
+    """
+
+    ranks: int = 1
+    precision: str = "bf16"
+    fused_attention: bool = True
+    unified_memory: bool = False
+    process: int = 0
+    fragmentation: float = 0.0
+    device_memory: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the compute precision."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def reduce_width(self) -> int:
+        """Bytes of a number in which ranks add gradients up."""
+        return 4 if self.precision != "fp16" and self.ranks > 1 else self.width
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Bytes of memory of one device, and of the host for each rank; None if not known."""
+
+    device: int
+    host: int | None = None
+
+
+def describe_environment(
+    config: Config, devices: int, memory: int, host: int | None
+) -> tuple[Environment, MemoryLimits]:
+    """Return an environment of `devices` with `memory` bytes and an allocator each, in a host with `host` bytes."""
     precision = "bf16" if config.precision == "auto" else config.precision
-    around = Surroundings(devices, precision, base=PROCESS, margin=_MARGIN, memory=memory)
-    return around, Room(max(memory - _CONTEXT, 0), host and host // devices)
+    environment = Environment(devices, precision, process=PROCESS, fragmentation=_FRAGMENTATION, device_memory=memory)
+    return environment, MemoryLimits(max(memory - _RUNTIME, 0), host and host // devices)
 
 
-def found(accelerator: Accelerator, config: Config, ranks: int, *, local: int) -> tuple[Surroundings, Room]:
-    """The accelerator that this process is bound to, `ranks` of them, `local` of them on this machine.
+def detect_environment(
+    accelerator: Accelerator, config: Config, ranks: int, *, local: int
+) -> tuple[Environment, MemoryLimits]:
+    """Return the environment of the accelerator that this process is bound to.
 
-    A process holds what this one does now.
+    Args:
+        ranks: ranks of the run, a device each.
+        local: ranks on this machine.
     """
     memory = accelerator.memory()
-    one_memory = accelerator.device() == accelerator.host_device()
-    around = Surroundings(
+    unified = accelerator.device() == accelerator.host_device()
+    environment = Environment(
         ranks,
         accelerator.precision(config.precision).name,
-        one_memory=one_memory,
-        base=memory.allocated if one_memory else PROCESS,
-        margin=0 if one_memory else _MARGIN,
-        memory=memory.total,
+        unified_memory=unified,
+        process=memory.allocated if unified else PROCESS,
+        fragmentation=0 if unified else _FRAGMENTATION,
+        device_memory=memory.total,
     )
-    # Ranks on one machine share the host's memory, but each has its device for itself.
-    return around, Room(memory.total // local if one_memory else memory.total - _CONTEXT)
+    # Ranks on one machine share the host's memory, but each has a device.
+    return environment, MemoryLimits(memory.total // local if unified else memory.total - _RUNTIME)

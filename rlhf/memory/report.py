@@ -1,81 +1,272 @@
-"""A plan as people and programs read it: numbers by phase, one verdict, and advice.
+"""A plan as people and programs read it: what `rlhf plan` prints, and the lines that a run prints of its plan.
 
-What `rlhf plan` prints, and the lines that a run says of its plan.
+With hours and money, from a stage's arithmetic and a throughput, or from the pace of a run that was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import Config, Stage
+from rlhf.errors import ConfigError
 from rlhf.generation import strategy
-from rlhf.memory import duration
-from rlhf.memory.advice import Change, Room, fewest_devices, largest_micro_batch, plan, remedy, settled
-from rlhf.memory.model_state import Surroundings
-from rlhf.memory.models import models_of
-from rlhf.memory.stage import StagePlan
-from rlhf.roles import roles
+from rlhf.memory.advice import (
+    Change,
+    apply_settings,
+    find_changes,
+    find_fewest_devices,
+    find_largest_micro_batch,
+    plan_stages,
+    resolve_auto,
+)
+from rlhf.memory.environment import Environment, MemoryLimits, detect_environment
+from rlhf.memory.model_state import ModelMemory
+from rlhf.memory.stage import MemoryPlan, Models, Shapes, build_models
+from rlhf.models.shape import shape_of
+from rlhf.roles.lineage import ResolvedBaseModel, resolve_base_model
+from rlhf.roles.roles import check_placements
 from rlhf.utils.units import format_bytes
 
+if TYPE_CHECKING:
+    from accelerators import Accelerator
 
-def told(
+RESOLVED_KEYS = ("zero_stage", "offload")
+"""Keys of `engine` whose `auto` the plan resolves."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Steps of a stage, and the seconds that each takes."""
+
+    steps: int
+    seconds_per_step: float
+
+    @property
+    def hours(self) -> float:
+        """Hours of all steps."""
+        return self.steps * self.seconds_per_step / 3600
+
+    def cost(self, price: float, devices: int) -> float:
+        """Return the money for `devices` that cost `price` an hour each."""
+        return self.hours * price * devices
+
+
+def resolve_engine(
+    config: Config,
+    stages: Sequence[Stage],
+    accelerator: Accelerator,
+    ranks: int,
+    local: int,
+    recorded: Mapping[str, Any],
+) -> tuple[Config, str | None]:
+    """Return the configuration with a value for each `auto` of `engine`, and a line that says so; None if none is.
+
+    Args:
+        local: ranks on this machine.
+        recorded: `engine` of a run that is resumed, which continues with the values that it was started with.
+
+    Raises:
+        ConfigError: the shape of a model is not known, so that nothing can be resolved.
+    """
+    keys = [key for key in RESOLVED_KEYS if getattr(config.engine, key) == "auto"]
+    if not keys:
+        return config, None
+    if all(recorded.get(key, "auto") != "auto" for key in keys):
+        values, reason = {key: recorded[key] for key in keys}, "as the run was started"
+    else:
+        environment, limits = detect_environment(accelerator, config, ranks, local=local)
+        resolved = resolve_auto(config, stages, environment, limits=limits)
+        fullest = max(plan_stages(resolved, stages, environment, limits=limits), key=lambda plan: plan.fullest.device)
+        values = {key: getattr(resolved.engine, key) for key in keys}
+        reason = f"{fullest.stage}: {format_peak(fullest, limits)}"
+    settings = {f"engine.{key}": value for key, value in values.items()}
+    listed = ", ".join(f"{key}={value}" for key, value in settings.items())
+    return apply_settings(config, settings), f"auto: {listed} ({reason})"
+
+
+def plan_next_stage(
     config: Config,
     stage: Stage,
-    around: Surroundings,
-    room: Room,
+    accelerator: Accelerator,
+    bases: Sequence[ResolvedBaseModel],
+    *,
+    ranks: int,
+    local: int,
+    fused_attention: bool = True,
+) -> tuple[MemoryPlan | None, list[str]]:
+    """Return the plan of a stage that is about to start, and lines about it; None if a model's shape is not known.
+
+    Args:
+        bases: the models that the stage starts from, with the paths that they are loaded from now.
+        local: ranks on this machine.
+    """
+    environment, limits = detect_environment(accelerator, config, ranks, local=local)
+    environment = replace(environment, fused_attention=fused_attention)
+    try:
+        shapes: Shapes = {resolve_base_model(config, base.ref).path: shape_of(base.path) for base in bases if base.path}
+        (plan,) = plan_stages(config, [stage], environment, limits=limits, shapes=shapes)
+    except ConfigError:  # a plan is no reason to stop a run
+        return None, []
+    peak = format_peak(plan, limits)
+    if plan.fits(limits):
+        return plan, [f"{stage}: plan: {peak}"]
+    changes = find_changes(config, [stage], environment, limits, shapes)
+    if plan.fullest.device <= limits.device:
+        peak = f"peak about {format_bytes(plan.host)} of {format_bytes(limits.host or 0)} on the host for each rank"
+    remedy = f"try {format_changes(changes)}" if changes else "no change helps"
+    return plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"]
+
+
+def report_stage(
+    config: Config,
+    stage: Stage,
+    environment: Environment,
+    limits: MemoryLimits,
     *,
     measured: Path | None = None,
     tflops: float | None = None,
     price: float | None = None,
     rows: int | None = None,
 ) -> dict[str, Any]:
-    """What `rlhf plan` says of a stage.
+    """Return what `rlhf plan` prints about a stage.
 
     Raises:
-        ConfigError: as `fit.plan`; the run would be refused; `measured` holds no run.
+        ConfigError: as `plan_stages`; the run would be refused; `measured` holds no run.
     """
-    resolved = settled(config, [stage], around, room=room)
-    roles.check_placements(resolved, [stage])
+    resolved = resolve_auto(config, [stage], environment, limits=limits)
+    check_placements(resolved, [stage])
     if stage == "ppo":
-        strategy.check_generation(config, around.ranks)
-    (found,) = plan(config, [stage], around, room=room)
-    fits = room.holds(found)
-    advice = _decided(config, resolved)
+        strategy.check_generation(config, environment.ranks)
+    (plan,) = plan_stages(config, [stage], environment, limits=limits)
+    fits = plan.fits(limits)
+    advice = {
+        f"engine.{key}": f"{getattr(resolved.engine, key)} (auto)"
+        for key in RESOLVED_KEYS
+        if getattr(config.engine, key) == "auto"
+    }
     if not fits:
-        advice["cheapest change"] = said(remedy(config, [stage], around, room)) or "none that is known is enough"
-    few = fewest_devices(config, [stage], around, room)
-    advice["fewest devices"] = f"{few:,} of these" if few else "with these settings no number is enough"
-    most = largest_micro_batch(resolved, stage, around, room)
+        changes = find_changes(config, [stage], environment, limits)
+        advice["cheapest change"] = format_changes(changes) or "none that is known is enough"
+    devices = find_fewest_devices(config, [stage], environment, limits)
+    advice["fewest devices"] = f"{devices:,} of these" if devices else "with these settings no number is enough"
+    most = find_largest_micro_batch(resolved, stage, environment, limits)
     advice["largest micro-batch"] = f"{most} rows at a time" if most else "with these settings not even one row fits"
-    took = _duration(resolved, stage, around, measured, tflops, rows)
-    if took:
-        money = f", {took.cost(price, around.ranks):,.2f} in money" if price is not None else ""
-        advice["time"] = f"{took.hours:,.2f} hours ({took.steps:,} steps of {took.seconds_per_step:,.2f} s){money}"
+    duration = _estimate_duration(resolved, stage, environment, measured, tflops, rows)
+    cost = duration.cost(price, environment.ranks) if duration and price is not None else None
+    if duration:
+        money = "" if cost is None else f", {cost:,.2f} in money"
+        steps = f"{duration.steps:,} steps of {duration.seconds_per_step:,.2f} s"
+        advice["time"] = f"{duration.hours:,.2f} hours ({steps}){money}"
     elif measured or tflops:
-        advice["time"] = "not known: say with --rows how many rows there are, or measure this stage"
+        advice["time"] = "not known: give the number of rows with --rows, or measure this stage"
     return {
         "stage": stage,
         "fits": fits,
-        "verdict": f"{'fits' if fits else 'does not fit'}: {peak(found, room)}",
-        "devices": around.ranks,
-        "memory": room.device,
-        "precision": around.precision,
-        "parameters": {name: {"all": both[0], "trained": both[1]} for name, both in found.parameters.items()},
-        "phases": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in found.phases],
-        "fullest": found.fullest.name,
-        "items": _items(found),
+        "verdict": f"{'fits' if fits else 'does not fit'}: {format_peak(plan, limits)}",
+        "devices": environment.ranks,
+        "memory": limits.device,
+        "precision": environment.precision,
+        "parameters": {name: {"all": both[0], "trained": both[1]} for name, both in plan.parameters.items()},
+        "phases": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in plan.phases],
+        "fullest": plan.fullest.name,
+        "items": _list_items(plan),
         "advice": advice,
-        **({"hours": took.hours, "steps": took.steps} if took else {}),
-        **({"cost": took.cost(price, around.ranks)} if took and price is not None else {}),
+        **({"hours": duration.hours, "steps": duration.steps} if duration else {}),
+        **({} if cost is None else {"cost": cost}),
     }
 
 
-def _items(found: StagePlan) -> list[dict[str, Any]]:
-    """What is there in the fullest phase, the largest first: one entry for each kind that a role has in one place."""
+def format_peak(plan: MemoryPlan, limits: MemoryLimits) -> str:
+    """Return `peak about 5.1 GiB of 23.4 GiB on each device (training of the actor)`."""
+    phase = plan.fullest
+    used, total = format_bytes(phase.device), format_bytes(limits.device)
+    return f"peak about {used} of {total} on each device ({phase.name})"
+
+
+def format_changes(changes: Sequence[Change]) -> str:
+    """Return changes as options of one command, with their costs; empty if there are none."""
+    settings = {key: value for change in changes for key, value in change.settings.items()}
+    costs = "; ".join(change.cost for change in changes)
+    return f"--set {Change(settings, costs)} ({costs})" if changes else ""
+
+
+def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
+    """Return optimizer steps of a stage, in PPO rollouts; None if they depend on rows, and `rows` is not given."""
+    if stage == "ppo":
+        return None if config.ppo.epochs and rows is None else config.ppo.total_steps(rows or 0)
+    section = config.supervised(stage)
+    if rows is None:
+        return section.max_steps
+    return section.total_steps(-(-rows // section.batch_size))
+
+
+def count_operations(config: Config, stage: Stage, models: Models) -> float:
+    """Return the floating-point operations of one step, over all ranks, with rows of the greatest length.
+
+    Matrix products of weights are counted, two operations for each number and token: forward once, backward twice, a
+    recomputed layer once more; attention's products are left out.
+    """
+    if stage != "ppo":
+        model = next(iter(models.values()))
+        rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
+        operations = _update_operations(model)
+        if stage == "dpo":  # the reference's forward pass: with every step, or once for all epochs
+            operations += 2 * model.parameters / (1 if config.dpo.reference == "beside" else config.dpo.epochs)
+        return rows * config.data.max_length * operations
+    tokens, actor = config.ppo.batch_size * config.data.max_length, models["actor"]
+    scored = sum(2 * model.parameters for model in models.values())
+    scored += 0 if "reference" in models else 2 * actor.parameters  # the actor once more
+    trained = sum(_update_operations(model) for model in models.values() if model.placement.role.trained)
+    return tokens * (2 * actor.parameters + scored + config.ppo.ppo_epochs * trained)
+
+
+def _update_operations(model: ModelMemory) -> float:
+    """Return the operations of an update for one token; frozen weights have no gradient."""
+    backward = 2 if model.placement.lora.rank else 4
+    recomputed = 2 if model.placement.gradient_checkpointing else 0
+    return (2 + backward + recomputed) * model.parameters
+
+
+def _estimate_duration(
+    config: Config,
+    stage: Stage,
+    environment: Environment,
+    measured: Path | None,
+    tflops: float | None,
+    rows: int | None,
+) -> Duration | None:
+    """Return the duration at the pace of the run in `measured`, or at `tflops` 10^12 operations a second of a device.
+
+    None if neither says how long the stage takes.
+
+    Raises:
+        ConfigError: `measured` holds no run.
+    """
+    steps = count_steps(config, stage, rows)
+    if measured:
+        if not (measured / "run.json").is_file():
+            raise ConfigError(f"--measured {measured}: holds no run; name a run's folder, the value of its --output")
+        try:
+            summary = json.loads((measured / stage / "stage.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not summary.get("steps"):
+            return None
+        return Duration(steps or summary["steps"], summary["seconds"] / summary["steps"])
+    if not (tflops and steps):
+        return None
+    operations = count_operations(config, stage, build_models(config, stage, environment))
+    return Duration(steps, operations / (tflops * 1e12 * environment.ranks))
+
+
+def _list_items(plan: MemoryPlan) -> list[dict[str, Any]]:
+    """Return the fullest phase's items, the largest first: one for each kind that a role has in one place."""
     sizes: dict[tuple[str, str, bool], int] = {}
-    for item in found.fullest.items:
+    for item in plan.fullest.items:
         key = (item.role, item.kind, item.host)
         sizes[key] = sizes.get(key, 0) + item.size
     return [
@@ -83,35 +274,3 @@ def _items(found: StagePlan) -> list[dict[str, Any]]:
         for (role, kind, host), size in sorted(sizes.items(), key=lambda item: -item[1])
         if size
     ]
-
-
-def peak(found: StagePlan, room: Room | None) -> str:
-    """`peak about 5.1 GiB of 23.4 GiB on each device (update of the actor)`."""
-    phase = found.fullest
-    of = f" of {format_bytes(room.device)}" if room else ""
-    return f"peak about {format_bytes(phase.device)}{of} on each device ({phase.name})"
-
-
-def said(changes: Sequence[Change]) -> str:
-    """Changes as options of one command, with what they cost."""
-    together = Change({key: value for change in changes for key, value in change.settings.items()}, "")
-    costs = "; ".join(change.cost for change in changes)
-    return f"--set {' --set '.join(str(together).split(', '))} ({costs})" if changes else ""
-
-
-def _decided(config: Config, resolved: Config) -> dict[str, str]:
-    """What was left to the plan."""
-    keys = ("zero_stage", "offload")
-    pairs = [(key, getattr(config.engine, key), getattr(resolved.engine, key)) for key in keys]
-    return {f"engine.{key}": f"{now} (auto)" for key, given, now in pairs if given == "auto"}
-
-
-def _duration(
-    config: Config, stage: Stage, around: Surroundings, measured: Path | None, tflops: float | None, rows: int | None
-) -> duration.Duration | None:
-    steps = duration.steps_of(config, stage, rows)
-    if measured:
-        return duration.from_run(measured, stage, steps)
-    if tflops and steps:
-        return duration.from_throughput(config, stage, models_of(config, stage), steps, tflops, around.ranks)
-    return None

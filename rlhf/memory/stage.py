@@ -1,23 +1,47 @@
-"""Bytes that a run takes: by role and kind, on each device and on the host, at each phase of a stage.
+"""Bytes that a stage takes: by role and kind, on each device and on the host, in each phase.
 
-A configuration, the shapes of its models and the surroundings flow in; a `StagePlan` for each stage flows out. The
-sizes are what DeepSpeed 0.19.8 and the stages allocate; `rlhf.memory.model_state` counts what a model holds, this
-module
-what is there at the same time.
+A configuration, the shapes of its models and the environment flow in; a `MemoryPlan` flows out. `ModelMemory` counts
+what a model holds; this module counts what passes through models take in addition, and what exists at the same time.
+The sizes were read from transformers' modules and PyTorch's derivatives: a norm keeps its input, a linear layer too,
+attention its queries, keys, values and result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlhf.config.schema import Config, Stage
-from rlhf.memory.activations import Rows, cache, kept, kept_by_checkpoints, logits, passing, sampling
-from rlhf.memory.model_state import BLOCK, Item, Model, Surroundings, in_blocks, total
-from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
+from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.model_state import BLOCK, MemoryItem, ModelMemory, block_item, sum_bytes
+from rlhf.models.shape import Shape, shape_from, shape_of
+from rlhf.roles.base_sharing import predict_sharing
+from rlhf.roles.lineage import resolve_base_model
+from rlhf.roles.roles import RoleName, model_placements
 
-PASSES = 50 * 2**20
-"""Bytes that a process gains with its first passes: threads, kernels' own memory, modules that are imported late."""
+EMBEDDED = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "tie_word_embeddings": True,
+}
+"""The embedded Llama (rlhf.models.toy_model), with the vocabulary of the embedded world's tokenizer."""
+
+Shapes = Mapping[str | None, Shape]
+"""Shapes by the path that a stage starts from; None is the embedded model."""
+
+Models = Mapping[RoleName, ModelMemory]
+Moments = list[tuple[str, list[MemoryItem]]]
+"""(phase, items that exist at one time)."""
+
+_FIRST_PASSES = 50 * 2**20  # bytes that a process gains with its first passes: threads, kernels' memory, late imports
+_TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
+_CHUNK, _FEWEST = 1 << 22, 256  # logits that are worked on at a time, and columns (rlhf.losses)
+_LARGE = 64 << 20  # bytes of 16-bit logits from which on they are never whole (rlhf.models.lm_head)
 
 
 @dataclass(frozen=True)
@@ -25,27 +49,30 @@ class PhaseMemory:
     """Memory at the fullest moment of a phase."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
 
     @property
     def device(self) -> int:
         """Bytes on each device."""
-        return total(self.items, host=False)
+        return sum_bytes(self.items, host=False)
 
     @property
     def host(self) -> int:
-        """Bytes on the host, of each rank."""
-        return total(self.items, host=True)
+        """Bytes on the host, for each rank."""
+        return sum_bytes(self.items, host=True)
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """What one stage takes."""
+class MemoryPlan:
+    """Memory of one stage.
+
+    Attributes:
+        parameters: for each role all numbers that it holds, and those that are trained.
+    """
 
     stage: Stage
     phases: tuple[PhaseMemory, ...]
     parameters: Mapping[RoleName, tuple[int, int]]
-    """Of each role: all numbers that it holds, and those that are trained."""
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -54,44 +81,101 @@ class StagePlan:
 
     @property
     def host(self) -> int:
-        """The most that a rank takes of the host."""
+        """The most bytes that a rank takes of the host."""
         return max(phase.host for phase in self.phases)
 
+    def fits(self, limits: MemoryLimits) -> bool:
+        """Return whether the stage fits."""
+        return self.fullest.device <= limits.device and (limits.host is None or self.host <= limits.host)
 
-def plan_stage(config: Config, stage: Stage, models: Mapping[RoleName, Model], around: Surroundings) -> StagePlan:
-    """What `stage` takes, whose roles are `models`; see `rlhf.memory.models.models_of`.
+
+class Rows(NamedTuple):
+    """`number` rows of `length` tokens in one pass."""
+
+    number: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.number * self.length
+
+
+def build_models(
+    config: Config, stage: Stage, environment: Environment, shapes: Shapes | None = None
+) -> dict[RoleName, ModelMemory]:
+    """Return the models of a stage, each with the shape of its base model.
+
+    Args:
+        shapes: shapes that are known already.
 
     Raises:
-        ConfigError: its batches cannot be divided over the ranks.
+        ConfigError: the shape of a model is not known, or a batch cannot be divided over the ranks.
     """
-    held = model_placements(config, stage)
-    parts = _micro_batches(config, stage, around.ranks) > 1
-    models = {name: replace(model, parts=parts) for name, model in models.items()}
-    resting = [item for name in held for item in models[name].resting(held[name], around)]
+    models = {}
+    placements = model_placements(config, stage)
+    shared = predict_sharing(config, placements).donors if stage == "ppo" else ()
+    accumulates = _micro_batches(config, stage, environment.ranks) > 1
+    for name, placement in placements.items():
+        path = resolve_base_model(config, placement.role.base).path
+        shape = (shapes or {}).get(path)
+        if shape is None:
+            shape = shape_of(path) if path else shape_from(EMBEDDED, "the embedded model")
+        models[name] = ModelMemory(placement, shape, environment, shared=name in shared, accumulates=accumulates)
+    return models
+
+
+def plan_stage(config: Config, stage: Stage, environment: Environment, shapes: Shapes | None = None) -> MemoryPlan:
+    """Return the memory that `stage` takes.
+
+    Raises:
+        ConfigError: as `build_models`.
+    """
+    models = build_models(config, stage, environment, shapes)
+    resting = [item for model in models.values() for item in model.resting()]
     if stage == "ppo" and config.ppo.ema:
-        resting.append(models["actor"].average(held["actor"], around, on_host=config.ppo.ema_on_host))
-    base = [Item("process", "libraries", around.base, host=not around.one_memory)]
-    stages = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}
-    moments = [("loading", [*base, *items]) for items in _loading(models, held, around)]
-    base.append(Item("process", "libraries", PASSES, host=not around.one_memory))
-    moments += [(name, [*base, *resting, *items]) for name, items in stages[stage](config, stage, models, held, around)]
-    moments.append(("saving", [*base, *resting, *models[next(iter(held))].saving(held[next(iter(held))], around)]))
-    phases = [PhaseMemory(name, (*items, *lost)) for (name, items), lost in zip(moments, _lost(moments, around))]
-    fullest = {
-        name: max((p for p in phases if p.name == name), key=lambda p: (p.device, p.host)) for name in _names(phases)
-    }
-    return StagePlan(stage, tuple(fullest.values()), {name: models[name].counts(held[name]) for name in held})
+        resting.append(models["actor"].average(on_host=config.ppo.ema_on_host))
+    process = [MemoryItem("process", "libraries", environment.process, host=not environment.unified_memory)]
+    moments = [("loading", [*process, *items]) for items in _loading(models)]
+    process.append(MemoryItem("process", "libraries", _FIRST_PASSES, host=not environment.unified_memory))
+    moments_of = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}[stage]
+    moments += [(name, [*process, *resting, *items]) for name, items in moments_of(config, stage, environment, models)]
+    moments.append(("saving", [*process, *resting, *next(iter(models.values())).saving()]))
+    fullest: dict[str, PhaseMemory] = {}
+    for (name, items), fragments in zip(moments, _fragmentation(moments, environment)):
+        phase = PhaseMemory(name, (*items, *fragments))
+        if name not in fullest or (phase.device, phase.host) > (fullest[name].device, fullest[name].host):
+            fullest[name] = phase
+    parameters = {name: (model.parameters, model.trained) for name, model in models.items()}
+    return MemoryPlan(stage, tuple(fullest.values()), parameters)
 
 
-_TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
+def allows_forward_reuse(config: Config, models: Models, ranks: int) -> bool:
+    """Return whether the update's passes may score policy and critic (`rlhf.trainers.ppo.forward_reuse`)."""
+    settings = config.ppo
+    passes = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
+    trained = [model.placement for model in models.values() if model.placement.role.trained]
+    if not settings.reuse_forward or settings.updates != 1 or any(placement.dropout for placement in trained):
+        return False
+    return passes == 1 or all(placement.zero_stage < 3 for placement in trained)
 
-Moments = list[tuple[str, list[Item]]]
-Models = Mapping[RoleName, Model]
-Held = Mapping[RoleName, ModelPlacement]
+
+def saved_activations(
+    shape: Shape, rows: Rows, environment: Environment, *, dropout: bool = False, checkpointing: bool = False
+) -> int:
+    """Return the bytes that all layers keep for the backward pass.
+
+    Args:
+        checkpointing: each layer keeps its input only, and one layer at a time is recomputed.
+    """
+    layer = _layer_activations(shape, rows, environment, dropout)
+    if checkpointing:
+        return shape.layers * rows.tokens * shape.hidden * environment.width + layer
+    return shape.layers * layer
 
 
 def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
-    """How many a rank has in one step."""
+    """Return how many micro-batches a rank has in one step."""
     if stage == "ppo":
         minibatch, micro = config.ppo.minibatch(ranks)
         return minibatch // (micro * ranks) + config.ppo.pretraining(ranks)[0]
@@ -99,134 +183,163 @@ def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
     return section.batch_size // (section.micro_batch(ranks, section=stage) * ranks)
 
 
-def _names(phases: Sequence[PhaseMemory]) -> list[str]:
-    return list(dict.fromkeys(phase.name for phase in phases))
+def _fragmentation(moments: Moments, environment: Environment) -> Iterator[list[MemoryItem]]:
+    """Yield what lies unused between blocks at each moment.
 
-
-def _lost(moments: Moments, around: Surroundings) -> Iterator[list[Item]]:
-    """What lies between blocks, at each moment.
-
-    A device's allocator loses a part of what is there. The host's keeps small blocks that were freed: its heap is as
-    large as at its fullest moment ever since.
+    A device's allocator loses a part of the memory in use. The host's keeps small blocks that were freed: its heap
+    stays as large as at its fullest moment.
     """
     heap = 0
     for _, items in moments:
         heap = max(heap, sum(item.small for item in items))
     for name, items in moments:
-        present = total([item for item in items if item.kind != "libraries"], host=False)
-        if not around.one_memory:
-            lost = int(around.margin * present)
-        else:
+        if environment.unified_memory:
             lost = 0 if name == "loading" else heap - sum(item.small for item in items)
-        yield [Item("process", "fragmentation", lost)] if lost else []
+        else:
+            used = sum_bytes([item for item in items if item.kind != "libraries"], host=False)
+            lost = int(environment.fragmentation * used)
+        yield [MemoryItem("process", "fragmentation", lost)] if lost else []
 
 
-def _supervised(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
-    name: RoleName = "sft" if stage == "sft" else "reward"
-    micro = config.supervised(stage).micro_batch(around.ranks, section=stage)
-    batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length, around.width, around.fused)
-    columns = batch.length if stage == "sft" else 0
-    return [("training", items) for items in _update(name, models, held, around, batch, columns)]
-
-
-def _dpo(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
-    rows = 2 * config.dpo.micro_batch(around.ranks, section=stage)
-    batch = Rows(rows, config.data.max_length, around.width, around.fused)
-    columns = config.data.max_completion_length
-    moments = [("training", items) for items in _update("dpo", models, held, around, batch, columns)]
-    if "reference" in held:  # before the policy's own passes
-        reference = models["reference"]
-        scoring = [
-            in_blocks("reference", "activations", passing(reference.shape, batch)),
-            in_blocks("reference", "logits", *logits(reference.shape, batch, columns, 1)),
-        ]
-        moments.append(("scoring", [*scoring, *reference.gathered(held["reference"], around)]))
+def _loading(models: Models) -> list[list[MemoryItem]]:
+    """Return the moments at which each model is loaded while those before it rest."""
+    moments: list[list[MemoryItem]] = []
+    loaded: list[MemoryItem] = []
+    for model in models.values():
+        moments.append([*loaded, *model.loading()])
+        loaded += model.resting(fresh=True)
     return moments
 
 
-def _ppo(config: Config, stage: Stage, models: Models, held: Held, around: Surroundings) -> Moments:
-    data, settings = config.data, config.ppo
-    _, micro = settings.minibatch(around.ranks)
-    share = settings.batch_size // around.ranks
-    batch = Rows(micro, data.max_length, around.width, around.fused)
-    answer = data.max_completion_length
-    rollout = [in_blocks("rollout", "experience", share * data.max_length * 8 * 4)]
-    generating = Rows(min(settings.generation_batch_size or share, share), data.max_length, around.width, around.fused)
-    actor, shape = models["actor"], models["actor"].shape
-    drawing = [
-        Item("actor", "KV cache", cache(shape, generating)),
-        in_blocks("actor", "logits", sampling(shape, generating)),
-        in_blocks("actor", "activations", passing(shape, generating._replace(length=data.max_prompt_length))),
-        *actor.for_rollouts(config, held["actor"], around),
-    ]
-    moments = [("generation", drawing)]
-    for name in held:
-        items = [*rollout, in_blocks(name, "activations", passing(models[name].shape, batch))]
-        if not models[name].scalar_head:
-            items.append(in_blocks(name, "logits", *logits(models[name].shape, batch, answer, 1)))
-        moments.append(("scoring", [*items, *models[name].gathered(held[name], around)]))
-    parts = share // micro if reuses(config, held, around.ranks) else 0
-    critic: list[Item] = []  # what its passes keep that are reused, while the actor is updated
-    if parts and "critic" in held:
-        critic = _graphs("critic", models, held, batch, 0, parts) + models["critic"].gathered(held["critic"], around)
-    for name in [name for name in _TRAINED if name in held]:
-        columns, beside = (answer, critic) if name == "actor" else (0, [])
-        between, *later = _update(name, models, held, around, batch, columns)
-        others = _graphs(name, models, held, batch, columns, parts - 1)  # of its own, which go one by one
-        moments += [(f"training of the {name}", [*rollout, *beside, *items]) for items in ([*between, *others], *later)]
+def _supervised(config: Config, stage: Stage, environment: Environment, models: Models) -> Moments:
+    (model,) = models.values()
+    micro = config.supervised(stage).micro_batch(environment.ranks, section=stage)
+    batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length)
+    return [("training", items) for items in _update(model, batch, batch.length if stage == "sft" else 0)]
+
+
+def _dpo(config: Config, stage: Stage, environment: Environment, models: Models) -> Moments:
+    batch = Rows(2 * config.dpo.micro_batch(environment.ranks, section=stage), config.data.max_length)
+    columns = config.data.max_completion_length
+    moments = [("training", items) for items in _update(models["dpo"], batch, columns)]
+    if reference := models.get("reference"):  # before the policy's passes
+        moments.append(("scoring", _scoring(reference, batch, columns)))
+    return moments
+
+
+def _ppo(config: Config, stage: Stage, environment: Environment, models: Models) -> Moments:
+    data, settings, ranks = config.data, config.ppo, environment.ranks
+    micro = settings.minibatch(ranks)[1]
+    share = settings.batch_size // ranks
+    batch, completion = Rows(micro, data.max_length), data.max_completion_length
+    rollout = [block_item("rollout", "experience", share * data.max_length * 8 * 4)]
+    rows = min(settings.generation_batch_size or share, share)
+    moments = [("generation", _generation(config, models["actor"], rows))]
+    for model in models.values():
+        moments.append(("scoring", [*rollout, *_scoring(model, batch, 0 if model.scalar_head else completion)]))
+    reused = share // micro if allows_forward_reuse(config, models, ranks) else 0
+    critic: list[MemoryItem] = []  # its passes that are reused exist while the actor is trained
+    if reused and "critic" in models:
+        critic = _graphs(models["critic"], batch, 0, reused) + models["critic"].gathered()
+    for name in [name for name in _TRAINED if name in models]:
+        columns, other = (completion, critic) if name == "actor" else (0, [])
+        between, *later = _update(models[name], batch, columns)
+        between += _graphs(models[name], batch, columns, reused - 1)  # the model's other passes, which go one by one
+        moments += [(f"training of the {name}", [*rollout, *other, *items]) for items in (between, *later)]
     if settings.ptx_coef:
-        length = settings.ptx_length or data.max_length
-        texts = batch._replace(number=settings.pretraining(around.ranks)[1], length=length)
-        updates = _update("actor", models, held, around, texts, length - 1)
+        texts = Rows(settings.pretraining(ranks)[1], settings.ptx_length or data.max_length)
+        updates = _update(models["actor"], texts, texts.length - 1)
         moments += [("training of the actor", [*rollout, *critic, *items]) for items in updates]
     return moments
 
 
-def reuses(config: Config, held: Held, ranks: int) -> bool:
-    """True if the settings let the update's passes score policy and critic (`rlhf.trainers.ppo.forward_reuse`)."""
-    settings = config.ppo
-    parts = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
-    trained = [placement for name, placement in held.items() if placement.role.trained]
-    one_pass = settings.reuse_forward and settings.updates == 1 and not any(placement.dropout for placement in trained)
-    return one_pass and (parts == 1 or all(placement.zero_stage < 3 for placement in trained))
+def _generation(config: Config, actor: ModelMemory, number: int) -> list[MemoryItem]:
+    """Return what generating `number` rows takes: cache, one layer's activations, and drawing a token of each row."""
+    shape, width = actor.shape, actor.environment.width
+    rows, prompts = Rows(number, config.data.max_length), Rows(number, config.data.max_prompt_length)
+    return [
+        MemoryItem("actor", "KV cache", rows.tokens * shape.cached * width),
+        # Logits, their float32 copy, probabilities, and an order of them.
+        block_item("actor", "logits", number * shape.vocabulary * (width + 16)),
+        block_item("actor", "activations", _passing_activations(shape, prompts, actor.environment)),
+        *actor.generating(config),
+    ]
 
 
-def _graphs(name: RoleName, models: Models, held: Held, batch: Rows, columns: int, number: int) -> list[Item]:
-    """What the training passes of `number` micro-batches keep for backward: activations, and logits of `columns`."""
+def _scoring(model: ModelMemory, batch: Rows, columns: int) -> list[MemoryItem]:
+    """Return what a pass without gradients takes, with logits of `columns`."""
+    name, environment = model.role, model.environment
+    items = [block_item(name, "activations", _passing_activations(model.shape, batch, environment))]
+    if columns:
+        items.append(block_item(name, "logits", *_logits(model.shape, batch, environment, columns, 1)))
+    return [*items, *model.gathered()]
+
+
+def _update(model: ModelMemory, batch: Rows, columns: int) -> list[list[MemoryItem]]:
+    """Return moments of an update: between its passes, at the end of the backward pass, and at the optimizer's step.
+
+    Args:
+        columns: those that are projected to the vocabulary; 0 if none.
+    """
+    before, after = model.backward()
+    between = [before, *_graphs(model, batch, 0, 1), *model.gathered()]
+    if columns:
+        between.append(block_item(model.role, "logits", *_logits(model.shape, batch, model.environment, columns, 2)))
+    return [between, [*after, *model.gathered()], *model.step()]
+
+
+def _graphs(model: ModelMemory, batch: Rows, columns: int, number: int) -> list[MemoryItem]:
+    """Return what passes of `number` micro-batches keep for backward: activations, and logits of `columns`."""
     if number < 1:
         return []
-    shape, placement = models[name].shape, held[name]
-    count = kept_by_checkpoints if placement.gradient_checkpointing else kept
-    activations = count(shape, batch, dropout=placement.dropout != 0)
-    activations += batch.tokens * shape.hidden * 3 * batch.width  # embeddings, and the last norm with its input
-    widest = batch.tokens * max(shape.hidden, shape.intermediate) * batch.width
-    items = [Item(name, "activations", number * activations, small=number * activations if widest < BLOCK else 0)]
-    if columns:  # without the chunks that logits are worked on in, which wait for nothing
-        items.append(in_blocks(name, "logits", *(number * logits(shape, batch, columns, 1)[:-3])))
+    shape, environment, placement = model.shape, model.environment, model.placement
+    activations = saved_activations(
+        shape, batch, environment, dropout=placement.dropout != 0, checkpointing=placement.gradient_checkpointing
+    )
+    activations += batch.tokens * shape.hidden * 3 * environment.width  # embeddings, and the last norm with its input
+    widest = batch.tokens * max(shape.hidden, shape.intermediate) * environment.width
+    small = number * activations if widest < BLOCK else 0
+    items = [MemoryItem(model.role, "activations", number * activations, small=small)]
+    if columns:  # without the chunks that logits are worked on in, which are temporary
+        kept = _logits(shape, batch, environment, columns, 1)[:-3]
+        items.append(block_item(model.role, "logits", *(number * kept)))
     return items
 
 
-def _update(
-    name: RoleName, models: Models, held: Held, around: Surroundings, batch: Rows, columns: int
-) -> list[list[Item]]:
-    """One role's update: between its passes, when the backward pass ends, and at the optimizer's step.
+def _layer_activations(shape: Shape, rows: Rows, environment: Environment, dropout: bool) -> int:
+    """Return the bytes that one layer keeps for the backward pass."""
+    width, hidden = environment.width, shape.hidden
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Each of the two parts keeps its norm's input and result; norms with gains only also compute in float32.
+    norms = 2 * 2 * hidden * width + (2 * 4 * hidden if shape.rms else 0)
+    attention = (2 * queries + 2 * keys) * width + 4 * shape.heads
+    feed_forward = shape.kept * shape.intermediate * width
+    dropped = 2 * hidden * width if dropout and not shape.rms else 0
+    return rows.tokens * (norms + attention + feed_forward + dropped) + _attention_weights(shape, rows, environment)
 
-    Args:
-        columns: those that are projected to the vocabulary; 0: none.
+
+def _passing_activations(shape: Shape, rows: Rows, environment: Environment) -> int:
+    """Return the bytes of one layer in a pass that keeps nothing: its widest moment, and the residual."""
+    attention = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim + 2 * shape.hidden
+    feed_forward = (3 if shape.gated else 2) * shape.intermediate + 2 * shape.hidden
+    widest = rows.tokens * environment.width * max(attention, feed_forward)
+    return widest + _attention_weights(shape, rows, environment)
+
+
+def _attention_weights(shape: Shape, rows: Rows, environment: Environment) -> int:
+    """Return the bytes of unfused attention: the softmax in float32, and its result in the compute precision."""
+    if environment.fused_attention:
+        return 0
+    return rows.tokens * shape.heads * rows.length * (4 + (environment.width if environment.width < 4 else 0))
+
+
+def _logits(shape: Shape, rows: Rows, environment: Environment, columns: int, copies: int) -> list[int]:
+    """Return the bytes of logits of `columns`, `copies` of them at a time, and of the chunks that are worked on.
+
+    If logits are made and used up part by part (rlhf.models.lm_head), only the chunks exist.
     """
-    model, placement = models[name], held[name]
-    before, after = model.backward(placement, around)
-    between = [before, *_graphs(name, models, held, batch, 0, 1), *model.gathered(placement, around)]
-    if columns:
-        between.append(in_blocks(name, "logits", *logits(model.shape, batch, columns, 2)))
-    return [between, [*after, *model.gathered(placement, around)], *model.step(placement, around)]
-
-
-def _loading(models: Models, held: Held, around: Surroundings) -> list[list[Item]]:
-    """One role after the other: those before it rest, and it is made."""
-    moments: list[list[Item]] = []
-    before: list[Item] = []
-    for name, placement in held.items():
-        moments.append([*before, *models[name].making(placement, around)])
-        before += models[name].resting(placement, around, fresh=True)
-    return moments
+    width, positions = environment.width, rows.number * columns
+    numbers = positions * shape.vocabulary
+    in_parts = shape.plain_logits and (width == 4 or numbers * width > _LARGE)
+    chunks = 3 * [4 * min(numbers, max(_CHUNK, _FEWEST * positions))]
+    return chunks if in_parts else copies * [numbers * width] + chunks

@@ -16,11 +16,11 @@ from rlhf.roles.roles import ROLES
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
 # what is learned; or say (data.datasets.*.prefer.nothing) that a column does not decide, which none did then.
-_CHANGEABLE_ON_RESUME = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
-_CHANGEABLE_ON_RESUME |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
-_CHANGEABLE_ON_RESUME |= {"generation_batch_size", "generation_weights", "tensor_parallel", "reuse_forward"}
-_CHANGEABLE_ON_RESUME |= {"share_base", "merge", "save", "save_critic"}
-_CHANGEABLE_ON_RESUME |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
+CHANGEABLE_ON_RESUME = {"output", "accelerator", "log_every", "checkpoint_every", "steps", "epochs", "max_steps"}
+CHANGEABLE_ON_RESUME |= {"micro_batch_size", "gradient_checkpointing", "offload", "timeout", "nothing"}
+CHANGEABLE_ON_RESUME |= {"generation_batch_size", "generation_weights", "tensor_parallel", "reuse_forward"}
+CHANGEABLE_ON_RESUME |= {"share_base", "merge", "save", "save_critic"}
+CHANGEABLE_ON_RESUME |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
 # What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.
@@ -28,7 +28,7 @@ _DECIDED = {"engine.zero_stage", "engine.offload"}
 # What an empty key comes to: earlier versions recorded that in its place.
 _UNSAID = {"heldout_split": "test", "whiten_advantages": True}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
-_SHARED = ("seed", "model", "data")
+SHARED_SECTIONS = ("seed", "model", "data")
 # What PPO alone reads of them (`data.pretraining`): where it has not begun, nothing was made with it.
 _OF_PPO = {"pretraining"}
 # Sections that every stage is trained with; stages of one run may differ in them.
@@ -76,8 +76,8 @@ def find_differences(
         kept: stages that stay as they are.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    harmless = _CHANGEABLE_ON_RESUME if "ppo" in {*resumed, *kept} else _CHANGEABLE_ON_RESUME | _OF_PPO
-    found = [text for key in _SHARED for text in _differing(there, now, key, harmless)]
+    harmless = CHANGEABLE_ON_RESUME if "ppo" in {*resumed, *kept} else CHANGEABLE_ON_RESUME | _OF_PPO
+    found = [text for key in SHARED_SECTIONS for text in _differing(there, now, key, harmless)]
     for stage in resumed:
         found += _differing_beside(recorded, config, stage, precision)
         found += _differing(there, now, stage)
@@ -93,7 +93,7 @@ def find_differences_in_complete(
         all_of_it: no other stage is asked for, so that no key can be meant for one.
     """
     there, now = _recorded(recorded), config.model_dump(mode="json")
-    found = [text for stage in complete for text in _differing(there, now, stage, _CHANGEABLE_ON_RESUME - _LENGTHS)]
+    found = [text for stage in complete for text in _differing(there, now, stage, CHANGEABLE_ON_RESUME - _LENGTHS)]
     if all_of_it:
         found += [text for stage in complete for text in _differing_beside(recorded, config, stage, None)]
     return list(dict.fromkeys(found))
@@ -155,7 +155,7 @@ def _precision(there: Any, given: str, resolved: str | None) -> list[str]:
 
 
 def _differing(
-    there: dict[str, Any], now: dict[str, Any], section: str, harmless: Set[str] = _CHANGEABLE_ON_RESUME
+    there: dict[str, Any], now: dict[str, Any], section: str, harmless: Set[str] = CHANGEABLE_ON_RESUME
 ) -> list[str]:
     """Leaves of a section that differ, as `key (recorded there, given now)`; a project may have moved as a whole."""
     moved = _moved_all(there.get(section), *_folders(there, now))

@@ -16,17 +16,18 @@ from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
 from rlhf.data.readers import WORLD
 from rlhf.engine import cpu_offload, distributed
-from rlhf.memory import auto
+from rlhf.memory.report import plan_next_stage
 from rlhf.models.attention import choose_attention
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.stage_directory import parse_step
-from rlhf.trainers import loop, oom
+from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.dataset import stage_rows
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.model_factory import ModelFactory, resolve_stage_bases
+from rlhf.trainers.oom import explain_out_of_memory
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.reward import RewardTrainer
 from rlhf.trainers.sft import SFTTrainer
@@ -47,7 +48,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     """
     for stage in stages:
         if not directory.stage(stage).done:
-            with stage_context(stage, config, accelerator, directory) as context, oom.explained(context):
+            with stage_context(stage, config, accelerator, directory) as context, explain_out_of_memory(context):
                 plan = log_plan(context)
                 summary = loop.fit(build_trainer(context), context)
                 release_models(context)  # the next stage needs their memory
@@ -82,14 +83,14 @@ def log_plan(context: StageContext) -> dict[str, Any]:
     config, stage, accelerator = context.config, context.directory.name, context.accelerator
     bases = resolve_stage_bases(context)
     attention = {choose_attention(accelerator, base.path, config.model).name for base in bases}
-    plan, lines = auto.stage_plan(
+    plan, lines = plan_next_stage(
         config,
         stage,
         accelerator,
         bases,
         ranks=context.world.size,
         local=current_process().count_local_ranks(context.world.size),
-        fused="eager" not in attention,
+        fused_attention="eager" not in attention,
     )
     for line in lines:
         context.say(line)

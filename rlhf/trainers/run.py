@@ -160,7 +160,7 @@ def _opened(
 def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:
     """The configuration with what the plan decides in place of each `auto` of `engine`, the same on all ranks."""
     from rlhf.engine import distributed
-    from rlhf.memory.auto import decided
+    from rlhf.memory.report import resolve_engine
 
     found, ranks = None, distributed.world().size
     with distributed.on_main("planning the run") as main:
@@ -168,7 +168,7 @@ def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, 
             begun = [stage for stage in pending if directory.stage(stage).started]
             then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
             local = current_process().count_local_ranks(ranks)
-            found, line = decided(config, pending, accelerator, ranks, local, then.get("engine", {}))
+            found, line = resolve_engine(config, pending, accelerator, ranks, local, then.get("engine", {}))
             if line:
                 console.print(line, markup=False, soft_wrap=True)
     return distributed.all_gather_objects(found)[0]
@@ -191,18 +191,18 @@ def _check_shared(directory: RunDirectory) -> None:
 
 
 def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
-    from rlhf.memory.auto import stage_plan
+    from rlhf.memory.report import plan_next_stage
 
     ranks, attention = current_process().size, findings.attention.values()
     for stage in findings.plans:
-        _, memory = stage_plan(
+        _, memory = plan_next_stage(
             config,
             stage.stage,
             accelerator,
             stage.bases,
             ranks=ranks,
             local=current_process().count_local_ranks(ranks),
-            fused=all(choice.name != "eager" for choice in attention),
+            fused_attention=all(choice.name != "eager" for choice in attention),
         )
         plan.print_plan(stage, config, memory, console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)

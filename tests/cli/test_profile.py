@@ -13,8 +13,8 @@ from torch.autograd import DeviceType
 
 from rlhf.cli.profiler import lengthened
 from rlhf.config.schema import Config
-from rlhf.memory.advice import changed
-from rlhf.memory.duration import steps_of
+from rlhf.memory.advice import apply_settings
+from rlhf.memory.report import count_steps
 from rlhf.reporting.timers import profile_operators
 
 PHASES = ("generation", "scoring", "training")
@@ -119,9 +119,9 @@ def test_what_is_wrong_is_one_line(forks, arguments, said):
 )
 @pytest.mark.parametrize("rows", [1, 5000])
 def test_a_stage_has_the_steps_that_are_measured_and_no_fewer_than_its_own(stage, length, rows):
-    before = changed(Config(), {f"{stage}.{key}": value for key, value in length.items()})
-    steps = steps_of(lengthened(before, stage, 7), stage, rows)
-    own = steps_of(before, stage, rows)
+    before = apply_settings(Config(), {f"{stage}.{key}": value for key, value in length.items()})
+    steps = count_steps(lengthened(before, stage, 7), stage, rows)
+    own = count_steps(before, stage, rows)
     assert steps is not None and own is not None and steps >= 7
     assert steps >= own or (stage == "ppo" and "epochs" in length), "passes over the prompts are counted in steps"
 

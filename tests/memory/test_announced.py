@@ -12,8 +12,8 @@ import pytest
 from accelerators import Accelerator, Memory
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import build_config
-from rlhf.memory import auto as announced
-from rlhf.memory.advice import changed
+from rlhf.memory.advice import apply_settings
+from rlhf.memory.report import plan_next_stage, resolve_engine
 from rlhf.roles.lineage import MODEL, ResolvedBaseModel
 
 MIB = 2**20
@@ -70,21 +70,21 @@ def test_the_least_sharding_that_fits_is_taken(accelerator: Accelerator, gib: in
     small: Any = Small(accelerator, gib * 1024 * MIB)
     config = opt(zero_stage="auto")
     config = config.model_copy(update={"sft": config.sft.model_copy(update={"micro_batch_size": 1})})
-    found, line = announced.decided(config, ["sft"], small, 8, 8, {})
+    found, line = resolve_engine(config, ["sft"], small, 8, 8, {})
     assert (found.engine.zero_stage, found.engine.offload) == (stage, "none")
     assert line and line.startswith(f"auto: engine.zero_stage={stage} (sft: peak about ")
 
 
 def test_a_run_that_is_resumed_goes_on_with_what_was_decided(accelerator: Accelerator) -> None:
     small: Any = Small(accelerator, 64 * 1024 * MIB)
-    found, line = announced.decided(opt(zero_stage="auto"), ["sft"], small, 8, 8, {"zero_stage": 2, "offload": "none"})
+    found, line = resolve_engine(opt(zero_stage="auto"), ["sft"], small, 8, 8, {"zero_stage": 2, "offload": "none"})
     assert found.engine.zero_stage == 2
-    assert line == "auto: engine.zero_stage=2 (as the run was begun)"
+    assert line == "auto: engine.zero_stage=2 (as the run was started)"
 
 
 def test_what_is_asked_for_is_left_as_it_is(accelerator: Accelerator) -> None:
     config = opt(zero_stage=1)
-    assert announced.decided(config, ["sft"], accelerator, 8, 8, {}) == (config, None)
+    assert resolve_engine(config, ["sft"], accelerator, 8, 8, {}) == (config, None)
 
 
 def resolved(path: str) -> tuple[ResolvedBaseModel, ...]:
@@ -93,19 +93,19 @@ def resolved(path: str) -> tuple[ResolvedBaseModel, ...]:
 
 def test_what_will_not_fit_is_said_with_the_cheapest_change(accelerator: Accelerator, tmp_path: Path) -> None:
     small: Any = Small(accelerator, 16 * 1024 * MIB)
-    found, (line,) = announced.stage_plan(opt(), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
+    found, (line,) = plan_next_stage(opt(), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
     assert found and found.fullest.device > 16 * 1024 * MIB
     assert re.fullmatch(
-        r"sft: plan: it will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
+        r"sft: plan: will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
     )
     settings = {key: parse_yaml(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
-    _, (again,) = announced.stage_plan(changed(opt(), settings), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
+    _, (again,) = plan_next_stage(apply_settings(opt(), settings), "sft", small, resolved("opt-1.3b"), ranks=2, local=2)
     assert again.startswith("sft: plan: peak about "), (line, again)
 
 
 def test_a_model_whose_shape_is_not_known_runs_without_a_plan(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    assert announced.stage_plan(opt(), "sft", accelerator, resolved(str(tmp_path)), ranks=1, local=1) == (None, [])
+    assert plan_next_stage(opt(), "sft", accelerator, resolved(str(tmp_path)), ranks=1, local=1) == (None, [])
 
 
 def test_settings_left_to_the_plan_are_those_that_it_decided_then() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import build_config
-from rlhf.memory.advice import Room, plan
-from rlhf.memory.model_state import Surroundings
-from rlhf.memory.models import EMBEDDED, models_of
+from rlhf.memory.advice import plan_stages
+from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.stage import EMBEDDED, build_models
 from rlhf.roles.base_sharing import record_base
 
 LORA = {"rank": 8}
@@ -19,7 +19,7 @@ LORA = {"rank": 8}
 
 def shared(**settings: Any) -> set[str]:
     config = build_config({"model": {"path": "opt-125m"}, "lora": LORA, **settings})
-    return {name for name, model in models_of(config, "ppo").items() if model.shared}
+    return {name for name, model in build_models(config, "ppo", Environment()).items() if model.shared}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_bucket_for_gradients_is_planned_as_deepspeed_is_told_its_size() -> 
 
     def most(**deepspeed: Any) -> int:
         values = {"model": {"path": "opt-125m"}, "lora": LORA, "engine": {"zero_stage": 2, "deepspeed": deepspeed}}
-        (found,) = plan(build_config(values), ["sft"], Surroundings(2, "bf16"))
+        (found,) = plan_stages(build_config(values), ["sft"], Environment(2, "bf16"))
         return found.fullest.device
 
     larger = most(zero_optimization={"reduce_bucket_size": 500_000_000})
@@ -72,7 +72,7 @@ def test_passes_that_are_reused_are_kept_beside_each_other() -> None:
     sizes = {}
     for reuse in (True, False):
         config = build_config({**values, "ppo": {**values["ppo"], "reuse_forward": reuse}})
-        (found,) = plan(config, ["ppo"], Surroundings(1, "bf16"))
+        (found,) = plan_stages(config, ["ppo"], Environment(1, "bf16"))
         for phase in found.phases:
             for role in ("actor", "critic"):
                 kept = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
@@ -86,10 +86,10 @@ def test_passes_that_are_reused_are_kept_beside_each_other() -> None:
 
 def test_a_plan_reuses_passes_where_there_is_room_for_them() -> None:
     config = build_config({"model": {"path": "llama-2-7b"}, "ppo": {"batch_size": 64, "micro_batch_size": 2}})
-    around = Surroundings(1, "bf16")
-    (roomy,) = plan(config, ["ppo"], around)
+    environment = Environment(1, "bf16")
+    (roomy,) = plan_stages(config, ["ppo"], environment)
     apart = config.model_copy(update={"ppo": config.ppo.model_copy(update={"reuse_forward": False})})
-    (tight,) = plan(apart, ["ppo"], around)
+    (tight,) = plan_stages(apart, ["ppo"], environment)
     assert tight.fullest.device < roomy.fullest.device
-    assert plan(config, ["ppo"], around, room=Room(roomy.fullest.device)) == [roomy]
-    assert plan(config, ["ppo"], around, room=Room(roomy.fullest.device - 1)) == [tight]
+    assert plan_stages(config, ["ppo"], environment, limits=MemoryLimits(roomy.fullest.device)) == [roomy]
+    assert plan_stages(config, ["ppo"], environment, limits=MemoryLimits(roomy.fullest.device - 1)) == [tight]

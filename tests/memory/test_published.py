@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import build_config
-from rlhf.memory.activations import Rows, kept, kept_by_checkpoints
-from rlhf.memory.advice import Room, changes, fits, plan
-from rlhf.memory.environment import described
-from rlhf.memory.model_state import Surroundings
+from rlhf.memory.advice import list_changes, plan_stages, stages_fit
+from rlhf.memory.environment import Environment, MemoryLimits, describe_environment
+from rlhf.memory.stage import Rows, saved_activations
 from rlhf.models.shape import shape_of
 
 GB, GIB = 10**9, 2**30
@@ -24,13 +23,17 @@ def test_activations_of_opt_13b_at_4_by_512_are_about_20_gb() -> None:
     """
     shape = shape_of("opt-13b")
     assert (shape.layers, shape.hidden) == (40, 5120)
-    assert kept(shape, Rows(4, 512, 2, fused=False)) == pytest.approx(20e9, rel=0.1)
+    assert saved_activations(shape, Rows(4, 512), Environment(fused_attention=False)) == pytest.approx(20e9, rel=0.1)
 
 
 def test_fused_attention_and_checkpoints_take_less_of_it() -> None:
-    shape, rows = shape_of("opt-13b"), Rows(4, 512, 2)
-    assert kept(shape, rows) == pytest.approx(10e9, rel=0.1)  # the matrices of attention weights were half
-    assert kept_by_checkpoints(shape, rows) == pytest.approx(40 * 4 * 512 * 5120 * 2 + kept(shape, rows) / 40, rel=1e-6)
+    shape, rows, environment = shape_of("opt-13b"), Rows(4, 512), Environment()
+    assert saved_activations(shape, rows, environment) == pytest.approx(
+        10e9, rel=0.1
+    )  # the matrices of attention weights were half
+    layer = saved_activations(shape, rows, environment) / 40
+    checkpoints = saved_activations(shape, rows, environment, checkpointing=True)
+    assert checkpoints == pytest.approx(40 * 4 * 512 * 5120 * 2 + layer, rel=1e-6)
 
 
 def test_sft_of_opt_13b_with_lora_takes_about_what_was_seen() -> None:
@@ -47,7 +50,7 @@ def test_sft_of_opt_13b_with_lora_takes_about_what_was_seen() -> None:
             "sft": {"batch_size": 4, "micro_batch_size": 4, "dropout": 0.0},
         }
     )
-    (found,) = plan(config, ["sft"], Surroundings(1, "fp16", fused=False))
+    (found,) = plan_stages(config, ["sft"], Environment(1, "fp16", fused_attention=False))
     kinds = {item.kind: item.size for item in found.fullest.items if item.kind in ("weights", "activations")}
     adapters = 2 * shape_of("opt-13b").adapters(128)
     assert (kinds["weights"] - adapters) / GIB == pytest.approx(24, rel=0.1)
@@ -81,16 +84,16 @@ def test_ppo_of_llama_2_7b_runs_on_as_many_v100_as_deepspeed_chat_says(devices: 
     Assumed: hosts of 384 GB with 8 devices each.
     """
     config = seven(**settings)
-    around, room = described(config, devices, 32 * GB, None)
-    room = Room(room.device, 384 * GB // min(devices, 8))
-    assert fits(config, ["ppo"], around, room)
-    assert fits(config, ["sft"], around, room)
+    environment, limits = describe_environment(config, devices, 32 * GB, None)
+    limits = MemoryLimits(limits.device, 384 * GB // min(devices, 8))
+    assert stages_fit(config, ["ppo"], environment, limits)
+    assert stages_fit(config, ["sft"], environment, limits)
 
 
 def test_it_does_not_run_on_one_v100_with_all_weights_trained() -> None:
     config = seven()
-    around, room = described(config, 1, 32 * GB, None)
-    assert not fits(config, ["ppo"], around, room)
+    environment, limits = describe_environment(config, 1, 32 * GB, None)
+    assert not stages_fit(config, ["ppo"], environment, limits)
 
 
 def test_zero_takes_sixteen_bytes_a_number_and_shares_them_as_its_paper_says() -> None:
@@ -103,7 +106,7 @@ def test_zero_takes_sixteen_bytes_a_number_and_shares_them_as_its_paper_says() -
     for stage, expected in per_number.items():
         config = seven(engine={"zero_stage": stage, "zero_persistence_threshold": 0})
         config = config.model_copy(update={"sft": config.sft.model_copy(update={"batch_size": 64})})
-        (found,) = plan(config, ["sft"], Surroundings(64, "fp16"))
+        (found,) = plan_stages(config, ["sft"], Environment(64, "fp16"))
         held = sum(item.size for item in found.fullest.items if item.kind in ("weights", "masters", "moments"))
         gradients = {0: 2, 1: 2, 2: 2 / 64, 3: 2 / 64}[stage]  # which come and go
         assert held / numbers + gradients == pytest.approx(expected, rel=0.02)
@@ -115,7 +118,7 @@ def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_share
 ) -> None:
     def averages(**ppo: Any) -> list[tuple[int, bool]]:
         config = seven(engine={"zero_stage": stage}, ppo={"batch_size": 64, **ppo})
-        (found,) = plan(config, ["ppo"], Surroundings(ranks, "bf16"))
+        (found,) = plan_stages(config, ["ppo"], Environment(ranks, "bf16"))
         return [(item.size, item.host) for item in found.fullest.items if item.kind == "average"]
 
     share = 4 * 6_738_415_616 // (ranks if stage else 1)
@@ -125,10 +128,10 @@ def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_share
 
 
 def test_an_average_on_the_host_is_among_the_changes_that_make_room() -> None:
-    def offered(around: Surroundings, **ppo: Any) -> bool:
+    def offered(environment: Environment, **ppo: Any) -> bool:
         config = seven(ppo={"batch_size": 64, **ppo})
-        return any("ppo.ema_on_host" in change.settings for change in changes(config, ["ppo"], around))
+        return any("ppo.ema_on_host" in change.settings for change in list_changes(config, ["ppo"], environment))
 
-    assert offered(Surroundings(), ema=0.992)
-    assert not offered(Surroundings(), ema=0.992, ema_on_host=True)
-    assert not offered(Surroundings(one_memory=True), ema=0.992) and not offered(Surroundings())
+    assert offered(Environment(), ema=0.992)
+    assert not offered(Environment(), ema=0.992, ema_on_host=True)
+    assert not offered(Environment(unified_memory=True), ema=0.992) and not offered(Environment())

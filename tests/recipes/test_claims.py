@@ -12,8 +12,8 @@ from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
 from rlhf.data.formats import find_known_dataset
 from rlhf.data.stage_dataset import select_by_weight
-from rlhf.memory.environment import described
-from rlhf.memory.report import told
+from rlhf.memory.environment import describe_environment
+from rlhf.memory.report import report_stage
 from rlhf.utils.units import parse_bytes
 from tests.recipes import toys
 
@@ -69,8 +69,8 @@ def test_a_recipe_fits_the_machine_of_its_first_line(recipe: Path) -> None:
     config = load_config(recipe)
     assert machines(recipe)
     for devices, memory in machines(recipe):
-        around, room = described(config, devices, parse_bytes(memory, "--memory"), None)
-        plans = [told(config, stage, around, room) for stage in EVERY_STAGE]
+        environment, limits = describe_environment(config, devices, parse_bytes(memory, "--memory"), None)
+        plans = [report_stage(config, stage, environment, limits) for stage in EVERY_STAGE]
         assert all(plan["fits"] for plan in plans), [plan["verdict"] for plan in plans]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.schema import Stage, load_config
-from rlhf.memory.environment import described
-from rlhf.memory.report import told
+from rlhf.memory.environment import describe_environment
+from rlhf.memory.report import report_stage
 from rlhf.utils.units import parse_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "example_scripts"
@@ -37,10 +37,10 @@ def name(value: object) -> str | None:
 @pytest.mark.parametrize(("recipe", "devices", "memory", "said"), rows(), ids=name)
 def test_the_page_says_what_the_plan_says(recipe: Path, devices: int, memory: str, said: list[str]) -> None:
     config = load_config(recipe)
-    around, room = described(config, devices, parse_bytes(memory, "--memory"), None)
+    environment, limits = describe_environment(config, devices, parse_bytes(memory, "--memory"), None)
     for stage, gib in zip(STAGES, said, strict=True):
         if gib:
-            plan = told(config, stage, around, room)
+            plan = report_stage(config, stage, environment, limits)
             assert plan["fits"], plan["verdict"]
             assert f"{max(phase['device'] for phase in plan['phases']) / 2**30:.1f}" == gib, (stage, plan["verdict"])
 

@@ -8,10 +8,9 @@ import pytest
 
 from rlhf.config.schema import Config, build_config
 from rlhf.errors import ConfigError
-from rlhf.memory.duration import operations
-from rlhf.memory.model_state import Surroundings
-from rlhf.memory.models import models_of
-from rlhf.memory.stage import plan_stage
+from rlhf.memory.environment import Environment
+from rlhf.memory.report import count_operations
+from rlhf.memory.stage import build_models, plan_stage
 from rlhf.roles.base_sharing import Sharing, predict_sharing
 from rlhf.roles.lineage import ALL, CRITIC, base_models, resolve_base_model
 from rlhf.roles.roles import ModelPlacement, model_placements
@@ -147,11 +146,11 @@ def test_a_plan_counts_the_models_that_are_there() -> None:
     sizes = {}
     for name, ppo in {"all": {}, "no model": FUNCTION, "rloo": FUNCTION | {"estimator": "rloo"}}.items():
         config = configured(**ppo)
-        models = models_of(config, "ppo")
+        models = build_models(config, "ppo", Environment())
         assert models.keys() == model_placements(config, "ppo").keys()
-        plan = plan_stage(config, "ppo", models, Surroundings())
+        plan = plan_stage(config, "ppo", Environment())
         assert ("critic" in plan.parameters) == (name != "rloo")
-        sizes[name] = plan.fullest.device, operations(config, "ppo", models)
+        sizes[name] = plan.fullest.device, count_operations(config, "ppo", models)
     assert sizes["all"] > sizes["no model"] > sizes["rloo"]
     assert sizes["all"][1] > sizes["no model"][1] > sizes["rloo"][1]
 

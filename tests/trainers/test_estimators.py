@@ -8,8 +8,8 @@ import torch
 
 from rlhf.config.schema import build_config
 from rlhf.data.stage_dataset import load_stage
-from rlhf.memory.advice import plan
-from rlhf.memory.model_state import Surroundings
+from rlhf.memory.advice import plan_stages
+from rlhf.memory.environment import Environment
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.preflight import check
 from tests.helpers import llama
@@ -77,8 +77,10 @@ def test_generation_may_cut_a_group_anywhere(build, accelerator):
 def test_the_plan_has_no_critic(recipe, name):
     """And three of the four models' weights, in all that is held."""
     values = {**recipe, "model": {"path": "opt-1.3b"}, "ppo": {"batch_size": 32}}
-    (four,) = plan(build_config(values), ["ppo"], Surroundings())
-    (three,) = plan(build_config(values | {"ppo": {"batch_size": 32, "estimator": name}}), ["ppo"], Surroundings())
+    (four,) = plan_stages(build_config(values), ["ppo"], Environment())
+    (three,) = plan_stages(
+        build_config(values | {"ppo": {"batch_size": 32, "estimator": name}}), ["ppo"], Environment()
+    )
     assert set(four.parameters) - set(three.parameters) == {"critic"}
     assert not any("critic" in (item.role, phase.name) for phase in three.phases for item in phase.items)
     assert all("critic" not in phase.name for phase in three.phases)

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from rlhf.config.schema import ModelConfig, load_config
 from rlhf.engine.ema import EMA
 from rlhf.engine.engine import freeze_model
+from rlhf.memory.advice import OutOfMemorySituation, advise
+from rlhf.memory.environment import Environment
 from rlhf.models.loading import load_causal_lm
-from rlhf.trainers import oom
-from rlhf.trainers.oom import Situation, advice
+from rlhf.trainers.oom import format_message
 from tests.engine.test_engine import build, train
 from tests.helpers import llama
 from tests.in_process import bytes_held, make_placement
@@ -21,9 +22,11 @@ ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_
 HALVES = ["sft.batch_size=24", "data.max_prompt_length=64", "data.max_completion_length=192"]
 
 
-def situation(*settings: str, **facts) -> Situation:
+def situation(*settings: str, **facts) -> OutOfMemorySituation:
     config = load_config(None, [*HALVES, *settings], example=False)
-    return Situation(**{"config": config, "stage": "sft", "phase": "training", "ranks": 1, **facts})
+    facts = {"stage": "sft", "phase": "training", "ranks": 1, "precision": "fp32", "host": False, **facts}
+    environment = Environment(facts.pop("ranks"), facts.pop("precision"), unified_memory=not facts.pop("host"))
+    return OutOfMemorySituation(**{"config": config, "environment": environment, "best_precision": "fp32", **facts})
 
 
 GENERATION, ROWS = {"stage": "ppo", "phase": "generation"}, "ppo.generation_batch_size"
@@ -46,8 +49,8 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         (["lora.rank=4"], {"phase": "set-up", "ranks": 2}, [INT8]),
         (["engine.zero_stage=2"], {"phase": "set-up", "ranks": 2}, [ZERO, LORA]),
         (["engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, [LORA]),
-        ([], {"phase": "set-up", "best": "bf16"}, ["precision=auto", LORA]),
-        ([], {"phase": "set-up", "precision": "bf16", "best": "bf16"}, [LORA]),
+        ([], {"phase": "set-up", "best_precision": "bf16"}, ["precision=auto", LORA]),
+        ([], {"phase": "set-up", "precision": "bf16", "best_precision": "bf16"}, [LORA]),
         (["lora.rank=4"], {"phase": "loading", "ranks": 2}, [INT8]),
         ([], {"stage": "reward"}, ["reward.micro_batch_size=16", CHECKPOINTING, LORA, LENGTH]),
         (["ppo.minibatch_size=8"], {"stage": "ppo"}, ["ppo.micro_batch_size=4", CHECKPOINTING, LORA, LENGTH]),
@@ -55,21 +58,21 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         (["ppo.minibatch_size=8"], GENERATION, [f"{ROWS}=16", "ppo.batch_size=16", LORA, LENGTH]),
         (["ppo.batch_size=24", "ppo.minibatch_size=8"], GENERATION, [f"{ROWS}=12", "ppo.batch_size=8", LORA, LENGTH]),
         (["ppo.minibatch_size=32"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
-        (["ppo.minibatch_size=32", f"{ROWS}=5"], GENERATION, [f"{ROWS}=2", LORA, LENGTH]),
+        (["ppo.minibatch_size=32", f"{ROWS}=5"], GENERATION, [f"{ROWS}=1", LORA, LENGTH]),
         (["ppo.minibatch_size=32", f"{ROWS}=99"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
         (["ppo.minibatch_size=32", f"{ROWS}=1"], GENERATION, [LORA, LENGTH]),
-        (["ppo.batch_size=6"], GENERATION | {"ranks": 2}, [f"{ROWS}=1", "ppo.batch_size=2", ZERO, LORA, LENGTH]),
+        (["ppo.batch_size=6"], GENERATION | {"ranks": 2}, [f"{ROWS}=1", ZERO, "ppo.batch_size=2", LORA, LENGTH]),
         ([ZERO, f"{ROWS}=1"], GENERATION | {"ranks": 32}, [LAYERWISE, LORA, LENGTH]),
         ([ZERO, f"{ROWS}=1", "ppo.generation_weights=layerwise"], GENERATION | {"ranks": 32}, [LORA, LENGTH]),
         ([ZERO, "ppo.minibatch_size=32"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
     ],
 )
 def test_only_what_would_help_here_is_advised_the_mildest_first(settings, facts, expected):
-    assert advice(situation(*settings, **facts)) == (expected, [])
+    assert advise(situation(*settings, **facts)) == (expected, [])
 
 
 HOST = {"host": True, "phase": "set-up"}
-ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
+ON_HOST = "engine.offload=optimizer --set engine.zero_stage=1"
 
 
 @pytest.mark.parametrize(
@@ -93,44 +96,44 @@ ON_HOST = "engine.zero_stage=1 --set engine.offload=optimizer"
             {"phase": "training"},
             ["sft.micro_batch_size=12", CHECKPOINTING, "engine.offload=optimizer", LORA, LENGTH],
         ),
-        (["engine.zero_stage=1"], {"begun": True, "continued": True}, ["engine.offload=optimizer"]),
+        (["engine.zero_stage=1"], {"started": True, "continued": True}, ["engine.offload=optimizer"]),
     ],
 )
 def test_what_could_wait_on_the_host_is_advised_where_there_is_one(settings, facts, expected):
-    assert advice(situation(*settings, **HOST | facts))[0] == expected
-    without = advice(situation(*settings, **HOST | facts | {"host": False}))[0]
+    assert advise(situation(*settings, **HOST | facts))[0] == expected
+    without = advise(situation(*settings, **HOST | facts | {"host": False}))[0]
     assert not any("offload" in key or "on_host" in key for key in without)
 
 
 def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
     mild = ["sft.micro_batch_size=12", CHECKPOINTING]
-    assert advice(situation(continued=True)) == ([*mild, LORA], [LENGTH])
-    assert advice(situation(begun=True, continued=True)) == (mild, [LORA, LENGTH])
+    assert advise(situation(continued=True)) == ([*mild, LORA], [LENGTH])
+    assert advise(situation(started=True, continued=True)) == (mild, [LORA, LENGTH])
 
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("facts", [{}, {"ranks": 2}, {"stage": "reward"}, {"stage": "ppo"}])
 def test_what_is_advised_is_accepted(facts, host):
     facts = facts | {"host": host}
-    for key in advice(situation(**facts))[0]:
+    for key in advise(situation(**facts))[0]:
         changed = situation(*key.split(" --set "), **facts)
-        assert not any(key in keys for keys in advice(changed))
+        assert not any(key in keys for keys in advise(changed))
 
 
 def test_the_line_holds_everything_and_leaves_out_what_is_not_known():
     lack = torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nLarger than ever " + "_" * 120)
     held = {"actor": 25 << 30, "reward": 300 << 20}
     keys = (["a=1", "b=2"], ["c=3"])
-    assert oom.line(lack, "on npu in ppo, training", "peak 79.2 GiB of 80.0 GiB", held, keys) == (
+    assert format_message(lack, "on npu in ppo, training", "peak 79.2 GiB of 80.0 GiB", held, keys) == (
         "out of memory on npu in ppo, training (OutOfMemoryError: Tried to allocate 2.00 GiB. Larger than ever ...); "
         "peak 79.2 GiB of 80.0 GiB; weights, gradients and optimizer: actor 25.0 GiB, reward 300 MiB; "
         "try, with --set and in this order: a=1, b=2; with another --output, also: c=3"
     )
     assert (
         "; weights, gradients and optimizer: actor 25.0 GiB, reward 300 MiB; and on the host: actor 2.0 GiB; try"
-        in (oom.line(lack, "", "", held, keys, {"actor": 2 << 30}))
+        in (format_message(lack, "", "", held, keys, {"actor": 2 << 30}))
     )
-    assert oom.line(MemoryError(), "on the host in sft, loading", "", {}, ([], [])) == (
+    assert format_message(MemoryError(), "on the host in sft, loading", "", {}, ([], [])) == (
         "out of memory on the host in sft, loading (MemoryError); no setting of this run would help: use a device with "
         "more memory"
     )

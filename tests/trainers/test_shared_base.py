@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from accelerators.backends.cpu import info as cpu_info
 from rlhf.evaluation.resolve import model_folder
 from rlhf.launchers import local
-from rlhf.trainers import oom, pipeline
+from rlhf.trainers import pipeline
+from rlhf.trainers.oom import measure_models
 from tests.in_process import stage_context
 
 NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
@@ -97,7 +98,7 @@ def test_four_models_take_one_base_their_adapters_and_two_heads(build, tokenizer
         parameter.data_ptr(): parameter.numel() for module in modules(ppo).values() for parameter in module.parameters()
     }
     assert sum(parameters.values()) == base + 3 * adapters + 2 * hidden
-    held = oom.held_by(modules(ppo))
+    held = measure_models(modules(ppo))
     rotary = hidden // 4 // 2  # float32 numbers of a table, and of its copy
     assert held["shared"] == 4 * (base + adapters + 2 * rotary)  # the reward model's adapters are the critic's too
     assert held["actor"] == 4 * adapters and held["reward"] == 4 * hidden

@@ -25,7 +25,7 @@ from rlhf.config.loader import (
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, Config, Stage, build_config
 from rlhf.contrib.sweep.schema import Exclusion, GridFile, parsed
 from rlhf.errors import ConfigError
-from rlhf.memory.advice import changed
+from rlhf.memory.advice import apply_settings
 from rlhf.roles.lineage import base_models
 from rlhf.utils.units import parse_bytes
 
@@ -280,7 +280,7 @@ def _on_shared(point: Point, file: GridFile, path: Path, output: Path) -> Point:
                     f"{path}: stages: {stage} starts from the model of {ref.trained_by}, which no point trains; add "
                     f"it to `stages` or to `share`, or set {ref.key} (point {point.name})"
                 )
-            config = changed(config, {ref.key: str(Path(output) / SHARED / ref.trained_by / "model")})
+            config = apply_settings(config, {ref.key: str(Path(output) / SHARED / ref.trained_by / "model")})
     return replace(point, config=config)
 
 

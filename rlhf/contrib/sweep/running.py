@@ -17,9 +17,9 @@ from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.launchers import local
 from rlhf.launchers.exit_status import INTERRUPTED, USER_ERROR, ExitStatus, Interrupted
-from rlhf.memory.advice import plan
-from rlhf.memory.environment import described
-from rlhf.memory.report import peak
+from rlhf.memory.advice import plan_stages
+from rlhf.memory.environment import describe_environment
+from rlhf.memory.report import format_peak
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.trainers import preflight
@@ -136,11 +136,11 @@ class Sweeping:
         """What the plan says of a point that does not fit the device that is described."""
         if self.grid.memory is None:
             return ""
-        around, room = described(point.alone, self.grid.ranks, self.grid.memory, None)
+        environment, limits = describe_environment(point.alone, self.grid.ranks, self.grid.memory, None)
         for stage in point.stages:
-            (found,) = plan(point.alone, [stage], around, room=room)
-            if not room.holds(found):
-                return f"{stage} does not fit: {peak(found, room)}"
+            (plan,) = plan_stages(point.alone, [stage], environment, limits=limits)
+            if not plan.fits(limits):
+                return f"{stage} does not fit: {format_peak(plan, limits)}"
         return ""
 
     def _stop(self, point: Point | None) -> NoReturn:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import ConfigError
-from rlhf.memory import environment
-from rlhf.memory.advice import settled
+from rlhf.memory.advice import resolve_auto
+from rlhf.memory.environment import PROCESS, detect_environment
 from rlhf.models.dropout import has_dropout
 from rlhf.roles.lineage import resolve_base_model
 from rlhf.trainers.context import StageContext
@@ -51,10 +51,10 @@ def _fits(context: StageContext) -> bool:
     """
     config, held = context.config, context.placements
     local = current_process().count_local_ranks(context.world.size)
-    around, room = environment.found(context.accelerator, config, context.world.size, local=local)
+    environment, limits = detect_environment(context.accelerator, config, context.world.size, local=local)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in held)
-    around = replace(around, base=min(around.base, environment.PROCESS), fused=fused)
+    environment = replace(environment, process=min(environment.process, PROCESS), fused_attention=fused)
     shapes = {
         resolve_base_model(config, placement.role.base).path: context.shape(name) for name, placement in held.items()
     }
-    return settled(config, ["ppo"], around, room=room, shapes=shapes).ppo.reuse_forward
+    return resolve_auto(config, ["ppo"], environment, limits=limits, shapes=shapes).ppo.reuse_forward
