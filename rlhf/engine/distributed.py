@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from accelerators import verify_agreement
 from rlhf.errors import RemoteRankError
 from rlhf.launchers.rank_monitor import get_store, monitor_ranks
+from rlhf.models import transformers_patches
 from rlhf.reporting import verbosity
 from rlhf.utils.process_info import ProcessInfo, current_process
 
@@ -68,9 +70,10 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
             accelerator.prepare_deepspeed()
             import deepspeed
 
-            from rlhf.engine.deepspeed_patches import check_version
+            from rlhf.engine import deepspeed_patches
 
-            check_version(deepspeed.__version__)
+            deepspeed_patches.check_version(deepspeed.__version__)
+            transformers_patches.check_version(version("transformers"))
 
         # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
         with monitor_ranks(place, timeout) as member:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from accelerators import CaptureError
 from rlhf.config.schema import SamplingConfig
-from rlhf.generation.kv_cache import GPTNeoLocalAttention, WindowedStaticCache
+from rlhf.generation.kv_cache import WindowedStaticCache
 from rlhf.generation.rank_groups import Prompts, SingleRank
 from rlhf.generation.sampling import sample
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
+from rlhf.models.transformers_patches import GPTNeoLocalAttention
 
 Capture = Callable[[Callable[[], None], str], Callable[[], None]]
 
@@ -130,7 +131,7 @@ class DecodeState:
         self.position.copy_(position_ids(prompts.mask)[:, -1:])
         width = self.width_of_prompt
         self.cache.show(rows, width, torch.arange(prompt_length, device=prompts.ids.device), 0)
-        self.local_attention.prompt(prompt_length, width)
+        self.local_attention.set_prompt(prompt_length, width)
         inputs = model_inputs(self.model, prompts.ids, self.attention_mask[:, :width], self.cache)
         # The position rather than a count: see `completion_log_probs`.
         last = torch.full((1,), prompt_length - 1, device=prompts.ids.device)
@@ -187,7 +188,7 @@ class DecodeState:
         self.position.add_(1)
         self.place.add_(1)
         self.cache.show(rows, width, self.place, self.place[0])
-        self.local_attention.token(self.place, width)
+        self.local_attention.set_token(self.place, width)
         output = self.model(
             input_ids=self.token[:rows],
             attention_mask=self.attention_mask[:rows, :width],

@@ -127,7 +127,7 @@ class Decoder:
         session = self._session(model, prompts.ids, sampling)
         whole = self._goes_on(session)
         try:
-            with session.local_attention.shown():
+            with session.local_attention.replace_tables():
                 session.start(prompts)
                 while session.done < self.max_new_tokens:
                     if session.done % _STEPS_BETWEEN_STOP_CHECKS == 0:

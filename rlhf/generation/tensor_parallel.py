@@ -63,7 +63,8 @@ def find_split_obstacle(model: Any, ranks: int) -> str:
 def _fails(outline: Any) -> bool:
     """Whether the shapes in a model without weights do not fit together, or it looks at values."""
     try:
-        # With a cache: without, transformers 5.23 looks whether a row holds several sequences.
+        # With a cache: without one, transformers 5.23 reads the positions to see if a row holds several sequences
+        # (https://github.com/huggingface/transformers/pull/39194).
         outline(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=True)
     except RuntimeError as error:
         logger.debug("%s without weights: %s", type(outline).__name__, error)

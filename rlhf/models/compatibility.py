@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.hf_errors import hub_load_error, summarize_error
+from rlhf.models.transformers_patches import STATIC_CACHE_WORKS
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
-
-_STATIC_ALL_THE_SAME = frozenset(("ctrl", "falcon_h1", "gpt_neo", "jetmoe", "mpt", "zamba2"))
-"""Architectures of which transformers says that a static cache stops their compilation, and which are right with one
-(tests/families); GPT-Neo with the help of `rlhf.generation.kv_cache`."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
@@ -139,7 +136,7 @@ def _cannot_generate(found: Any, language_model: Any) -> str:
         return f"no static cache can be made for it ({summarize_error(error)})"
     if not any(isinstance(layer, StaticLayer) for layer in layers):
         return "it keeps a recurrent state and no keys and values, so a static cache cannot hold its past"
-    if language_model._can_compile_fullgraph or found.model_type in _STATIC_ALL_THE_SAME:
+    if language_model._can_compile_fullgraph or found.model_type in STATIC_CACHE_WORKS:
         return ""
     if getattr(found, "is_decoder", True) is False:  # BERT and its kin, which see what follows
         return "it is no decoder-only language model"

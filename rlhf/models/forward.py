@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask
 
 from rlhf.models.lm_head import LogProbs, compute_log_probs
+from rlhf.models.transformers_patches import build_causal_mask
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -72,9 +72,8 @@ def completion_log_probs(
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
     """Keyword arguments of a forward pass over whole rows, or over prompts that fill an empty `cache`.
 
-    Where the architecture allows, the mask comes ready-made, [B, 1, T, S]: given a [B, T] mask, transformers
-    reads its values to see whether it can do without, which waits for the device and makes the operators
-    depend on the data. Positions count real tokens, where the model takes positions.
+    If the architecture allows, the mask is built here (`build_causal_mask`), [B, 1, T, S]. Positions, if the model
+    takes them, count real tokens.
 
     Args:
         input_ids: [B, T].
@@ -96,9 +95,7 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
     inputs["attention_mask"] = present
     if _attends_to_all(config):
         like = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
-        inputs["attention_mask"] = create_causal_mask(
-            config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False
-        )
+        inputs["attention_mask"] = build_causal_mask(config, like, attention_mask, cache)
     return inputs
 
 

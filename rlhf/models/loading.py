@@ -26,6 +26,7 @@ from rlhf.models.final_norm import find_final_norm, reset_final_norm
 from rlhf.models.folder import check_model_folder
 from rlhf.models.hf_errors import hub_load_error, summarize_error
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
+from rlhf.models.transformers_patches import forget_key_mapping
 from rlhf.models.weight_loading import (
     CheckpointTensors,
     PlaceParameter,
@@ -246,8 +247,8 @@ def _load(
         )
     if checkpoint:
         prepare_parameters(model, checkpoint)
-    if keys:  # or the model would be saved under DeepSpeed-Chat's names (transformers 5.17 to 5.23)
-        vars(model).pop("_weight_conversions", None)
+    if keys:  # or the model would be saved under DeepSpeed-Chat's names
+        forget_key_mapping(model)
     return model, report
 
 
