@@ -11,27 +11,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, NewLine
 from rich.control import Control
 from rich.file_proxy import FileProxy
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 _WIDTH = 120  # columns of tables in a copy
-_OURS = ("rlhf", "accelerators")
+_LOGGERS = ("rlhf", "accelerators")
 
 
 class Terminal(Console):
-    """A console that may have a copy."""
+    """A console that may have a copy, and a live display of progress bars."""
 
     copy: Console | None = None
+    display: Progress | None = None
 
     def print(self, *objects: Any, **options: Any) -> None:
-        # Beside what is said, a live bar prints what moves the cursor, and leaves its line when it ends.
-        if self.copy and not any(isinstance(each, (Control, NewLine)) for each in objects):
-            text = all(isinstance(each, (str, Text)) for each in objects)
-            self.copy.print(*objects, **options | ({"soft_wrap": True} if text else {}))
+        """Print to the terminal and to the copy, without the cursor moves and line ends of a live display."""
+        if self.copy and not any(isinstance(part, (Control, NewLine)) for part in objects):
+            only_text = all(isinstance(part, (str, Text)) for part in objects)
+            self.copy.print(*objects, **options | ({"soft_wrap": True} if only_text else {}))
         super().print(*objects, **options)
 
 
@@ -40,38 +44,34 @@ console = Terminal(highlight=False)
 
 @contextmanager
 def copy_console_to(path: Path, title: str) -> Iterator[None]:
-    """Add to the file at `path`, while the block runs, a line `title`, then what is printed; each line at once.
+    """Append a line `title` to the file at `path`, then all output of the block, each line at once.
 
     Raises:
         OSError: the file cannot be written.
     """
     append_line(path, title)
     with path.open("a", encoding="utf-8") as file:
-        notes = _Notes(file)
-        before, console.copy = console.copy, _plain(file)
-        for name in _OURS:
+        notes, outer = _Notes(file), console.copy
+        console.copy = Console(file=file, width=_WIDTH, highlight=False, force_terminal=False, color_system=None)
+        for name in _LOGGERS:
             logging.getLogger(name).addHandler(notes)
         try:
             yield
         finally:
-            console.copy = before
-            for name in _OURS:
+            console.copy = outer
+            for name in _LOGGERS:
                 logging.getLogger(name).removeHandler(notes)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file, and an end to its last one where a crash has cut that short."""
-    whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+    """Append a line to a text file, and end its last line first if a crash has cut it short."""
+    complete = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
-        file.write(f"{'' if whole else chr(10)}{line}\n")
-
-
-def _plain(file: TextIO) -> Console:
-    return Console(file=file, width=_WIDTH, highlight=False, force_terminal=False, color_system=None)
+        file.write(f"{'' if complete else chr(10)}{line}\n")
 
 
 class _Notes(logging.Handler):
-    """Writes notes as the terminal shows them; a live bar prints those itself, through `console`."""
+    """Write notes as the terminal shows them; a live display prints them itself, through `console`."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__(logging.WARNING)

@@ -1,16 +1,14 @@
-"""Progress of long work: a live bar on a terminal, plain lines elsewhere, nothing on other ranks than 0.
+"""Progress of long work: a live bar on a terminal, few plain lines elsewhere, nothing on other ranks than 0.
 
-A total and a description flow in, then counts and the latest numbers; rates and remaining time come out.
-Print through `console` while a bar is shown: its lines appear above the bar. A copy of what a terminal shows has the
-plain lines (`rlhf.reporting.console`).
+A total and a description flow in, then counts and the latest metrics; rates and remaining time are shown. Text that is
+printed through `console` appears above a bar. A copy of the terminal gets the plain lines (`rlhf.reporting.console`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -21,186 +19,132 @@ from rlhf.reporting.console import console
 from rlhf.utils.units import format_number, format_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0
-_NARROW = 75  # columns; below, the numbers need the room that the bar would take
-
-
-class Bar(Protocol):
-    """What `progress` gives."""
-
-    def advance(self, count: int = 1, **metrics: float) -> None:
-        """Count finished units, and show the latest numbers beside them."""
+_NARROW = 75  # columns of a terminal; below, numbers take the place of the bar
 
 
 @contextmanager
 def progress(total: int, description: str, *, unit: str = "rows", enabled: bool = True) -> Iterator[Bar]:
-    """Show how far work of `total` units is. Bars may be nested.
+    """Show the progress of `total` units of work. Bars may be nested.
 
     Args:
-        unit: what is counted, in the plural; the rate is shown in it per second.
-        enabled: True on the one rank that talks.
+        unit: noun in the plural; the rate is shown in units per second.
+        enabled: True on the one rank that prints.
     """
-    if not enabled:
-        yield _Silent()
-    elif console.is_terminal:
-        with _display() as display:
-            bars: list[_Live | _Lines] = [_Live(display, total, description, unit)]
-            if console.copy:
-                bars.append(_Lines(console.copy, total, description, unit))
-            bar = _Several(bars)
-            yield bar
-            bar.close()
-    else:
-        lines = _Lines(console, total, description, unit)
-        yield lines
-        lines.close()
+    with ExitStack() as stack:
+        display = stack.enter_context(_live_display()) if enabled and console.is_terminal else None
+        lines = console.copy if display else console
+        bar = Bar(total, description, unit, lines if enabled else None, display)
+        yield bar
+        bar.finish()
 
 
-class _Silent:
-    def advance(self, count: int = 1, **metrics: float) -> None:
-        pass
+class Bar:
+    """Progress of one piece of work, shown in plain lines, on a live display, on both or nowhere.
 
+    Lines are printed at the start, at most every ten seconds, and at the end.
+    """
 
-class _Several:
-    """Bars that show the same."""
-
-    def __init__(self, bars: Sequence[_Live | _Lines]) -> None:
-        self._bars = bars
-
-    def advance(self, count: int = 1, **metrics: float) -> None:
-        for bar in self._bars:
-            bar.advance(count, **metrics)
-
-    def close(self) -> None:
-        for bar in self._bars:
-            bar.close()
-
-
-class _Lines:
-    """A line at the start, at most one every ten seconds, and one at the end."""
-
-    def __init__(self, console: Console, total: int, description: str, unit: str) -> None:
-        self._console = console
+    def __init__(
+        self, total: int, description: str, unit: str, lines: Console | None, display: Progress | None
+    ) -> None:
         self._total, self._description, self._unit = total, description, unit
+        self._lines, self._display = lines, display
         self._done = 0
         self._metrics: dict[str, float] = {}
         self._started = self._printed = time.monotonic()
-        console.print(f"{description}: {total:,} {unit}", soft_wrap=True, markup=False)
+        self._print(f"{description}: {total:,} {unit}")
+        if display:
+            self._task = display.add_task(description, total=total, unit=unit, metrics=self._metrics)
 
     def advance(self, count: int = 1, **metrics: float) -> None:
+        """Count finished units, and show the latest metrics."""
         self._done += count
         self._metrics.update(metrics)
+        if self._display:
+            self._display.update(self._task, advance=count)
         now = time.monotonic()
         if now - self._printed >= _SECONDS_BETWEEN_LINES and self._done < self._total:
-            self._printed = now
-            self._print(f"{_remaining(self._done, self._total, now - self._started)} left")
+            self._printed, elapsed = now, now - self._started
+            self._print_state(elapsed, _remaining(self._done, self._total, elapsed))
 
-    def close(self) -> None:
-        self._print(f"{format_seconds(time.monotonic() - self._started)} in all")
-
-    def _print(self, last: str) -> None:
+    def finish(self) -> None:
+        """Show the time that all units have taken."""
+        if self._display:
+            self._display.stop_task(self._task)
         elapsed = time.monotonic() - self._started
+        self._print_state(elapsed, f"{format_seconds(elapsed)} in all")
+
+    def _print_state(self, elapsed: float, duration: str) -> None:
         percent = f"{100 * self._done / self._total:.0f}%" if self._total else ""
-        parts = [
-            f"{self._description}: {self._done:,}/{self._total:,} {self._unit}",
-            percent,
-            _rate(self._done, elapsed, self._unit),
-            last,
-            _metrics_text(self._metrics),
-        ]
-        self._console.print("  ".join(part for part in parts if part), soft_wrap=True, markup=False)
+        count = f"{self._description}: {self._done:,}/{self._total:,} {self._unit}"
+        parts = [count, percent, _rate(self._done, elapsed, self._unit), duration, _format_metrics(self._metrics)]
+        self._print("  ".join(part for part in parts if part))
 
-
-class _Live:
-    """A line of the terminal's live display."""
-
-    def __init__(self, display: Progress, total: int, description: str, unit: str) -> None:
-        self._display = display
-        self._task = display.add_task(description, total=total, unit=unit, metrics={})
-
-    def advance(self, count: int = 1, **metrics: float) -> None:
-        known = self._display.tasks[self._display.task_ids.index(self._task)].fields["metrics"]
-        self._display.update(self._task, advance=count, metrics={**known, **metrics})
-
-    def close(self) -> None:
-        self._display.stop_task(self._task)
-
-
-_current: Progress | None = None  # the terminal has one live region; nested bars share it
+    def _print(self, line: str) -> None:
+        if self._lines:
+            self._lines.print(line, soft_wrap=True, markup=False)
 
 
 @contextmanager
-def _display() -> Iterator[Progress]:
-    global _current
-    if _current is not None:
-        before = list(_current.task_ids)
+def _live_display() -> Iterator[Progress]:
+    """Return the terminal's live display, which nested bars share; a nested bar disappears when it is done."""
+    if display := console.display:
+        outer = list(display.task_ids)
         try:
-            yield _current
-        finally:  # an inner bar leaves when its work is done
-            for task in set(_current.task_ids) - set(before):
-                _current.remove_task(task)
-        return
-    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30))
-    columns = (
-        TextColumn("{task.description}", style="bold", markup=False, table_column=Column(no_wrap=True)),
-        *((bar,) if console.width >= _NARROW else ()),
-        _Count(),
-        _Rate(),
-        _Time(),
-        _Metrics(),
-    )
-    with Progress(*columns, console=console, expand=True, refresh_per_second=4) as _current:
-        try:
-            yield _current
+            yield display
         finally:
-            _current = None
+            for task in set(display.task_ids) - set(outer):
+                display.remove_task(task)
+        return
+    wide = [BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30))]
+    columns = [
+        TextColumn("{task.description}", style="bold", markup=False, table_column=Column(no_wrap=True)),
+        *(wide if console.width >= _NARROW else []),
+        _TextColumn(lambda task: f"{task.completed:,.0f}/{task.total or 0:,.0f}"),
+        _TextColumn(lambda task: _rate(task.completed, task.elapsed or 0, task.fields["unit"]), "cyan"),
+        _TextColumn(_duration, "dim"),
+        _TextColumn(lambda task: _format_metrics(task.fields["metrics"]), "green", Column(no_wrap=True, ratio=2)),
+    ]
+    with Progress(*columns, console=console, expand=True, refresh_per_second=4) as console.display:
+        try:
+            yield console.display
+        finally:
+            console.display = None
 
 
-class _Count(ProgressColumn):
-    def get_table_column(self) -> Column:
-        return Column(no_wrap=True, justify="right")
+class _TextColumn(ProgressColumn):
+    """A column whose text is computed from a task at each refresh."""
 
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f}")
-
-
-class _Rate(ProgressColumn):
-    def get_table_column(self) -> Column:
-        return Column(no_wrap=True, justify="right")
-
-    def render(self, task: Task) -> Text:
-        return Text(_rate(task.completed, task.elapsed or 0, task.fields["unit"]), style="cyan")
-
-
-class _Time(ProgressColumn):
-    def get_table_column(self) -> Column:
-        return Column(no_wrap=True, justify="right")
-
-    def render(self, task: Task) -> Text:
-        if task.finished or task.stop_time is not None:
-            return Text(f"{format_seconds(task.elapsed or 0)} in all", style="dim")
-        return Text(f"{_remaining(task.completed, task.total or 0, task.elapsed or 0)} left", style="dim")
-
-
-class _Metrics(ProgressColumn):
-    def get_table_column(self) -> Column:
-        return Column(no_wrap=True, overflow="ellipsis", ratio=2)
+    def __init__(self, text: Callable[[Task], str], style: str = "", column: Column | None = None) -> None:
+        super().__init__(column or Column(no_wrap=True, justify="right"))
+        self._text, self._style = text, style
 
     def render(self, task: Task) -> Text:
-        return Text(_metrics_text(task.fields["metrics"]), style="green")
+        return Text(self._text(task), style=self._style)
+
+
+def _duration(task: Task) -> str:
+    elapsed = task.elapsed or 0
+    if task.finished or task.stop_time is not None:
+        return f"{format_seconds(elapsed)} in all"
+    return _remaining(task.completed, task.total or 0, elapsed)
 
 
 def _rate(done: float, elapsed: float, unit: str) -> str:
+    """Return units per second, or seconds per unit of slow work."""
     if not done or not elapsed:
         return ""
     rate = done / elapsed
-    singular = unit.removesuffix("s")
-    # Slow work reads better as seconds per unit than as 0.03 units per second.
-    return f"{format_number(float(f'{rate:.3g}'))} {unit}/s" if rate >= 0.5 else f"{1 / rate:.1f} s/{singular}"
+    return (
+        f"{format_number(float(f'{rate:.3g}'))} {unit}/s"
+        if rate >= 0.5
+        else f"{1 / rate:.1f} s/{unit.removesuffix('s')}"
+    )
 
 
 def _remaining(done: float, total: float, elapsed: float) -> str:
-    return format_seconds(elapsed / done * (total - done)) if done else "?"
+    return f"{format_seconds(elapsed / done * (total - done)) if done else '?'} left"
 
 
-def _metrics_text(metrics: dict[str, float]) -> str:
+def _format_metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())

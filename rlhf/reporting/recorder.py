@@ -1,6 +1,6 @@
-"""Records of a stage that stay: `metrics.jsonl` for programs, TensorBoard events for eyes.
+"""Permanent records of a stage: `metrics.jsonl` for programs, TensorBoard events for people.
 
-Steps with named numbers or texts flow in; each is on disk before the call returns, so a crash loses none.
+Metrics and texts of steps flow in; each is on disk before the call returns, so that a crash loses none.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Writes one stage's records; a context manager.
+    """Writer of one stage's records; a context manager.
 
     Args:
         directory: the stage's folder.
-        enabled: True on the one rank that writes; the others' calls do nothing.
-        resume_step: the step of the checkpoint that training continues from; records of later steps are
-            dropped, for they will come again. None starts the records anew. Neither happens before there is
-            something to record: a stage that cannot start leaves the records as they were.
+        enabled: True on the one rank that writes; calls on other ranks do nothing.
+        resume_step: the step of the checkpoint that training continues from; records of later steps are dropped, as
+            they will be written again. None drops all records. Nothing is dropped before the first new record, so a
+            stage that fails to start keeps the records of its folder.
     """
 
     def __init__(self, directory: StageDirectory, *, enabled: bool = True, resume_step: int | None = None) -> None:
@@ -39,14 +39,14 @@ class Recorder:
             directory.path.mkdir(parents=True, exist_ok=True)
 
     def _files(self) -> tuple[TextIO, SummaryWriter]:
-        """The two files, opened with the first record."""
+        """Return the two files, which are opened at the first record."""
         if self._open is not None:
             return self._open
         from torch.utils.tensorboard import SummaryWriter
 
         directory, resume_step = self._directory, self._resume_step
-        kept = _records_until(directory, resume_step) if resume_step is not None else []
-        _replace_lines(directory, kept)
+        records = _read_records_until(directory, resume_step) if resume_step is not None else []
+        _replace_lines(directory, records)
         purge_step = None if resume_step is None else resume_step + 1
         if resume_step is None:
             for events in directory.tensorboard.glob("events.out.tfevents.*"):
@@ -56,7 +56,7 @@ class Recorder:
         return self._open
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record numbers of one step. A number that is not finite is recorded as null."""
+        """Record metrics of one step; a number that is not finite is recorded as null."""
         if not self._enabled:
             return
         self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
@@ -70,12 +70,13 @@ class Recorder:
         if not self._enabled:
             return
         self._write(step, {"tag": tag, "text": text})
-        # TensorBoard renders Markdown; an indented block shows the text as it is.
+        # TensorBoard renders Markdown; an indented block shows the text literally.
         _, events = self._files()
         events.add_text(f"{self._stage}/{tag}", "".join(f"    {line}\n" for line in text.splitlines()), step)
         events.flush()
 
     def close(self) -> None:
+        """Close both files."""
         for file in self._open or ():
             file.close()
 
@@ -94,25 +95,25 @@ class Recorder:
         file.flush()
 
 
-def _records_until(directory: StageDirectory, step: int) -> list[bytes]:
-    """Lines of the steps up to `step`, but for what was measured after it: that is measured again.
+def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
+    """Return lines of the steps up to `step`, without evaluations at that step, which will be repeated.
 
-    A last line that a crash cut short is dropped, also in the middle of a character.
+    A last line that a crash cut short is dropped, also if it ends within a character.
     """
     try:
-        lines = directory.metrics.read_bytes().split(b"\n")  # and at nothing else that some call the end of a line
+        lines = directory.metrics.read_bytes().split(b"\n")  # str.splitlines would split at other characters too
     except FileNotFoundError:
         return []
-    kept = []
+    records = []
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        measured = any(key.startswith("heldout_") for key in (*record, record.get("tag", "")))
-        if record["step"] < step or (record["step"] == step and not measured):
-            kept.append(line + b"\n")
-    return kept
+        is_evaluation = any(key.startswith("heldout_") for key in (*record, record.get("tag", "")))
+        if record["step"] < step or (record["step"] == step and not is_evaluation):
+            records.append(line + b"\n")
+    return records
 
 
 def _replace_lines(directory: StageDirectory, lines: list[bytes]) -> None:

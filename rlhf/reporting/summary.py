@@ -1,6 +1,6 @@
-"""The end of a run in one look: a table of what each stage changed, and answers before and after PPO.
+"""The closing table of a run: what each stage changed and cost, and answers before and after PPO.
 
-The stages' summaries (what `stage.json` holds) flow in; a text for the terminal comes out.
+The stages' summaries (the contents of `stage.json`) flow in; a text for the terminal flows out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rich.text import Text
 from rlhf.utils.units import format_bytes, format_number, format_seconds
 
 STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO", "ppo": "PPO"}
-_SHARES = ("accuracy", "share", "fraction")  # names that end so are shown as percentages
+_SHARES = ("accuracy", "share", "fraction")  # endings of names that are shown as percentages
 
 
 def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print the closing table and, where a stage has `samples`, prompts with their answers.
+    """Print the closing table and, if a stage has `samples`, prompts with their answers.
 
     Each summary is `{"stage", "before": {measure: number}, "after": {measure: number}, "seconds",
     "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
@@ -36,7 +36,7 @@ def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None
 
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """A section for each stage, a row for each measure of its `before` and `after`."""
+    """Return a table with a section for each stage, and a row for each measure of its `before` and `after`."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("", overflow="fold")
     for side in ("before", "after"):
@@ -45,7 +45,7 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         before, after = summary.get("before", {}), summary.get("after", {})
         table.add_row(Text(STAGE_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
         for name in dict.fromkeys([*before, *after]):
-            values = (shown_value(name, before.get(name)), shown_value(name, after.get(name)))
+            values = (format_value(name, before.get(name)), format_value(name, after.get(name)))
             table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
         if best := summary.get("kept", {}).get("metric"):
             kept = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
@@ -72,14 +72,14 @@ def _cost(summary: dict[str, Any]) -> str:
 
 
 def _phases(summary: dict[str, Any]) -> str:
-    """The share of each of several phases; of one alone, nothing."""
+    """Return the share of each phase; empty if there is only one."""
     phases = summary.get("phases", {})
     shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
     return ", ".join(f"{name} {share} %" for name, share in shares.items() if share) if len(phases) > 1 else ""
 
 
-def shown_value(name: str, value: float | None) -> str:
-    """A number as a person reads it, a share as a percentage; empty where there is none."""
+def format_value(name: str, value: float | None) -> str:
+    """Return a number as people read it, shares as percentages; empty for None."""
     if value is None:
         return ""
     return f"{100 * value:.1f}%" if name.endswith(_SHARES) else format_number(value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.engine import distributed
 from rlhf.engine.metric_sums import Metrics
 from rlhf.errors import RunError
-from rlhf.reporting.summary import shown_value
+from rlhf.reporting.summary import format_value
 from rlhf.roles.base_sharing import adapter_folder
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.trainer import EvalResult, Trainer
@@ -88,7 +88,7 @@ class EvaluationSchedule:
                     self._move_model(self._folder(step))
             self.context.say(
                 f"{directory.name}: keeps the model of step {step:,}, {metric.replace('_', ' ')} "
-                f"{shown_value(metric, value)}: the best of {len(self._results) - 1:,} evaluations"
+                f"{format_value(metric, value)}: the best of {len(self._results) - 1:,} evaluations"
             )
         before, after = self._results[0], self._results[kept["step"]]
         summary = {"before": before.numbers, "after": after.numbers, "steps": total_steps, "kept": kept}
@@ -149,6 +149,6 @@ class EvaluationSchedule:
         names = [name for name in numbers if name in selected] or list(numbers)
         before = self._results[0].numbers
         return ", ".join(
-            f"{name.replace('_', ' ')} {shown_value(name, numbers[name])} (before {shown_value(name, before[name])})"
+            f"{name.replace('_', ' ')} {format_value(name, numbers[name])} (before {format_value(name, before[name])})"
             for name in names
         )

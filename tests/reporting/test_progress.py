@@ -39,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     output = io.StringIO()
     monkeypatch.setattr(module, "console", Terminal(file=output, force_terminal=True, width=100, color_system=None))
     yield output
-    assert module._current is None, "a display was left open"
+    assert module.console.display is None, "a display was left open"
 
 
 def lines_of(terminal: io.StringIO) -> list[str]:

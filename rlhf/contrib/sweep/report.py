@@ -11,7 +11,7 @@ from rlhf.contrib.sweep import plots
 from rlhf.contrib.sweep.folder import SweepDirectory
 from rlhf.contrib.sweep.grid import Grid
 from rlhf.contrib.sweep.rows import Row, columns
-from rlhf.reporting.summary import shown_value
+from rlhf.reporting.summary import format_value
 from rlhf.utils.atomic_io import atomic_write, atomic_write_json
 from rlhf.utils.units import format_bytes, format_seconds
 
@@ -91,7 +91,7 @@ def _shown(column: str, value: float | None) -> str:
         return ""
     if column == "seconds":
         return format_seconds(value)
-    return format_bytes(value) if column == "peak_memory" else shown_value(column, value)
+    return format_bytes(value) if column == "peak_memory" else format_value(column, value)
 
 
 def _exact(value: float | None) -> str:
