@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, profile, schema, sweep
-from rlhf.cli.options import RUN, Options, shared, stages_of
+from rlhf.cli.options import (
+    RUN,
+    Options,
+    collect_options,
+    report_interruption,
+    shared,
+    stages_of,
+    with_signature,
+)
 from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
@@ -54,6 +63,25 @@ _EPILOG = "[bold]Examples[/]\n" + "\n".join(
 )
 
 
+_STAGES: dict[Stage, str] = {
+    "sft": "Stage 1: supervised fine-tuning on demonstrations.",
+    "reward": """Stage 2: a reward model from preferences.
+
+It starts from the SFT model in the folder, or from [bold]reward.model[/].""",
+    "dpo": """DPO: learn from the preferences themselves, in place of a reward model and PPO.
+
+It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the reward model's pairs.
+[bold]dpo.beta[/] says what it costs to go far from there, [bold]dpo.loss[/] which loss: sigmoid, ipo or robust.
+
+PPO goes on from what it leaves with [bold]--set ppo.actor=RUN/dpo/model[/].""",
+    "ppo": """Stage 3: PPO against the reward model.
+
+It takes the SFT and reward models in the folder, or [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
+Python functions may score beside the model ([bold]ppo.reward_functions[/]), or alone: [bold]ppo.reward_weight=0[/].""",
+}
+"""The commands that run one stage, with their help."""
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"rlhf {__version__}")
@@ -80,7 +108,7 @@ def run(
     """
     wanted = STAGES if stages is None else stages_of(stages)
     if not context.invoked_subcommand:
-        _start(options, wanted)
+        start(context, wanted, **vars(options))
     elif stages is None:
         context.obj = options
     else:
@@ -89,64 +117,15 @@ def run(
         )
 
 
-@app.command()
-@shared(*RUN)
-def sft(context: typer.Context, options: Options) -> None:
-    """Stage 1: supervised fine-tuning on demonstrations."""
-    _start(options, ("sft",))
-
-
-@app.command()
-@shared(*RUN)
-def reward(context: typer.Context, options: Options) -> None:
-    """Stage 2: a reward model from preferences.
-
-    It starts from the SFT model in the folder, or from [bold]reward.model[/].
-    """
-    _start(options, ("reward",))
-
-
-@app.command()
-@shared(*RUN)
-def dpo(context: typer.Context, options: Options) -> None:
-    """DPO: learn from the preferences themselves, in place of a reward model and PPO.
-
-    It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the reward model's pairs.
-    [bold]dpo.beta[/] says what it costs to go far from there, [bold]dpo.loss[/] which loss: sigmoid, ipo or robust.
-
-    PPO goes on from what it leaves with [bold]--set ppo.actor=RUN/dpo/model[/].
-    """
-    _start(options, ("dpo",))
-
-
-@app.command()
-@shared(*RUN)
-def ppo(context: typer.Context, options: Options) -> None:
-    """Stage 3: PPO against the reward model.
-
-    It takes the SFT and reward models in the folder, or [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
-    Python functions may score beside the model ([bold]ppo.reward_functions[/]), or alone: [bold]ppo.reward_weight=0[/].
-    """
-    _start(options, ("ppo",))
-
-
-app.command()(chat.chat)
-app.command()(compare.compare)
-app.command()(evaluate.evaluate)
-app.command()(schema.config)
-app.command()(data.data)
-app.command()(plan.plan)
-app.command()(profile.profile)
-app.command()(sweep.sweep)
-app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")
-
-
-def _start(options: Options, stages: tuple[Stage, ...]) -> None:
+@report_interruption()
+def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> None:
+    """Run `stages` with the options `values`: in this process, or in ranks that this process starts."""
     from rlhf.engine.select import select_accelerator
     from rlhf.launchers import local, multinode
     from rlhf.trainers import preflight
     from rlhf.trainers import run as launch
 
+    options = collect_options(context, RUN, values)
     machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
         _start_among(machine, options, stages)
@@ -218,3 +197,16 @@ def _end(outcome: ExitStatus | None, ending: RunTermination | None) -> None:
     if ending:
         ending.conclude(outcome)
     raise typer.Exit(code)
+
+
+for _stage, _help in _STAGES.items():
+    app.command(_stage, help=_help)(with_signature(partial(start, stages=(_stage,)), RUN))
+app.command()(chat.chat)
+app.command()(compare.compare)
+app.command()(evaluate.evaluate)
+app.command()(schema.config)
+app.command()(data.data)
+app.command()(plan.plan)
+app.command()(profile.profile)
+app.command()(sweep.sweep)
+app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -101,10 +102,7 @@ SETTINGS = ("config", "overrides", "precision", "output", "seed", "debug")
 
 
 def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options `names` after its own parameters; it receives them as `options`.
-
-    Typer reads a command's signature, so the decorated function shows one that lists them.
-    """
+    """Give a command the options `names` after its own parameters; it receives them as `options`."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = {
@@ -112,33 +110,52 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
             if name not in {"context", "options"}
         }
-        hints = get_type_hints(Options, include_extras=True)
-        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own.values()]
-        parameters += [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-            )
-            for field in fields(Options)
-            if field.name in names
-        ]
 
+        @report_interruption()
         def command(context: typer.Context, **values: Any) -> None:
-            before: Options = context.obj or Options()
-            given = {name: values[name] for name in names if _is_given(values[name])}
-            if before.overrides and "overrides" in given:
-                given["overrides"] = [*before.overrides, *given["overrides"]]
-            try:
-                function(context, replace(before, **given), **{name: values[name] for name in own})
-            except KeyboardInterrupt as error:  # of which typer makes an exit code without a word
-                raise Interrupted("nothing is half-written") from error
+            function(context, collect_options(context, names, values), **{name: values[name] for name in own})
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
+        return with_signature(command, names, own.values())
 
     return decorate
+
+
+def with_signature(
+    command: Callable[..., None], names: Sequence[str], own: Iterable[inspect.Parameter] = ()
+) -> Callable[..., None]:
+    """Set the signature that Typer reads: a context, a command's `own` parameters, and the options `names`."""
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    parameters += [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(Options)
+        if field.name in names
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def collect_options(context: typer.Context, names: Sequence[str], values: Mapping[str, Any]) -> Options:
+    """Return the options that stand before the subcommand, overridden by those of its `values` that are given."""
+    before: Options = context.obj or Options()
+    given = {name: values[name] for name in names if _is_given(values[name])}
+    if before.overrides and "overrides" in given:
+        given["overrides"] = [*before.overrides, *given["overrides"]]
+    return replace(before, **given)
+
+
+@contextmanager
+def report_interruption() -> Iterator[None]:
+    """Turn Ctrl-C into an error with a message; Typer would end without one."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted("nothing is half-written") from error
 
 
 def stages_of(text: str) -> tuple[Stage, ...]:
