@@ -1,4 +1,4 @@
-"""A hub is asked once for a name, and what it says, or that it says nothing, is one line."""
+"""A hub is asked once for a name; its answer, or the lack of one, is one line."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import pytest
 
 ANSWERS = {
     "good": (200, {}),
-    "renamed": (307, {"Location": "/elsewhere"}),
+    "renamed": (307, {"Location": "/good/elsewhere"}),
     "without-that-file": (404, {"X-Error-Code": "EntryNotFound"}),
     "absent": (404, {"X-Error-Code": "RepoNotFound"}),
     "private": (401, {}),
@@ -71,16 +71,16 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
 
 
 def check(home: Path, endpoint: str, *names: str, kind: str = "model", **more: str) -> list[str]:
-    """What `find_hub_note` gives for each name, and whether libraries are left to ask; all in a process of its own."""
+    """Return what `describe_availability` returns or raises for each name, in a new process."""
     script = f"""
 import json, sys
 from rlhf.models import hub
 from rlhf.errors import RLHFError
-hub._SECONDS = 1.0
+hub._TIMEOUT = 1.0
 said = []
 for name in sys.argv[1:]:
     try:
-        said.append(str(hub.find_hub_note(name, {kind!r})))
+        said.append(str(hub.describe_availability(name, {kind!r})))
     except RLHFError as error:
         said.append(f"{{type(error).__name__}}: {{error}}")
 assert "torch" not in sys.modules
@@ -125,7 +125,7 @@ def closed_address() -> str:
         return f"http://127.0.0.1:{unused.getsockname()[1]}"
 
 
-def test_what_the_hub_has_passes(hub: Hub, tmp_path: Path) -> None:
+def test_available_names_pass(hub: Hub, tmp_path: Path) -> None:
     names = ("good", "me/good", "renamed", "without-that-file")
     for name in names:
         remembered(tmp_path, name, "model")
@@ -133,11 +133,11 @@ def test_what_the_hub_has_passes(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", "dataset"])
-def test_a_download_is_announced(hub: Hub, tmp_path: Path, kind: str) -> None:
+def test_missing_copy_announces_a_download(hub: Hub, tmp_path: Path, kind: str) -> None:
     """No bar of the libraries' shows it."""
     remembered(tmp_path, "me/good", kind)
     said = check(tmp_path, address(hub), "me/good", "you/good", kind=kind)
-    assert said == ["None", "you/good: not on this machine yet; it is downloaded from the hub"]
+    assert said == ["None", "you/good: not on this machine yet; downloading it from the hub"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_download_is_announced(hub: Hub, tmp_path: Path, kind: str) -> None:
         ),
     ],
 )
-def test_a_name_that_the_hub_does_not_know_is_asked_for_once(
+def test_unknown_name_is_asked_for_once(
     hub: Hub, tmp_path: Path, kind: str, error: str, words: str, asked: str
 ) -> None:
     hub.asked.clear()
@@ -161,7 +161,7 @@ def test_a_name_that_the_hub_does_not_know_is_asked_for_once(
     assert hub.asked == [asked]
 
 
-def test_what_the_hub_keeps_to_itself_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
+def test_private_and_gated_names_say_what_to_do(hub: Hub, tmp_path: Path) -> None:
     private, closed, token = check(tmp_path, address(hub), "private", "closed", "token")
     assert "no model of this name" in private and "hf auth login" in private
     assert closed == "ModelError: closed: gated: accept its terms on its page, and log in (hf auth login)"
@@ -178,19 +178,19 @@ def test_what_the_hub_keeps_to_itself_says_what_to_do(hub: Hub, tmp_path: Path) 
         ("broken", "it answers 503 Service Unavailable"),
     ],
 )
-def test_without_an_answer_a_copy_is_taken_and_said(hub: Hub, tmp_path: Path, kind: str, way: str, why: str) -> None:
+def test_unreachable_hub_uses_the_copy_with_a_note(hub: Hub, tmp_path: Path, kind: str, way: str, why: str) -> None:
     endpoint = {"refused": closed_address(), "unresolved": "http://hub.invalid"}.get(way, address(hub))
     remembered(tmp_path, f"me/{way}", kind)
     note, error = check(tmp_path, endpoint, f"me/{way}", f"other/{way}", kind=kind)
     place = {"model": "folder", "dataset": "file or folder"}[kind]
     assert note.startswith(f"me/{way}: the hub cannot be reached ({why}")
-    assert note.endswith("; the copy on this machine is taken")
+    assert note.endswith("; the copy on this machine is used")
     assert f"other/{way}: no {place} here, and the hub cannot be reached ({why}" in error
     assert error.endswith(f"); check the network, or name a local {place}")
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_a_hub_that_is_not_to_be_asked_is_not(hub: Hub, tmp_path: Path, variable: str) -> None:
+def test_offline_variable_prevents_requests(hub: Hub, tmp_path: Path, variable: str) -> None:
     hub.asked.clear()
     remembered(tmp_path, "me/good", "model")
     known, unknown = check(tmp_path, address(hub), "me/good", "you/good", **{variable: "1"})
@@ -202,7 +202,7 @@ def test_a_hub_that_is_not_to_be_asked_is_not(hub: Hub, tmp_path: Path, variable
     assert not hub.asked
 
 
-def test_what_switches_a_hub_off_for_data_sets_is_for_them_alone(hub: Hub, tmp_path: Path) -> None:
+def test_datasets_variable_switches_only_data_sets_off(hub: Hub, tmp_path: Path) -> None:
     remembered(tmp_path, "me/good", "dataset")
     known, unknown = check(tmp_path, address(hub), "me/good", "you/good", kind="dataset", HF_DATASETS_OFFLINE="1")
     assert known == "None" and unknown.endswith(
@@ -210,7 +210,7 @@ def test_what_switches_a_hub_off_for_data_sets_is_for_them_alone(hub: Hub, tmp_p
     )
     hub.asked.clear()
     (said,) = check(tmp_path, address(hub), "you/good", HF_DATASETS_OFFLINE="1")
-    assert said.endswith("it is downloaded from the hub") and hub.asked
+    assert said.endswith("downloading it from the hub") and hub.asked
 
 
 SWITCHES = """
@@ -218,7 +218,7 @@ import json, sys
 from huggingface_hub import constants
 from rlhf.models import hub
 from rlhf.errors import RLHFError
-hub._SECONDS = 1.0
+hub._TIMEOUT = 1.0
 
 def switches():
     config = sys.modules.get("datasets.config")
@@ -226,7 +226,7 @@ def switches():
 
 def check(name, kind):
     try:
-        return hub.find_hub_note(name, kind)
+        return hub.describe_availability(name, kind)
     except RLHFError as error:
         return str(error)
 
@@ -249,7 +249,7 @@ def switches(home: Path, endpoint: str, code: str, **variables: str) -> list[lis
     return found
 
 
-def test_a_hub_that_a_program_has_switched_off_is_not_asked_and_stays_off(hub: Hub, tmp_path: Path) -> None:
+def test_program_switch_prevents_requests_and_stays(hub: Hub, tmp_path: Path) -> None:
     remembered(tmp_path, "me/good", "model")
     hub.asked.clear()
     code = """
@@ -274,7 +274,7 @@ note()
 
 @pytest.mark.parametrize(("variables", "own"), [({}, False), ({"HF_DATASETS_OFFLINE": "1"}, True)])
 @pytest.mark.parametrize("imported", ["before", "meanwhile"])
-def test_a_hub_that_gives_no_answer_is_left_alone_no_longer_than_a_run(
+def test_unreachable_hub_is_switched_off_for_one_run(
     tmp_path: Path, variables: dict[str, str], own: bool, imported: str
 ) -> None:
     remembered(tmp_path, "me/good", "model")
@@ -296,7 +296,7 @@ assert hub.check_available.cache_info().currsize == 0, "the next run asks again"
     assert found == [[True, True], [True, True], [False, own]]
 
 
-def test_a_hub_that_answers_again_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+def test_reachable_hub_is_switched_on_again(hub: Hub, tmp_path: Path) -> None:
     remembered(tmp_path, "me/broken", "model")
     code = """
 check("me/broken", "model")
@@ -307,27 +307,27 @@ note()
     assert switches(tmp_path, address(hub), code) == [[True, None], [False, None]]
 
 
-def test_paths_and_the_embedded_world_are_no_names_of_a_hub(hub: Hub, tmp_path: Path) -> None:
+def test_paths_and_the_world_are_not_asked_for(hub: Hub, tmp_path: Path) -> None:
     hub.asked.clear()
     (tmp_path / "good").mkdir()
     assert check(tmp_path, address(hub), "good", "./absent", "a/b/c", "~/absent", "world") == ["None"] * 5
     assert not hub.asked
 
 
-def test_the_hubs_spelling_of_a_data_set_is_found_among_the_copies(tmp_path: Path) -> None:
+def test_copy_of_a_data_set_in_the_hubs_spelling(tmp_path: Path) -> None:
     (tmp_path / "datasets" / "me___hello_world-v1.0").mkdir(parents=True)
     (note,) = check(tmp_path, closed_address(), "me/HelloWorld-v1.0", kind="dataset")
-    assert note.endswith("the copy on this machine is taken")
+    assert note.endswith("the copy on this machine is used")
 
 
-def test_libraries_take_the_copy_at_once_and_without_a_word(tmp_path: Path, model_folder: Path) -> None:
+def test_libraries_use_the_copy_at_once_and_silently(tmp_path: Path, model_folder: Path) -> None:
     """They would try five times, with a line and a longer pause each."""
     remembered(tmp_path, "me/tiny", "model", model_folder)
     script = """
 from rlhf.reporting import verbosity
-from rlhf.models.hub import find_hub_note
+from rlhf.models.hub import describe_availability
 verbosity.configure_logging(debug=False)
-find_hub_note("me/tiny", "model")
+describe_availability("me/tiny", "model")
 import time
 from transformers import AutoModelForCausalLM
 from rlhf.models.tokenizers import load_tokenizer
