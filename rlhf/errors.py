@@ -118,21 +118,21 @@ def translate_errors(
     output: Path | None = None,
     command: Callable[[], str] | None = None,
     *,
-    describe_memory: Callable[[BaseException, BaseException], OutOfMemory] | None = None,
+    describe_memory: Callable[[BaseException], OutOfMemory] | None = None,
 ) -> Iterator[None]:
     """Turn a lack of memory, disk space or permissions in this block into a one-line error for the user.
 
     Args:
         output, command: as for `as_resource_error`. Without `output`, only a lack of memory is translated: the caller
             that knows the folder translates the rest.
-        describe_memory: returns what to raise for an error and the out-of-memory error that caused it.
+        describe_memory: returns what to raise for an out-of-memory error.
     """
     try:
         yield
     except Exception as error:
         translation: RLHFError | None = None
         if describe_memory and (lack := find_out_of_memory(error)):
-            translation = describe_memory(error, lack)
+            translation = describe_memory(lack)
         elif output:
             translation = as_resource_error(error, output, command)
         if translation is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -22,13 +22,13 @@ from rlhf.data.examples import Prompt
 from rlhf.data.records import Row
 from rlhf.engine.engine import Batch
 from rlhf.engine.metric_sums import Metrics
-from rlhf.errors import DataError, RunError, as_resource_error
+from rlhf.errors import DataError, RunError
 from rlhf.losses.log_probs import masked
 from rlhf.memory.advice import apply_settings
 from rlhf.trainers import loop, pipeline
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import record_evaluation
-from rlhf.trainers.oom import explain_out_of_memory
+from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.experience import Rollout
 from rlhf.trainers.ppo.rewards import RewardFunction
 from rlhf.trainers.ppo.trainer import PPOTrainer
@@ -85,7 +85,7 @@ class PPOLearner:
         config = apply_settings(config, {"ppo.samples_every": 0})  # the user's loop shows what it wants
         with pipeline.stage_context("ppo", config, accelerator, directory) as context:
             plan = pipeline.log_plan(context)
-            with explain_out_of_memory(context):
+            with translate_stage_errors(context):
                 learner = cls(context, cast(PPOTrainer, pipeline.build_trainer(context)), plan)
             try:
                 yield learner
@@ -115,7 +115,7 @@ class PPOLearner:
         self._check(index)
         trainer, context = self.trainer, self._context
         reward_fn = self._reward_function(reward) if reward else None
-        with self._working(), loop.collect_signals() as signals_seen:
+        with self._translate_errors(), loop.collect_signals() as signals_seen:
             with loop.measure_step(trainer, context, self.done) as metrics:
                 metrics |= trainer.step(self.done, reward_fn)
             self.done += 1
@@ -144,7 +144,7 @@ class PPOLearner:
             RLHFError: a prompt is longer than `data.max_prompt_length`, or the chat template refuses it.
         """
         self._check_open()
-        with self._working():
+        with self._translate_errors():
             if isinstance(prompts, dict):
                 return self._texts.tensors(self.trainer.generate(prompts))
             examples = [self._texts.prompt(prompt) for prompt in prompts]
@@ -172,7 +172,7 @@ class PPOLearner:
             RLHFError: there are more of one than of the other, or a text is too long.
         """
         self._check_open()
-        with self._working():
+        with self._translate_errors():
             if isinstance(prompts, dict):
                 scores = self.trainer.score(self._texts.rollout(prompts))
                 tensors = {name: value for name, value in vars(scores).items() if isinstance(value, Tensor)}
@@ -195,7 +195,7 @@ class PPOLearner:
             Means of `reward`, `kl`, `entropy`, `response_length`, `distinct_2`, ... (docs/metrics.md).
         """
         self._check_open()
-        with self._working():
+        with self._translate_errors():
             when = f"after {self.done:,} steps" if self.done else "before"
             result = self.trainer.evaluate(when)
             record_evaluation(self._context, self.done, result)
@@ -205,7 +205,7 @@ class PPOLearner:
     def checkpoint(self) -> None:
         """Save all that a later `session.ppo()` needs to go on from here as if nothing had been between."""
         self._check_open()
-        with self._working():
+        with self._translate_errors():
             loop.save_checkpoint(self.trainer, self._context, self.done)
 
     def save(self) -> Path:
@@ -215,7 +215,7 @@ class PPOLearner:
         summary: dict[str, Any] = {"steps": self.done}
         if self._evaluations:
             summary |= {"before": self._evaluations[0].numbers, "after": self._evaluations[-1].numbers}
-        with self._working():
+        with self._translate_errors():
             trainer.save(context.directory.path)
             pipeline.finish(context, summary | trainer.summarize() | self._plan)
             context.commit()
@@ -242,16 +242,9 @@ class PPOLearner:
         if self.done >= self.steps:
             raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Lacks of memory, disk or rights in this block become one line that says what to do."""
-        try:
-            with explain_out_of_memory(self._context):
-                yield
-        except OSError as error:
-            if lack := as_resource_error(error, self._context.run.path):
-                raise lack from error
-            raise
+    def _translate_errors(self) -> AbstractContextManager[None]:
+        """Return a context that turns a lack of memory, disk space or permissions into a one-line error."""
+        return translate_stage_errors(self._context, self._context.run.path)
 
     def _score_replies(
         self, prompts: Batch, examples: Sequence[Prompt], replies: Sequence[list[int]]

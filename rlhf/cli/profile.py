@@ -1,18 +1,36 @@
-"""`rlhf profile`: where the time of a stage's steps goes, by phase and by operator, with a trace to look at."""
+"""`rlhf profile`: where the time of a stage's steps goes, by phase and by operator, with a trace to look at.
+
+The steps run in a temporary folder that is deleted afterwards; only the trace file stays. Seconds are those of steps
+without torch's profiler, which takes time itself; one more step is recorded with it.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_json, print_table, route_notes_to_stderr
-from rlhf.config.schema import EVERY_STAGE
-from rlhf.errors import ConfigError
+from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.errors import ConfigError, RunError
 
-_SHOWN = 15  # operators
+if TYPE_CHECKING:
+    from rlhf.trainers.context import StageContext
+    from rlhf.trainers.trainer import Trainer
+
+Report = dict[str, Any]
+
+_OPERATORS_SHOWN = 15
+_EXTRA_STEPS = 2
+"""Steps in addition to those that are measured: the first, and the one that is recorded."""
 
 
 @shared("config", "overrides", "accelerator", "precision", "output", "seed", "debug")
@@ -20,111 +38,297 @@ def profile(
     context: typer.Context,
     options: Options,
     stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
-    steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1, metavar="N")] = 3,
+    steps: Annotated[int, typer.Option(help="Number of steps to measure.", min=1, metavar="N")] = 3,
     trace: Annotated[Path, typer.Option(help="File for the trace of one more step.", metavar="FILE")] = Path(
         "trace.json.gz"
     ),
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, with every operator.")] = False,
 ) -> None:
-    """Run a few steps of a stage in one process, and tell where the time went: by phase and by operator.
+    """Run a few steps of a stage in one process and report where the time went: by phase and by operator.
 
-    A first step is taken, which compiles and allocates, then those that are measured, then one that is recorded: open
-    the trace in https://ui.perfetto.dev or chrome://tracing. A stage that would end before takes more steps. Nothing
-    else is left behind but tokenized rows, which runs share; the run in [bold]--output[/] is only read: its SFT and
-    reward model are what PPO starts from. Where it has none, each of these stages takes one step first, in a temporary
-    folder: then lengths of completions are those of an untrained model.
+    The first step compiles and allocates; the steps after it are measured, and one more is recorded: open its trace in
+    https://ui.perfetto.dev or chrome://tracing. The run in [bold]--output[/] is only read: PPO starts from its SFT and
+    reward model. If they are not there, each of these stages first takes one step in a temporary folder; the lengths
+    of completions are then those of an untrained model. Only the trace and the cache of tokenized rows stay.
 
     [bold]rlhf profile --config recipe.yaml[/]                    [dim]# a PPO step[/]
 
-    [bold]rlhf profile --output runs/mine --steps 10[/]           [dim]# of a run, with its own settings and models[/]
+    [bold]rlhf profile --output runs/mine --steps 10[/]           [dim]# with a run's settings and models[/]
 
     [bold]rlhf profile --config recipe.yaml --stage sft --set sft.micro_batch_size=4 --json[/]
 
-    Seconds are those of steps without the profiler; operators' shares are of the recorded step. TFLOP/s count the
-    models' matrix products over real tokens alone (docs/metrics.md). Exit code 2: something has to be mended.
+    Seconds are of steps without the profiler; the shares of operators are of the recorded step. TFLOP/s count only
+    the models' matrix products over real tokens (docs/metrics.md). Exit code 2: an error that you can fix.
     """
     if stage not in EVERY_STAGE:
         raise ConfigError(f"--stage {stage}: no such stage; use one of {', '.join(EVERY_STAGE)}")
-    (wanted,) = (known for known in EVERY_STAGE if known == stage)
-    config = options.with_run_recipe((wanted,)).load()
+    (name,) = (known for known in EVERY_STAGE if known == stage)
+    config = options.with_run_recipe((name,)).load()
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
     with route_notes_to_stderr(as_json):
-        from rlhf.cli import profiler
-
-        found = profiler.profile(config, wanted, steps=steps, trace=trace)
+        report = profile_stage(config, name, steps=steps, trace=trace)
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        _print(found)
+        _print(report)
 
 
-def _print(found: dict[str, Any]) -> None:
+def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> Report:
+    """Take a first step of a stage, measure `steps` more, and record another in the file `trace`.
+
+    Raises:
+        RLHFError, AcceleratorError: the user can fix it.
+        KeyboardInterrupt: a signal arrived; nothing is left behind.
+    """
+    from rlhf.reporting.console import console
+    from rlhf.runs.directory import RunDirectory
+    from rlhf.trainers import run as launch
+    from rlhf.utils import signals
+    from rlhf.utils.atomic_io import PARTIAL
+    from rlhf.utils.process_info import current_process
+
+    if launcher := current_process().launcher:
+        raise ConfigError(f"rlhf profile measures one process; start it without {launcher}")
+    _check_trace_file(trace)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints to the terminal when it starts
+    run = config.output
+    config, earlier_stages = _choose_base_models(config, stage)
+    if earlier_stages:
+        note = f"{run} has no finished {' and '.join(earlier_stages)}: one step of each is taken first, and not kept"
+        console.print(f"profile: {note}", markup=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.handle_signals(_interrupt):
+        config = ensure_steps(_shorten_stages(config, earlier_stages), stage, steps + _EXTRA_STEPS)
+        config = config.model_copy(update={"output": Path(folder, "run")})
+        profile_run = ProfileRun(steps, Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json"))
+        with launch.open_run(config, (*earlier_stages, stage)) as (resolved, accelerator):
+            from rlhf.trainers import pipeline  # imports DeepSpeed, which `open_run` has configured for the device
+            from rlhf.trainers.oom import translate_stage_errors
+
+            directory = RunDirectory(config.output)
+            pipeline.run(resolved, accelerator, directory, earlier_stages)
+            profile_run.start_time = time.perf_counter()
+            with (
+                pipeline.stage_context(stage, resolved, accelerator, directory) as context,
+                translate_stage_errors(context),
+            ):
+                pipeline.log_plan(context)
+                report = profile_run.measure(pipeline.build_trainer(context), context)
+                pipeline.release_models(context)
+        try:
+            shutil.copyfile(profile_run.trace, trace.with_name(trace.name + PARTIAL))
+            os.replace(trace.with_name(trace.name + PARTIAL), trace)
+        except OSError as error:
+            raise RunError(f"{trace}: cannot be written ({error.strerror}); choose another --trace") from error
+    return {"stage": stage, **report, "trace": str(trace)}
+
+
+def _check_trace_file(trace: Path) -> None:
+    """Raise `ConfigError` if no trace can be written to this file."""
+    folder = trace.absolute().parent
+    if trace.is_dir():
+        raise ConfigError(f"--trace {trace}: is a folder; name a file in it, such as {trace / 'trace.json.gz'}")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        problem = "cannot be written to" if folder.is_dir() else "does not exist"
+        raise ConfigError(f"--trace {trace}: its folder {problem}; create it, or name another file")
+
+
+def _choose_base_models(config: Config, stage: Stage) -> tuple[Config, tuple[Stage, ...]]:
+    """Return the settings with the run's finished models that `stage` starts from, and the stages still to run."""
+    from rlhf.memory.advice import apply_settings
+    from rlhf.reporting.console import console
+    from rlhf.roles.lineage import resolve_base_models
+    from rlhf.runs.directory import RunDirectory
+
+    run = RunDirectory(config.output)
+    pending = [name for name in EVERY_STAGE if not run.stage(name).done]
+    bases = resolve_base_models(config, stage, pending, run.finished_model)
+    earlier_stages = tuple(dict.fromkeys(earlier for base in bases for earlier in base.through))
+    for name in (*earlier_stages, stage):
+        for base in resolve_base_models(config, name, pending, run.finished_model):
+            if base.path and not base.through and not base.ref.named_in(config):
+                model = str(Path(base.path).absolute())
+                config = apply_settings(config, {base.ref.key: model})
+                console.print(f"{base.ref.key}: {model}", markup=False, soft_wrap=True)
+    return config, earlier_stages
+
+
+def _shorten_stages(config: Config, stages: Sequence[Stage]) -> Config:
+    """Return the settings with one step for each of `stages`, and no samples shown in PPO."""
+    from rlhf.memory.advice import apply_settings
+
+    for stage in stages:
+        config = apply_settings(config, {f"{stage}.max_steps": 1, f"{stage}.eval_rows": 1})
+    return apply_settings(config, {"ppo.samples_every": 0})
+
+
+def ensure_steps(config: Config, stage: Stage, steps: int) -> Config:
+    """Return the settings with at least `steps` steps of `stage`, however few rows there are."""
+    from rlhf.memory.advice import apply_settings
+
+    if stage == "ppo":
+        enough = config.ppo.epochs is None and config.ppo.steps >= steps
+        return config if enough else apply_settings(config, {"ppo.epochs": None, "ppo.steps": steps})
+    section = config.supervised(stage)
+    return apply_settings(
+        config,
+        {
+            f"{stage}.epochs": max(section.epochs, steps),
+            f"{stage}.max_steps": section.max_steps and max(section.max_steps, steps),
+        },
+    )
+
+
+class ProfileRun:
+    """A few measured steps of a stage, instead of its loop.
+
+    Attributes:
+        trace: the file that the recorded step is written to.
+        start_time: when the stage began, by `time.perf_counter`.
+    """
+
+    def __init__(self, steps: int, trace: Path) -> None:
+        self._steps, self.trace = steps, trace
+        self.start_time = time.perf_counter()
+
+    def measure(self, trainer: Trainer, context: StageContext) -> Report:
+        """Take the steps and return what was measured."""
+        from rlhf.reporting.progress import progress
+        from rlhf.reporting.timers import profile_operators
+        from rlhf.trainers import loop
+
+        context.directory.check_steps(trainer.total_steps)
+        loop.resume_or_seed(trainer, context)
+
+        def take_step(index: int) -> dict[str, float]:
+            with loop.measure_step(trainer, context, index) as metrics:
+                metrics |= trainer.step(index)
+            return metrics
+
+        stage, set_up = context.directory.name, time.perf_counter() - self.start_time
+        with progress(self._steps + _EXTRA_STEPS, f"{stage}: profiling", unit="steps") as bar:
+            first = take_step(0)["seconds"]
+            bar.advance()
+            phase_times, steps = [], []
+            for index in range(1, self._steps + 1):
+                steps.append(take_step(index))
+                phase_times.append(context.phases.phase_times())
+                bar.advance()
+            events = self._record(partial(take_step, self._steps + 1))
+            bar.advance()
+        operators = profile_operators(events)
+        total = sum(step["seconds"] for step in steps)
+        phases = {
+            name: sum((times[name] for times in phase_times[1:]), phase_times[0][name]) for name in phase_times[0]
+        }
+        rates = [key for key in ("tflops", "peak_share", "tokens_per_second") if key in steps[0]]
+        return {
+            "accelerator": context.accelerator.name,
+            "device": context.accelerator.info().model,
+            "precision": context.precision.name,
+            "set_up_seconds": set_up,
+            "first_step_seconds": first,
+            "steps": self._steps,
+            "step_seconds": [step["seconds"] for step in steps],
+            **{key: sum(step[key] * step["seconds"] for step in steps) / total for key in rates},
+            "peak_memory": max(step["peak_memory"] for step in steps),
+            "phases": [
+                {"phase": name, "seconds": phase.seconds / self._steps, "share": phase.seconds / total, **phase.rates()}
+                for name, phase in phases.items()
+            ],
+            "traced_seconds": operators.seconds,
+            "outside_operators": operators.idle,
+            "on_device": operators.on_device,
+            "operators": [
+                {**operator._asdict(), "share": operator.seconds / operators.seconds}
+                for operator in operators.operators
+            ],
+        }
+
+    def _record(self, take_step: partial[dict[str, float]]) -> Any:
+        """Return the profiler's events of a step, which it also writes to the trace."""
+        import torch.profiler
+
+        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as recording:
+            take_step()
+        recording.export_chrome_trace(str(self.trace))
+        return recording.events()
+
+
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt
+
+
+def _print(report: Report) -> None:
     from rich.text import Text
 
     from rlhf.reporting.console import console
     from rlhf.reporting.summary import STAGE_NAMES
     from rlhf.utils.units import format_bytes
 
-    seconds = found["step_seconds"]
+    seconds = report["step_seconds"]
     mean = sum(seconds) / len(seconds)
-    speed = [_speed(found), f"{format_bytes(found['peak_memory'])} peak"]
     lines = [
-        f"set-up {_seconds(found['set_up_seconds'])}, first step {_seconds(found['first_step_seconds'])}, then "
-        f"{len(seconds)} of {_seconds(mean)} each ({_seconds(min(seconds))} to {_seconds(max(seconds))})",
-        " · ".join(filter(None, speed)),
+        f"set-up {_format_time(report['set_up_seconds'])}, first step {_format_time(report['first_step_seconds'])}, "
+        f"then {len(seconds)} of {_format_time(mean)} each ({_format_time(min(seconds))} to "
+        f"{_format_time(max(seconds))})",
+        " · ".join(filter(None, [_format_speed(report), f"{format_bytes(report['peak_memory'])} peak"])),
     ]
-    where = f"  one process on {found['accelerator']} ({found['device']}), {found['precision']}"
+    device = f"  one process on {report['accelerator']} ({report['device']}), {report['precision']}"
     console.print()
-    console.print(Text.assemble((STAGE_NAMES[found["stage"]], "bold"), (where, "dim")), soft_wrap=True)
+    console.print(Text.assemble((STAGE_NAMES[report["stage"]], "bold"), (device, "dim")), soft_wrap=True)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     rows = [
         (
             phase["phase"],
-            _seconds(phase["seconds"]),
-            _percent(phase["share"]),
-            _number(phase.get("tflops")),
-            _number(phase.get("tokens_per_second")),
+            _format_time(phase["seconds"]),
+            _format_percent(phase["share"]),
+            _format_number(phase.get("tflops")),
+            _format_number(phase.get("tokens_per_second")),
         )
-        for phase in found["phases"]
+        for phase in report["phases"]
     ]
-    print_table("by phase, of a step", ("phase", "time", "share", "TFLOP/s", "tokens/s"), rows)
-    whole, operators = found["traced_seconds"], found["operators"]
-    shown, rest = operators[:_SHOWN], operators[_SHOWN:]
+    print_table("time of a step by phase", ("phase", "time", "share", "TFLOP/s", "tokens/s"), rows)
+    total, operators = report["traced_seconds"], report["operators"]
     listed = [
-        (each["name"], each["phase"], _seconds(each["seconds"]), _percent(each["share"]), f"{each['calls']:,}")
-        for each in shown
+        (
+            operator["name"],
+            operator["phase"],
+            _format_time(operator["seconds"]),
+            _format_percent(operator["share"]),
+            f"{operator['calls']:,}",
+        )
+        for operator in operators[:_OPERATORS_SHOWN]
     ]
-    left = sum(each["seconds"] for each in rest)
-    listed.append((f"({len(rest):,} others)", "", _seconds(left), _percent(left / whole), ""))
-    idle = found["outside_operators"]
-    nothing = "(nothing on the device)" if found["on_device"] else "(Python, between operators)"
-    listed.append((nothing, "", _seconds(idle), _percent(idle / whole), ""))
-    what = "kernel" if found["on_device"] else "operator"
-    print_table(
-        f"by {what}, of a recorded step of {_seconds(whole)}", (what, "phase", "time", "share", "calls"), listed
-    )
+    others = operators[_OPERATORS_SHOWN:]
+    rest, idle = sum(operator["seconds"] for operator in others), report["outside_operators"]
+    listed.append((f"({len(others):,} others)", "", _format_time(rest), _format_percent(rest / total), ""))
+    idle_name = "(device idle)" if report["on_device"] else "(Python, between operators)"
+    listed.append((idle_name, "", _format_time(idle), _format_percent(idle / total), ""))
+    kind = "kernel" if report["on_device"] else "operator"
+    title = f"time of a recorded step of {_format_time(total)} by {kind}"
+    print_table(title, (kind, "phase", "time", "share", "calls"), listed)
     console.print(
-        f"trace: {found['trace']} (open it in https://ui.perfetto.dev or chrome://tracing)",
+        f"trace: {report['trace']} (open it in https://ui.perfetto.dev or chrome://tracing)",
         markup=False,
         soft_wrap=True,
         highlight=False,
     )
 
 
-def _speed(found: dict[str, Any]) -> str:
-    share = f" ({_percent(found['peak_share'])} of the device's peak)" if "peak_share" in found else ""
-    return f"{_number(found['tflops'])} TFLOP/s{share}" if "tflops" in found else ""
+def _format_speed(report: Report) -> str:
+    share = f" ({_format_percent(report['peak_share'])} of the device's peak)" if "peak_share" in report else ""
+    return f"{_format_number(report['tflops'])} TFLOP/s{share}" if "tflops" in report else ""
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{float(f'{value:.3g}'):,g}"

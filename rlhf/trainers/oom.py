@@ -6,17 +6,18 @@ settings.
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerators import find_out_of_memory
-from rlhf.errors import OutOfMemory
+from rlhf.errors import OutOfMemory, translate_errors
 from rlhf.memory.advice import OutOfMemorySituation, advise
 from rlhf.memory.environment import Environment
 from rlhf.utils.units import format_bytes
@@ -27,39 +28,40 @@ if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
 
 
-@contextlib.contextmanager
-def explain_out_of_memory(context: StageContext) -> Iterator[None]:
-    """Turn a lack of memory in this block, which runs a stage, into an `OutOfMemory` that says what would help."""
-    try:
-        yield
-    except Exception as error:
-        cause = find_out_of_memory(error)
-        if cause is None:
-            raise
-        phase, context.phases.current = context.phases.current, "preparation"
-        accelerator, world, stage = context.accelerator, context.world, context.directory.name
-        has_device = accelerator.host_device() != accelerator.device()
-        on_host = isinstance(cause, (MemoryError, OSError)) or "CPUAllocator" in str(cause)
-        situation = OutOfMemorySituation(
-            context.config,
-            stage,
-            phase,
-            Environment(world.size, context.precision.name, unified_memory=on_host or not has_device),
-            best_precision=accelerator.precision().name,
-            started=context.directory.started,
-            continued=any(directory.started for directory in context.run.stages),
-        )
-        models = measure_models(context.models)
-        offloaded = measure_models(context.models, accelerator.host_device()) if has_device else {}
-        message = format_message(
-            cause,
-            f"on {'the host' if on_host else accelerator.name} in {stage}, {phase}",
-            _format_peak(accelerator),
-            {role: count - offloaded.get(role, 0) for role, count in models.items()},
-            advise(situation),
-            offloaded,
-        )
-        raise OutOfMemory((f"rank {world.rank}: " if world.size > 1 else "") + message) from error
+def translate_stage_errors(context: StageContext, output: Path | None = None) -> AbstractContextManager[None]:
+    """Return `translate_errors` for a block that runs a stage: a lack of memory is reported with what would help.
+
+    Args:
+        output: the run's folder, to translate errors of disk and permissions too.
+    """
+    return translate_errors(output, describe_memory=partial(_describe_out_of_memory, context))
+
+
+def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutOfMemory:
+    phase, context.phases.current = context.phases.current, "preparation"
+    accelerator, world, stage = context.accelerator, context.world, context.directory.name
+    has_device = accelerator.host_device() != accelerator.device()
+    on_host = isinstance(cause, (MemoryError, OSError)) or "CPUAllocator" in str(cause)
+    situation = OutOfMemorySituation(
+        context.config,
+        stage,
+        phase,
+        Environment(world.size, context.precision.name, unified_memory=on_host or not has_device),
+        best_precision=accelerator.precision().name,
+        started=context.directory.started,
+        continued=any(directory.started for directory in context.run.stages),
+    )
+    models = measure_models(context.models)
+    offloaded = measure_models(context.models, accelerator.host_device()) if has_device else {}
+    message = format_message(
+        cause,
+        f"on {'the host' if on_host else accelerator.name} in {stage}, {phase}",
+        _format_peak(accelerator),
+        {role: count - offloaded.get(role, 0) for role, count in models.items()},
+        advise(situation),
+        offloaded,
+    )
+    return OutOfMemory((f"rank {world.rank}: " if world.size > 1 else "") + message)
 
 
 def format_message(

@@ -27,7 +27,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.dataset import stage_rows
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.model_factory import ModelFactory, resolve_stage_bases
-from rlhf.trainers.oom import explain_out_of_memory
+from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.reward import RewardTrainer
 from rlhf.trainers.sft import SFTTrainer
@@ -48,7 +48,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     """
     for stage in stages:
         if not directory.stage(stage).done:
-            with stage_context(stage, config, accelerator, directory) as context, explain_out_of_memory(context):
+            with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
                 plan = log_plan(context)
                 summary = loop.fit(build_trainer(context), context)
                 release_models(context)  # the next stage needs their memory

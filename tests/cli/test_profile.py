@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from rlhf.cli.profiler import lengthened
+from rlhf.cli.profile import ensure_steps
 from rlhf.config.schema import Config
 from rlhf.memory.advice import apply_settings
 from rlhf.memory.report import count_steps
@@ -41,7 +41,7 @@ def profiled(forks, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
 def test_all_steps_are_taken_of_a_stage_that_has_fewer_and_nothing_is_left_but_the_trace(profiled):
     _, folder, said = profiled
     assert files(folder) == [Path("trace.json.gz")] and [*folder.iterdir()] == [folder / "trace.json.gz"]
-    assert "run holds no finished sft and reward: one step of each is taken first" in said
+    assert "run has no finished sft and reward: one step of each is taken first" in said
     assert "profiling: 4/4 steps" in said
 
 
@@ -103,7 +103,7 @@ def test_other_stages_are_profiled_too(rlhf, tmp_path, stage):
     [
         (["--stage", "pppo"], "--stage pppo: no such stage; use one of sft, reward, dpo, ppo"),
         (["--set", "ppo.stepz=3"], "ppo.stepz"),
-        (["--trace", "nowhere/trace.json.gz"], "--trace nowhere/trace.json.gz: its folder is not there"),
+        (["--trace", "nowhere/trace.json.gz"], "--trace nowhere/trace.json.gz: its folder does not exist"),
         (["--trace", "."], "--trace .: is a folder; name a file in it, such as trace.json.gz"),
     ],
 )
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_one_line(forks, arguments, said):
 @pytest.mark.parametrize("rows", [1, 5000])
 def test_a_stage_has_the_steps_that_are_measured_and_no_fewer_than_its_own(stage, length, rows):
     before = apply_settings(Config(), {f"{stage}.{key}": value for key, value in length.items()})
-    steps = count_steps(lengthened(before, stage, 7), stage, rows)
+    steps = count_steps(ensure_steps(before, stage, 7), stage, rows)
     own = count_steps(before, stage, rows)
     assert steps is not None and own is not None and steps >= 7
     assert steps >= own or (stage == "ppo" and "epochs" in length), "passes over the prompts are counted in steps"
