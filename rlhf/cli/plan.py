@@ -46,11 +46,11 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> None:
-    """Tell what a recipe takes, before anything is loaded: memory by phase, role and kind, and whether it fits.
+    """Predict the memory of a recipe before anything is loaded, by phase, role and kind, and whether it fits.
 
     Models are known by their config.json, or by name: opt-125m ... opt-66b, bloom-7b1, llama-2-7b, pythia-1b and more.
-    Where a stage does not fit, the cheapest change that makes it fit is named; the smallest number of devices and the
-    largest micro-batch are found as well. [bold]engine.zero_stage=auto[/] shows what it would take.
+    If a stage does not fit, the cheapest change that makes it fit is named; also the smallest number of devices and the
+    largest micro-batch. [bold]engine.zero_stage=auto[/] shows the value that a run would take.
 
     [bold]rlhf plan --config recipe.yaml --devices 8 --memory 80GiB[/]
 
@@ -58,28 +58,28 @@ def plan(
 
     [bold]rlhf plan --config recipe.yaml --accelerator NAME --measured runs/mine --price 4.13[/]
 
-    Memory is that of one rank, of its device and on the host. Nothing is loaded or written. Exit code 0: all stages
-    fit; 1: one does not; 2: something has to be mended first.
+    Memory is that of one rank, on its device and on the host. Nothing is loaded or written. Exit code 0: all stages
+    fit; 1: one does not; 2: something has to be corrected first.
     """
     from rlhf.memory.report import report_stage
 
-    wanted = _stages(stage or STAGES)
+    stages = _select_stages(stage or STAGES)
     config = options.load()
     environment, limits = _describe_device(config, options, devices, memory, host_memory)
-    found = [
-        report_stage(config, one, environment, limits, measured=measured, tflops=tflops, price=price, rows=rows)
-        for one in wanted
+    reports = [
+        report_stage(config, name, environment, limits, measured=measured, tflops=tflops, price=price, rows=rows)
+        for name in stages
     ]
     if as_json:
-        print_json(found)
+        print_json(reports)
     else:
-        for one in found:
-            _print(one)
-    if not all(one["fits"] for one in found):
+        for report in reports:
+            _print_report(report)
+    if not all(report["fits"] for report in reports):
         raise typer.Exit(1)
 
 
-def _stages(names: Sequence[str]) -> list[Stage]:
+def _select_stages(names: Sequence[str]) -> list[Stage]:
     for name in names:
         if name not in EVERY_STAGE:
             raise ConfigError(f"--stage {name}: no such stage; use one of {', '.join(EVERY_STAGE)}")
@@ -90,13 +90,13 @@ def _describe_device(config: Config, options: Options, devices: int, memory: str
     from rlhf.memory.environment import describe_environment, detect_environment
     from rlhf.utils.units import parse_bytes
 
-    given = parse_bytes(host, "--host-memory") if host else None
+    host_bytes = parse_bytes(host, "--host-memory") if host else None
     if memory:
         if options.accelerator:
             raise ConfigError(
-                "--memory and --accelerator: one describes a device, the other asks one; give one of them"
+                "--memory and --accelerator: the first describes a device, the second queries one; give one of them"
             )
-        return describe_environment(config, devices, parse_bytes(memory, "--memory"), given)
+        return describe_environment(config, devices, parse_bytes(memory, "--memory"), host_bytes)
     from accelerators import stdout_to_stderr
     from rlhf.engine.select import select_accelerator
 
@@ -106,7 +106,7 @@ def _describe_device(config: Config, options: Options, devices: int, memory: str
         return detect_environment(accelerator, config, devices, local=devices)
 
 
-def _print(stage: dict[str, Any]) -> None:
+def _print_report(stage: dict[str, Any]) -> None:
     from rich.text import Text
 
     from rlhf.reporting.console import console

@@ -1,1 +1,1 @@
-"""What a run takes, known before it starts: bytes by role and phase, whether they fit, hours and money."""
+"""The memory, hours and money of a run, predicted before it starts, and settings that make it fit."""

@@ -1,1 +1,1 @@
-"""What a run tells: progress while it runs, records that stay, and a table at its end."""
+"""Reports of a run: progress while it runs, permanent records, and a table at its end."""

@@ -30,7 +30,7 @@ Phase = Literal[
     "writing a checkpoint",
     "saving",
 ]
-"""What a stage is doing: the name in records, plans and messages."""
+"""The work of a stage at a time, by its name in records, plans and messages."""
 
 STEP_PHASES: tuple[Phase, ...] = ("generation", "scoring", "training")
 """Timed phases of a PPO step; steps of other stages are `training` only."""

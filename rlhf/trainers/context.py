@@ -16,7 +16,7 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import set_dropout
-from rlhf.models.flops import Products
+from rlhf.models.flops import ModelFlops
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters, should_merge
 from rlhf.models.quantized import count_quantized, quantize
@@ -101,16 +101,16 @@ class StageContext:
         return shape_from(config.to_dict() if config else {}, name)
 
     @cached_property
-    def products(self) -> dict[RoleName, Products] | None:
-        """What passes through the stage's models multiply, once all are loaded; None: a model's shape is not known."""
-        found = {}
+    def model_flops(self) -> dict[RoleName, ModelFlops] | None:
+        """Counters of the models' operations, once all are loaded; None if a model's shape is not known."""
+        counters = {}
         for name, placement in self.placements.items():
             try:
                 shape = self.shape(name)
             except ConfigError:
                 return None
-            found[name] = Products.of(shape, scalar_head=placement.role.scalar_head, rank=placement.lora.rank)
-        return found
+            counters[name] = ModelFlops.of(shape, scalar_head=placement.role.scalar_head, rank=placement.lora.rank)
+        return counters
 
     def engine(
         self,

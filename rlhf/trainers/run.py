@@ -24,8 +24,8 @@ from rlhf.reporting.console import console
 from rlhf.reporting.summary import print_summary
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import find_first_difference
-from rlhf.trainers import dry_run as plan
 from rlhf.trainers import preflight
+from rlhf.trainers.dry_run import format_base_models, print_stage
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import file_lock, signals
 from rlhf.utils.atomic_io import read_json
@@ -204,7 +204,7 @@ def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator
             local=current_process().count_local_ranks(ranks),
             fused_attention=all(choice.name != "eager" for choice in attention),
         )
-        plan.print_plan(stage, config, memory, console)
+        print_stage(stage, config, memory, console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 
@@ -218,7 +218,7 @@ def _announce(
     facts = {
         "stages": ", ".join(stage if stage in pending else f"{stage} (complete)" for stage in stages),
         **({"recipe": str(recipe)} if recipe else {}),
-        "model": plan.models(config, pending),
+        "model": format_base_models(config, pending),
         "data": sources,
         "accelerator": f"{selection.name} ({selection.summary})",
         "output": str(config.output),

@@ -19,7 +19,7 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, TrainingEngine
 from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
-from rlhf.models.flops import Texts
+from rlhf.models.flops import TextLengths
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.outputs import log_outputs, save_outputs
@@ -91,7 +91,7 @@ class SupervisedTrainer:
         for batch in batches:
             sums.add(**text_sums(batch), **padding(batch))
         totals = sums.read()
-        texts = Texts(*(totals.pop(f"read_{name}") for name in Texts._fields))
+        texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
         context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
         share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
         return self.average(totals) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
@@ -136,19 +136,19 @@ class SupervisedTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
 
-    def _flops(self, texts: Texts) -> float | None:
+    def _flops(self, texts: TextLengths) -> float | None:
         """Return the operations of an update on these texts, and of a live reference's forward pass if there is one."""
         context = self.context
-        if context.products is None:
+        if context.model_flops is None:
             return None
-        trained, *frozen = context.products.values()
+        trained, *frozen = context.model_flops.values()
         live = context.directory.name == "dpo" and context.config.dpo.reference == "beside"
         scored = frozen[0] if frozen else replace(trained, adapters=0)
         return trained.update(texts) + (scored.forward(texts) if live else 0)
 
 
 def text_sums(batch: Batch) -> Batch:
-    """Return sums over a batch's real rows of what the model reads, as `Texts` has them, with the prefix `read_`."""
+    """Return the sums of `TextLengths` over a batch's real rows, with the prefix `read_`."""
     real = batch["loss_mask"].any(1) if "loss_mask" in batch else batch["pair_mask"].repeat(2)
     lengths = batch["attention_mask"].sum(1) * real
     targets = batch.get("loss_mask", batch.get("completion_mask"))  # a scalar head is read at every token

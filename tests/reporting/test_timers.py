@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accelerators import DeviceInfo
 from rlhf.config.schema import LoraConfig, build_config
-from rlhf.models.flops import Products, Texts, generated
+from rlhf.models.flops import ModelFlops, TextLengths, generation_lengths
 from rlhf.models.lora import add_adapters
 from rlhf.models.shape import shape_from
 from rlhf.reporting import timers as module
@@ -37,36 +37,36 @@ WIDTH = 2 * 4 * 2  # layers x heads x 8 / 4
 
 
 def test_a_forward_pass_is_two_operations_for_each_number_and_token_and_four_for_each_pair_and_width():
-    products = Products.of(SHAPE)
+    products = ModelFlops.of(SHAPE)
     assert (products.matrices, products.width, products.output) == (MATRICES, WIDTH, 8 * 100)
-    texts = Texts.of([3, 5], outputs=4)
+    texts = TextLengths.of([3, 5], outputs=4)
     assert texts == (8, 9 + 25, 4)
     forward = 2 * MATRICES * 8 + 4 * WIDTH * 34 + 2 * 800 * 4
     assert products.forward(texts) == forward
     assert products.update(texts) == 3 * forward
-    assert Products.of(SHAPE, scalar_head=True).forward(texts) == forward - 2 * (800 - 8) * 4
+    assert ModelFlops.of(SHAPE, scalar_head=True).forward(texts) == forward - 2 * (800 - 8) * 4
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():
-    rank, texts = 3, Texts.of([3, 5], outputs=4)
+    rank, texts = 3, TextLengths.of([3, 5], outputs=4)
     adapters = 2 * rank * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 3 * (8 + 12))
-    assert Products.of(SHAPE, rank=rank).adapters == adapters
+    assert ModelFlops.of(SHAPE, rank=rank).adapters == adapters
     layers, attention, head = 2 * MATRICES * 8, 4 * WIDTH * 34, 2 * 800 * 4
-    assert Products.of(SHAPE, rank=rank).forward(texts) == layers + attention + head + 2 * adapters * 8
-    assert Products.of(SHAPE, rank=rank).update(texts) == 2 * layers + 3 * attention + 2 * head + 3 * 2 * adapters * 8
-    trained = Products.of(SHAPE, rank=rank, scalar_head=True)  # its head is trained beside the adapters
+    assert ModelFlops.of(SHAPE, rank=rank).forward(texts) == layers + attention + head + 2 * adapters * 8
+    assert ModelFlops.of(SHAPE, rank=rank).update(texts) == 2 * layers + 3 * attention + 2 * head + 3 * 2 * adapters * 8
+    trained = ModelFlops.of(SHAPE, rank=rank, scalar_head=True)  # its head is trained beside the adapters
     assert trained.update(texts) == 2 * layers + 3 * attention + 3 * 2 * 8 * 4 + 3 * 2 * adapters * 8
 
 
 def test_generation_reads_each_token_but_the_last_with_those_before_it():
     lengths = [(3, 4), (2, 1), (5, 0)]  # of prompts, and what was drawn
     rows = len(lengths)
-    prompts = Texts.of([p for p, _ in lengths], 0)
-    whole = Texts.of([p + n for p, n in lengths], 0)
+    prompts = TextLengths.of([p for p, _ in lengths], 0)
+    whole = TextLengths.of([p + n for p, n in lengths], 0)
     pairs = sum(p * p + sum(range(p + 1, p + n)) for p, n in lengths[:2])
-    found = generated(rows - 1, Texts.of([3, 2], 0), Texts.of([7, 3], 0))
+    found = generation_lengths(rows - 1, TextLengths.of([3, 2], 0), TextLengths.of([7, 3], 0))
     assert found == (7 + 3 - 2, pairs, 4 + 1)
-    assert generated(rows, prompts, whole).outputs == 5
+    assert generation_lengths(rows, prompts, whole).outputs == 5
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -76,9 +76,9 @@ def test_the_count_is_that_of_torchs_own_counter(rank: int):
     if rank:
         add_adapters(model, LoraConfig(rank=rank), seed=0)
     ids = torch.arange(12).view(2, 6)
-    texts = Texts.of([6, 6], outputs=12)
+    texts = TextLengths.of([6, 6], outputs=12)
     shape = shape_from(model.config.to_dict(), "llama")
-    products = Products.of(shape, rank=rank)
+    products = ModelFlops.of(shape, rank=rank)
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=ids).logits.sum()
     assert counter.get_total_flops() == products.forward(texts)
@@ -100,19 +100,19 @@ def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerat
         "prompt_tokens": 4, "prompt_pairs": 10, "text_tokens": 9, "text_pairs": 41, "rows": 2, "tokens": 5,
     }  # fmt: skip
     config = build_config({"ppo": {"batch_size": 4, "minibatch_size": 2, "ppo_epochs": 3}})
-    actor, scalar = Products.of(SHAPE, rank=1), Products.of(SHAPE, scalar_head=True)
+    actor, scalar = ModelFlops.of(SHAPE, rank=1), ModelFlops.of(SHAPE, scalar_head=True)
     told = {}
     context = SimpleNamespace(
         config=config,
-        products={"actor": actor, "critic": scalar, "reward": scalar},
+        model_flops={"actor": actor, "critic": scalar, "reward": scalar},
         phases=SimpleNamespace(count_work=lambda name, **said: told.update({name: said})),
     )
-    raw = Texts.of([7], outputs=6)
+    raw = TextLengths.of([7], outputs=6)
     record_arithmetic(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
-    passes, policy, values = 2, Texts(9, 41, 5), Texts(9, 41, 9)
-    plain = Products.of(SHAPE)  # the reference is the actor without its adapters
+    passes, policy, values = 2, TextLengths(9, 41, 5), TextLengths(9, 41, 9)
+    plain = ModelFlops.of(SHAPE)  # the reference is the actor without its adapters
     assert told == {
-        "generation": {"tokens": 5, "flops": actor.forward(Texts(4 + 1 + 1 + 1, 9 + 4 + 1 + 2 + 3, 5))},
+        "generation": {"tokens": 5, "flops": actor.forward(TextLengths(4 + 1 + 1 + 1, 9 + 4 + 1 + 2 + 3, 5))},
         "scoring": {
             "tokens": 9,
             "flops": actor.forward(policy) + plain.forward(policy) + 2 * scalar.forward(values),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rlhf.config.schema import STAGES, Stage, load_config
 from rlhf.data.stage_dataset import load_stage
-from rlhf.trainers.dry_run import models, print_plan
+from rlhf.trainers.dry_run import format_base_models, print_stage
 from rlhf.trainers.preflight import StagePlan
 
 WORLD = "embedded tiny Llama, from scratch"
@@ -39,7 +39,7 @@ NAMED = ("ppo.actor=org/a", "ppo.reward_model=./b")
 def test_a_run_starts_from_what_its_stages_start_from(
     pending: tuple[Stage, ...], settings: tuple[str, ...], line: str
 ) -> None:
-    assert models(load_config(None, settings), pending) == line
+    assert format_base_models(load_config(None, settings), pending) == line
 
 
 def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer:
     config = load_config(None, [source, "data.max_prompt_length=30", "data.max_completion_length=17"])
     data = load_stage(config.data, "sft", tokenizer, seed=0)
     shown = StringIO()
-    print_plan(StagePlan("sft", (), None, tokenizer, data), config, [], Console(width=120, file=shown))
+    print_stage(StagePlan("sft", (), None, tokenizer, data), config, [], Console(width=120, file=shown))
     assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
 
 

@@ -11,7 +11,7 @@ from rlhf.data.batches import Batch
 from rlhf.engine import distributed
 from rlhf.engine.metric_sums import Metrics
 from rlhf.losses.log_probs import masked
-from rlhf.models.flops import Texts, generated
+from rlhf.models.flops import TextLengths, generation_lengths
 from rlhf.reporting.timers import Phase
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.experience import Rollout, Scores
@@ -91,7 +91,12 @@ def explained_variance(sums: Metrics) -> float:
 
 
 def record_arithmetic(
-    context: StageContext, sums: Metrics, updates: float, pretraining: Texts | None = None, *, reused: bool = False
+    context: StageContext,
+    sums: Metrics,
+    updates: float,
+    pretraining: TextLengths | None = None,
+    *,
+    reused: bool = False,
 ) -> None:
     """Tell `context.phases` the tokens that a step's phases worked on, and the operations that this takes.
 
@@ -101,22 +106,22 @@ def record_arithmetic(
         pretraining: raw text of each update, in addition to the rollout's.
         reused: the update differentiates the passes that scored policy and critic, and makes none of its own.
     """
-    settings, products = context.config.ppo, context.products
-    texts = Texts(sums["text_tokens"], sums["text_pairs"], sums["tokens"])
+    settings, model_flops = context.config.ppo, context.model_flops
+    texts = TextLengths(sums["text_tokens"], sums["text_pairs"], sums["tokens"])
     passes = settings.ppo_epochs * updates / settings.updates
-    raw_text = pretraining or Texts(0, 0, 0)
+    raw_text = pretraining or TextLengths(0, 0, 0)
     flops: dict[Phase, float] = {}
-    if products is not None:
+    if model_flops is not None:
         values = texts._replace(outputs=texts.tokens)  # a scalar head is read at every token
-        read = {name: values if name in ("critic", "reward") else texts for name in (*products, "reference")}
-        actor = products["actor"]
-        known = {"reference": replace(actor, adapters=0)} | products
+        read = {name: values if name in ("critic", "reward") else texts for name in (*model_flops, "reference")}
+        actor = model_flops["actor"]
+        known = {"reference": replace(actor, adapters=0)} | model_flops
         scored = {name: known[name].forward(read[name]) for name in read}
-        trained = {name: products[name].update(read[name]) for name in ("actor", "critic") if name in products}
+        trained = {name: model_flops[name].update(read[name]) for name in ("actor", "critic") if name in model_flops}
         updated = sum(trained.values()) - (sum(scored[name] for name in trained) if reused else 0)
-        prompts = Texts(sums["prompt_tokens"], sums["prompt_pairs"], 0)
+        prompts = TextLengths(sums["prompt_tokens"], sums["prompt_pairs"], 0)
         flops = {
-            "generation": actor.forward(generated(sums["rows"], prompts, texts)),
+            "generation": actor.forward(generation_lengths(sums["rows"], prompts, texts)),
             "scoring": sum(scored.values()),
             "training": passes * updated + updates * actor.update(raw_text),
         }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf.data import pretraining
 from rlhf.engine.engine import Batch, Loss
-from rlhf.models.flops import Texts
+from rlhf.models.flops import TextLengths
 from rlhf.models.forward import completion_log_probs
 from rlhf.trainers.context import StageContext
 
@@ -33,7 +33,7 @@ class PretrainingLoss:
             rows: those of all ranks, of equal length.
         """
         settings, length = context.config.ppo, len(rows[0])
-        self.texts = Texts.of([length] * settings.pretraining_rows, settings.pretraining_rows * (length - 1))
+        self.texts = TextLengths.of([length] * settings.pretraining_rows, settings.pretraining_rows * (length - 1))
         self._to_device = context.accelerator.to_device
         self._coefficient = settings.ptx_coef
         self._targets = self.texts.outputs
