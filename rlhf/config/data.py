@@ -1,6 +1,6 @@
-"""The part of the schema that says where rows come from, how they are read, and how the stages share them.
+"""The section about data: the sources, how their rows are read, and how stages share them.
 
-`rlhf.config.schema` has it under its own name too: the rest of the program imports all sections from there.
+`rlhf.config.schema` exports the sections that the rest of the program uses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rlhf.config.types import ConfigModel, OptionalPathOrHubId, PathOrHubId, Sha
 from rlhf.config.validation_errors import error_at, short_repr
 
 Share = Literal["sft", "reward", "ppo"]
-"""A part of a source's rows: `data.stage_split` says how large each is."""
+"""A share of a source's rows; `data.stage_split` sets the sizes."""
 Stage = Literal["sft", "reward", "dpo", "ppo"]
 STAGES: tuple[Share, ...] = get_args(Share)
-"""What `rlhf` runs where no stage is named."""
+"""The stages that `rlhf` runs if none is named."""
 EVERY_STAGE: tuple[Stage, ...] = get_args(Stage)
-"""In the order in which a run's folder and closing table have them."""
+"""All stages, in the order of a run's folder and closing table."""
 Cleaning = Literal["citations", "speaker"]
 Weight = float | Literal["all"]
 _WHOLE = re.compile(r"^(-?\d+)\.0+$")
@@ -30,44 +30,47 @@ _BOOLEANS = ("True", "False", "TRUE", "FALSE")
 
 
 class ColumnsConfig(ConfigModel):
-    """Names of a data set's columns, where they differ from the known formats; `a.0.b` is what a column holds."""
+    """Column names, if they differ from the known formats; `a.0.b` reads inside a column."""
 
-    prompt: str | None = Field(None, description="column that holds the prompt")
-    response: str | None = Field(None, description="column that holds the demonstration")
-    chosen: str | None = Field(None, description="column that holds the preferred response")
-    rejected: str | None = Field(None, description="column that holds the dispreferred response")
-    first: str | None = Field(None, description="column that holds one of two responses; `prefer` says which is better")
-    second: str | None = Field(None, description="column that holds the other of the two")
+    prompt: str | None = Field(None, description="column with the prompt")
+    response: str | None = Field(None, description="column with the demonstration")
+    chosen: str | None = Field(None, description="column with the preferred response")
+    rejected: str | None = Field(None, description="column with the rejected response")
+    first: str | None = Field(None, description="column with one of two responses; `prefer` says which is better")
+    second: str | None = Field(None, description="column with the other response")
     margin: str | None = Field(
-        None, description="column with a number of 0 or more: by how much the better response should score more"
+        None, description="column with a number of at least 0: how much higher the better response should score"
     )
     messages: str | None = Field(
-        None, description="column that holds a conversation: a list of {role, content} or of {from, value}"
+        None, description="column with a conversation: a list of {role, content} or of {from, value}"
     )
     text: str | None = Field(
-        None, description="column that holds text without a prompt, for SFT alone: all of it is learned, as it stands"
+        None, description="column with text without a prompt, for SFT only; the model learns all of it, unchanged"
     )
 
     @model_validator(mode="after")
-    def _fit_together(self) -> ColumnsConfig:
+    def _check_columns(self) -> ColumnsConfig:
         if (self.first is None) != (self.second is None):
             missing = "second" if self.second is None else "first"
-            raise error_at(missing, "a pair needs columns.first and columns.second; name the other one too")
+            raise error_at(missing, "a pair needs both columns.first and columns.second; name this column too")
         if self.first and (self.chosen or self.rejected):
-            raise error_at("first", "the pair has its columns already; leave columns.chosen and columns.rejected out")
+            raise error_at(
+                "first",
+                "conflicts with columns.chosen and columns.rejected; remove these, or columns.first and columns.second",
+            )
         if self.text and len(self.named()) > 1:
-            raise error_at("text", "a text has no prompt and no replies; leave the other columns out")
+            raise error_at("text", "a text has no prompt and no replies; remove the other columns")
         return self
 
     def named(self) -> dict[str, str]:
-        """Field -> column, of those that are named."""
+        """Return the columns that are named, by field."""
         return {field: name for field, name in self.model_dump().items() if name}
 
 
 def normalize_label(value: Any) -> Any:
-    """A label as text, as which labels are compared: CSV has no other, and 1, 1.0 and "1" are one label.
+    """Return a label as text, the form in which labels are compared; other values are returned unchanged.
 
-    So are true and what a program wrote of it: True, TRUE.
+    CSV files have only text, so 1, 1.0 and "1" are one label, and so are true, True and TRUE.
     """
     if isinstance(value, bool | int | float):
         value = str(value)
@@ -78,7 +81,7 @@ def normalize_label(value: Any) -> Any:
 
 
 def share_of(stage: Stage) -> Share:
-    """The rows that a stage learns from: DPO takes the pairs of the reward model."""
+    """Return the share of rows that a stage learns from; DPO uses the pairs of the reward model."""
     return "reward" if stage == "dpo" else stage
 
 
@@ -86,42 +89,46 @@ Label = Annotated[str | None, BeforeValidator(normalize_label)]
 
 
 class PreferenceLabelConfig(ConfigModel):
-    """What decides which of columns.first and columns.second is preferred; `none`: chosen and rejected are so."""
+    """How to tell which of columns.first and columns.second is better; `none` for sources with chosen and rejected."""
 
-    label: str | None = Field(None, description="column whose value names the better one")
-    first: Label = Field(None, description="its value where columns.first is better, e.g. 1")
+    label: str | None = Field(None, description="column whose value names the better response")
+    first: Label = Field(None, description="the label's value if columns.first is better, e.g. 1")
     second: Label = Field(
-        None, description="its value where columns.second is better; empty: the only other one that there is"
+        None, description="the label's value if columns.second is better; empty: the only other value in the column"
     )
     scores: tuple[str, str] | None = Field(
-        None, description="columns with the scores of columns.first and columns.second; the higher one is better"
+        None, description="columns with the scores of columns.first and columns.second; the higher score is better"
     )
     nothing: bool = Field(
-        False, description="true, also written `prefer: none`: no column of this source decides between two replies"
+        False, description="true, or `prefer: none`: no column of this source tells which of two replies is better"
     )
 
     @property
-    def decides(self) -> bool:
-        """Whether a column is named that decides."""
+    def names_columns(self) -> bool:
+        """True if a column is named that tells which response is better."""
         return self.label is not None or self.scores is not None
 
     @model_validator(mode="after")
-    def _one_way(self) -> PreferenceLabelConfig:
+    def _check_rule(self) -> PreferenceLabelConfig:
         if sum([self.label is not None, self.scores is not None, self.nothing]) > 1:
-            raise error_at(
-                "label", "one thing decides: give label (with its value `first`), scores, or none, not several"
-            )
+            raise error_at("label", "label, scores and none exclude each other; keep one of them")
         if self.label is not None and self.first is None:
-            raise error_at("first", "missing; give the value of the label where columns.first is better")
+            raise error_at("first", "missing; set it to the label's value if columns.first is better")
         if self.label is None and (self.first, self.second) != (None, None):
-            raise error_at("label", "missing; name the column that holds these values")
+            raise error_at("label", "missing; name the column with these values")
         if self.label is not None and self.first == self.second:
-            raise error_at("second", "the same as prefer.first; give the value where columns.second is better")
+            raise error_at(
+                "second", "the same as prefer.first; set it to the label's value if columns.second is better"
+            )
         return self
 
 
-def _weight(value: Any) -> Any:
-    """A number or a word, so that the error is not that of one of them alone."""
+def _validate_weight(value: Any) -> Any:
+    """Return a weight, or `all`; one error message covers both forms.
+
+    Raises:
+        ValueError: it is neither.
+    """
     try:
         if value == "all" or (not isinstance(value, bool) and 0 < float(value) < math.inf):
             return value
@@ -137,50 +144,52 @@ class DatasetConfig(ConfigModel):
         description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
     )
     heldout: OptionalPathOrHubId = Field(
-        None, description="a second source, used for evaluation only; empty: a fraction of `path`"
+        None, description="a second source, used only for evaluation; empty: a fraction of the rows of `path`"
     )
-    subset: str | None = Field(None, description="configuration of a hub data set that has several")
-    split: str = Field("train", description="split to read where the source has several")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest")
+    subset: str | None = Field(None, description="configuration of a hub data set, if it has several")
+    split: str = Field("train", description="split to read, if the source has several")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest commit")
     limit: int | None = Field(
-        None, ge=1, description="rows to read of `path`, drawn from all of it by the seed; empty: every one"
+        None, ge=1, description="maximum number of rows of `path`, sampled with the seed; empty: all"
     )
     heldout_subset: str | None = Field(None, description="configuration of `heldout`, as `subset` of `path`")
     heldout_split: str | None = Field(
-        None, description="split to read of `heldout` where that has several; empty: test, or what is known of its name"
+        None, description="split of `heldout` to read, if it has several; empty: test, or the one of a known data set"
     )
     heldout_revision: str | None = Field(None, description="revision of `heldout`, as `revision` of `path`")
     stages: tuple[Share, ...] = Field(
-        STAGES, min_length=1, description="stages that may use this source; what reward may, DPO may"
+        STAGES, min_length=1, description="stages that may use this source; DPO may use those of reward"
     )
-    weight: Annotated[Weight, BeforeValidator(_weight)] = Field(
+    weight: Annotated[Weight, BeforeValidator(_validate_weight)] = Field(
         1.0,
-        description="share in the blend: rows of this source per row of a source of weight 1; or all: every row, "
-        "whatever the others have",
+        description="share in the blend: rows of this source per row of a source with weight 1; or all: every row, "
+        "whatever the others contribute",
     )
     columns: ColumnsConfig = Field(
-        ColumnsConfig(), description="column names, where they are not standard; question.text, answers.0 look inside"
+        ColumnsConfig(),
+        description="column names, if they are not standard; question.text and answers.0 read inside a column",
     )
     prefer: Annotated[
         PreferenceLabelConfig, BeforeValidator(lambda value: {"nothing": True} if value == "none" else value)
     ] = Field(
         PreferenceLabelConfig(),
-        description="what decides which reply of a pair is better; none: chosen and rejected do",
+        description="how to tell which reply of a pair is better; none: columns chosen and rejected tell",
     )
     clean: tuple[Cleaning, ...] | None = Field(
         None,
-        description="what to take out of replies: citations ([1]), speaker (a leading `Assistant:`); empty: what is "
-        "known of its name",
+        description="what to remove from replies: citations ([1]), speaker (a leading `Assistant:`); empty: as for a "
+        "known data set, else nothing",
     )
 
     @model_validator(mode="after")
-    def _decided(self) -> DatasetConfig:
-        if self.columns.first and not self.prefer.decides:
+    def _check_prefer(self) -> DatasetConfig:
+        if self.columns.first and not self.prefer.names_columns:
             raise error_at(
-                "prefer", "missing; say what decides between columns.first and columns.second: label or scores"
+                "prefer",
+                "missing; set prefer.label or prefer.scores, to tell which of the two columns is better",
             )
-        if self.prefer.decides and self.columns.named() and not self.columns.first:
-            raise error_at("prefer", "decides between columns.first and columns.second; name both in columns")
+        if self.prefer.names_columns and self.columns.named() and not self.columns.first:
+            raise error_at("prefer", "compares columns.first and columns.second; name both of them")
         return self
 
 
@@ -190,15 +199,15 @@ class PretrainingConfig(ConfigModel):
     path: PathOrHubId = Field(
         description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, or a hub name"
     )
-    subset: str | None = Field(None, description="configuration of a hub data set that has several")
-    split: str = Field("train", description="split to read where the source has several")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest")
-    limit: int | None = Field(None, ge=1, description="documents to read, drawn from all by the seed; empty: all")
-    text: str = Field("text", min_length=1, description="column that holds the documents")
+    subset: str | None = Field(None, description="configuration of a hub data set, if it has several")
+    split: str = Field("train", description="split to read, if the source has several")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest commit")
+    limit: int | None = Field(None, ge=1, description="maximum number of documents, sampled with the seed; empty: all")
+    text: str = Field("text", min_length=1, description="column with the documents")
 
 
 class DataConfig(ConfigModel):
-    """Where the rows come from and how they are shared among the stages."""
+    """Sources of rows, and how the stages share them."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], BeforeValidator(as_source_list)] = Field(
         (DatasetConfig(path=paths.WORLD),),
@@ -207,26 +216,31 @@ class DataConfig(ConfigModel):
     )
     stage_split: Shares = Field(
         (2, 4, 4),
-        description="proportions of a source's rows that go to sft, reward (and DPO) and ppo, also written 2:4:4",
+        description="proportions of a source's rows for sft, reward (and DPO) and ppo, also written 2:4:4",
     )
     heldout_fraction: float = Field(
-        0.05, gt=0, lt=1, description="part of each stage's rows kept for evaluation, where no held-out source is named"
+        0.05,
+        gt=0,
+        lt=1,
+        description="fraction of each stage's rows held out for evaluation, if no held-out source is named",
     )
-    max_prompt_length: int = Field(256, ge=1, description="longest prompt, in tokens; longer ones: see too_long")
+    max_prompt_length: int = Field(
+        256, ge=1, description="maximum length of prompts, in tokens; too_long says what happens to longer ones"
+    )
     max_completion_length: int = Field(
-        256, ge=1, description="longest completion, in tokens, its end-of-sequence token included"
+        256, ge=1, description="maximum length of completions, in tokens, with the end-of-sequence token"
     )
     too_long: Literal["drop", "truncate"] = Field(
         "drop",
-        description="what becomes of rows that are too long; truncate: a prompt loses its oldest text, a completion "
-        "its end (and then has no end-of-sequence token)",
+        description="what to do with rows that are too long; truncate: cut the beginning of prompts and the end of "
+        "completions (which then have no end-of-sequence token)",
     )
     pretraining: Annotated[tuple[PretrainingConfig, ...], BeforeValidator(as_source_list)] = Field(
-        (), description="sources of raw text that PPO goes on to model (ppo.ptx_coef), each a path or a mapping"
+        (), description="sources of raw text for PPO's language-modelling loss (ppo.ptx_coef), each a path or a mapping"
     )
-    chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template where it has one")
+    chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template, if it has one")
 
     @property
     def max_length(self) -> int:
-        """Longest sequence, prompt and completion, in tokens."""
+        """Maximum length of prompt and completion together, in tokens."""
         return self.max_prompt_length + self.max_completion_length

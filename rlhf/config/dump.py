@@ -1,4 +1,4 @@
-"""A configuration as a recipe: YAML with every key, its meaning above it, that can be edited and given back."""
+"""Write a configuration as a recipe: YAML with every key below its description, which users can edit and load."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from rlhf.utils.atomic_io import atomic_write
 
 _WIDTH = 100
 _ABOUT_A_RUN = (
-    "The settings of the run in this folder. `rlhf --resume` and later stages go on with them where --config names no "
-    "other recipe."
+    "The settings of the run in this folder. `rlhf --resume` and later stages use them unless --config names another "
+    "recipe."
 )
 
 
 def format_recipe(config: BaseModel, about: str) -> str:
-    """A configuration as a recipe; `about` stands in a comment at its top."""
+    """Return a configuration as a recipe, with `about` in a comment at the top."""
     return "\n".join([*_comment(about), "", to_yaml(config)])
 
 
 def write_recipe(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write a run's settings, nested as `run.json` has them, as the recipe in its folder; whole or not at all.
+    """Write a run's settings, nested as in `run.json`, as the recipe in its folder; atomically.
 
     Raises:
-        OSError: the folder cannot be written to.
-        ConfigError: the settings are not of this version.
+        OSError: the folder is not writable.
+        ConfigError: the settings are those of another version.
     """
     atomic_write(path, format_recipe(build_config(settings), _ABOUT_A_RUN))
 
 
 def to_yaml(section: BaseModel) -> str:
-    """A section and those below it as YAML, each key's description above it."""
+    """Return a section and those below it as YAML, each key below its description."""
     return "\n".join(_lines(section)).lstrip("\n") + "\n"
 
 
@@ -45,12 +45,12 @@ def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
     indent = "  " * depth
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        below = isinstance(value, BaseModel)
-        if below and depth == 0:
+        is_section = isinstance(value, BaseModel)
+        if is_section and depth == 0:
             yield ""
-        described = (field.description or "").strip() + _choices(field.annotation)
-        yield from _comment(described, indent)
-        if below:
+        description = (field.description or "").strip() + _choices(field.annotation)
+        yield from _comment(description, indent)
+        if is_section:
             yield f"{indent}{name}:"
             yield from _lines(value, depth + 1)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
@@ -62,7 +62,7 @@ def _lines(section: BaseModel, depth: int = 0) -> Iterator[str]:
 
 
 def _item(lines: list[str], indent: str) -> Iterator[str]:
-    """A section's lines as an item of a list: the dash stands before its first key, below that key's comment."""
+    """Yield a section's lines as an item of a list, with the dash before the first key."""
     first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
     yield from (comment.removeprefix("  ") for comment in lines[:first])
     yield f"{indent}- {lines[first].lstrip()}"
@@ -74,7 +74,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def format_scalar(value: Any) -> str:
-    """A value as YAML on one line, as it is read back."""
+    """Return a value as YAML on one line that reads back as the same value."""
     if value is None:
         return ""
     yaml, text = YAML(typ="safe", pure=True), io.StringIO()
@@ -84,7 +84,7 @@ def format_scalar(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What YAML has a form for: values of a mapping that is not the schema's still know where they were given."""
+    """Return a value in plain types that YAML can represent, without tracked origins."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -93,6 +93,6 @@ def _plain(value: Any) -> Any:
 
 
 def _choices(annotation: Any) -> str:
-    """The words that a key admits, where they are few."""
+    """Return the words that a key accepts, in parentheses; empty if it accepts others."""
     words = [format_scalar(word) for word in get_args(annotation) if isinstance(word, str | bool)]
     return f" ({' | '.join(words)})" if words else ""

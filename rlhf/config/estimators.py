@@ -1,14 +1,14 @@
-"""The advantage estimators that a policy can be trained with, and what each brings along. Needs no torch.
+"""The advantage estimators, and the defaults that each brings along. Needs no torch.
 
-An estimator is a pure function in `rlhf.losses.advantages` and an entry here; the rest of a rollout and its updates
-is the same for all. Which to take (`--set ppo.estimator=grpo`):
+An estimator is a pure function in `rlhf.losses.advantages` and an entry here; rollouts and updates are the same for
+all. How to choose (`--set ppo.estimator=grpo`):
 
-| name | an advantage is | it costs | take it where |
+| name | advantage | cost | use it if |
 |---|---|---|---|
-| gae | what follows a token beyond the critic's guess, token by token | a critic: memory and updates of a second model | rewards come late in long completions, prompts are many and completions of each few; PPO as in the papers on RLHF |
-| rloo | a completion's reward, KL penalty included, less the mean of the prompt's other completions | 2 or more completions a prompt, no critic | a reward model scores whole completions: unbiased, the fewest settings |
-| grpo | the same less the mean of all, in deviations of the group; KL in the loss | several completions a prompt, no critic | rewards are checked rather than learned (right or wrong); `ppo.group_std=false` with `ppo.loss_mean=constant` is Dr. GRPO, which favours neither short completions nor prompts on which all do alike |
-| reinforce++ | rewards from a token on, in deviations of the whole batch | nothing: no critic, one completion a prompt | memory is short, prompts are many and alike in how hard they are |
+| gae | rewards beyond the critic's prediction, token by token | a critic: memory and updates of a second model | rewards come late in long completions; many prompts with few completions each; PPO as in the papers on RLHF |
+| rloo | a completion's reward, KL penalty included, minus the mean of the prompt's other completions | 2 or more completions per prompt, no critic | a reward model scores whole completions: unbiased, the fewest settings |
+| grpo | the same minus the mean of all, divided by the group's standard deviation; KL in the loss | several completions per prompt, no critic | rewards are checked rather than learned (right or wrong); `ppo.group_std=false` with `ppo.loss_mean=constant` is Dr. GRPO, which favors neither short completions nor prompts on which all completions do equally well |
+| reinforce++ | the rewards from a token on, scaled by mean and standard deviation of the whole batch | nothing: no critic, one completion per prompt | memory is short; many prompts of similar difficulty |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ LossMean = Literal["token", "sequence", "constant"]
 
 @dataclass(frozen=True)
 class Estimator:
-    """`function` in `rlhf.losses.advantages`, whether it needs a critic, and what its paper sets.
+    """An advantage estimator and the defaults of its paper.
 
-    `keys` are those of `ppo` that are for this one and not for every other; not `critic_optimizer`, which recipes have
-    for whoever changes nothing but the estimator. The fields from `group_size` on are
-    the defaults of the keys of `ppo` with these names; `group_size` is the default of `completions_per_prompt`.
+    Attributes:
+        function: its name in `rlhf.losses.advantages`.
+        critic: the estimator needs a critic.
+        keys: keys of `ppo` that not every estimator uses. `critic_optimizer` is not among them, so that a recipe stays
+            valid if only its estimator changes.
+        min_group_size: the fewest completions per prompt that the estimator can compare.
+        group_size: default of `ppo.completions_per_prompt`.
+        kl_in: default of the key of `ppo` with this name, as are the fields below.
     """
 
     function: str
@@ -46,7 +51,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "gae": Estimator(
         "gae", critic=True, keys=("critic", "critic_dropout", "value_clip", "gamma", "lam"), whiten_advantages=True
     ),
-    # The gradient of the paper is that of a sum over a completion's tokens, so a constant divides it.
+    # The paper's gradient is that of a sum over a completion's tokens, so a constant divides it.
     "rloo": Estimator("rloo", min_group_size=2, group_size=4, loss_mean="constant"),
     "grpo": Estimator(
         "grpo",

@@ -62,6 +62,7 @@ def read_yaml(path: Path, option: str = "--config") -> TrackedDict:
     """Return the keys and values in a YAML file; none if it is empty.
 
     Args:
+        path: the file; `~` is expanded.
         option: the option or key that names the file, for errors.
 
     Raises:
@@ -102,6 +103,7 @@ def apply_overrides(
     """Change `values` in place as the command line says, and return them.
 
     Args:
+        values: nested values.
         overrides: `key.path=value` texts whose values are YAML; digits in a path index lists.
         options: values of the options that are keys themselves; None for those that are not given.
 
@@ -128,6 +130,8 @@ def overlay(values: TrackedDict, above: TrackedDict, origin: Origin | None = Non
     """Change `values` in place by the nested keys of `above`, and return them; `engine.nvme` may be one key.
 
     Args:
+        values: nested values.
+        above: the values that replace them.
         origin: where all of `above` was written; if None, each key's own origin counts.
 
     Raises:
@@ -173,6 +177,7 @@ def as_source_list(value: Any, key: str = "path") -> TrackedList:
     """Return `data.datasets` or `.pretraining`, a path, a mapping or a list of either, as a list of mappings.
 
     Args:
+        value: the value of `data.datasets` or `data.pretraining`.
         key: the key that a text stands for.
     """
     is_list = isinstance(value, list | tuple)

@@ -1,36 +1,92 @@
-"""The section of the schema about stage 3: rollouts, rewards, advantages, updates."""
+"""The section about stage 3, PPO: rewards, rollouts, advantages, updates."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
+from rlhf.config import paths
 from rlhf.config.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
-from rlhf.config.loader import as_source_list
-from rlhf.config.rewards import RewardFunctionConfig
-from rlhf.config.training import OptimizerConfig, TrainingConfig, divide
+from rlhf.config.loader import TrackedStr, as_source_list
+from rlhf.config.training import OptimizerConfig, TrainingConfig, divide_batch
 from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId
 from rlhf.config.validation_errors import error_at, short_repr
 from rlhf.errors import ConfigError
 
-_NEEDS = {
+_PYTHON = ".py"
+_FUNCTION = re.compile(r"(?P<where>[^:]+):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+_LABEL = re.compile(r"[\w.-]+")
+_NEEDED_KEYS = {
     "kl_target": "kl_coef",
     "ema_on_host": "ema",
     "ptx_length": "ptx_coef",
     "ptx_batch_size": "ptx_coef",
 }
-"""Keys of `ppo` that do nothing where another one is empty or 0."""
+"""Keys of `ppo` that have no effect if another key is empty or 0."""
+
+
+def _resolve_function(value: Any) -> Any:
+    """Return `where:name`; the path of a file is made relative to the working directory.
+
+    Raises:
+        ValueError: the value does not have this form.
+    """
+    match = _FUNCTION.fullmatch(value) if isinstance(value, str) else None
+    if not match:
+        raise ValueError(f"expected module:function, rewards.py:function or plugin:name, got {short_repr(value)}")
+    where = match["where"]
+    if where.endswith(_PYTHON):
+        where = paths.join_path(value.folder, where) if isinstance(value, TrackedStr) else os.path.expanduser(where)
+    return f"{where}:{match['name']}"
+
+
+def _make_function_absolute(function: str) -> str:
+    where, _, name = function.rpartition(":")
+    return f"{paths.join_path(os.getcwd(), where)}:{name}" if where.endswith(_PYTHON) else function
+
+
+def _validate_label(value: Any) -> Any:
+    if isinstance(value, str) and not _LABEL.fullmatch(value):
+        raise ValueError(f"expected letters, digits and any of _.-, got {short_repr(value)}")
+    return value
+
+
+# JSON is read from other working directories, so its paths are absolute.
+Function = Annotated[
+    str, BeforeValidator(_resolve_function), PlainSerializer(_make_function_absolute, when_used="json")
+]
+
+
+class RewardFunctionConfig(ConfigModel):
+    """A Python function that scores completions."""
+
+    function: Function = Field(
+        description="module:function, rewards.py:function (a file) or plugin:name; called with prompt, completion, row"
+    )
+    weight: float = Field(1.0, description="weight of its values in the score; 0: they are only recorded")
+    name: Annotated[str | None, BeforeValidator(_validate_label)] = Field(
+        None, description="name in the records, reward/<name>; empty: the function's own name"
+    )
+
+    @property
+    def label(self) -> str:
+        """The function's name in the records, after `reward/`."""
+        return self.name or self.function.rpartition(":")[2].rpartition(".")[2]
 
 
 class SamplingConfig(ConfigModel):
-    """How tokens are drawn from the policy."""
+    """How tokens are sampled from the policy."""
 
-    temperature: float = Field(1.0, ge=0, description="0: the most likely token")
-    top_k: int = Field(0, ge=0, description="draw from the k most likely tokens; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set with this probability; 1: all")
+    temperature: float = Field(1.0, ge=0, description="0: always the most likely token")
+    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability; 1: from all"
+    )
 
 
 class PPOConfig(TrainingConfig):
@@ -51,156 +107,163 @@ class PPOConfig(TrainingConfig):
         tuple[RewardFunctionConfig, ...], BeforeValidator(lambda value: as_source_list(value, "function"))
     ] = Field(
         (),
-        description="Python functions whose values, weighted, are added to the score: each module:function, "
-        "rewards.py:function, plugin:name, or a mapping; they run in a process of their own (rlhf/rewards)",
+        description="Python functions whose weighted values are added to the score: each module:function, "
+        "rewards.py:function, plugin:name, or a mapping; they run in a separate process (rlhf/rewards)",
     )
     reward_timeout: float = Field(
-        60.0, gt=0, description="seconds that the functions may take for a rank's share of one batch, or to be imported"
+        60.0,
+        gt=0,
+        description="seconds that the functions may take to be imported, or to score one rank's share of a batch",
     )
     critic: OptionalPathOrHubId = Field(
         None,
-        description="folder or hub name of the model that the critic begins as; empty: the reward model, and without "
+        description="folder or hub name of the model that the critic starts from; empty: the reward model, or without "
         "one the policy with a new head",
     )
     save_critic: bool = Field(
         True,
-        description="leave the critic too, as `critic` beside the model, merged whatever lora.save says; PPO can begin "
-        "with it again (ppo.critic)",
+        description="save the critic too, as `critic` next to the model and always merged; another run can start from "
+        "it (ppo.critic)",
     )
-    batch_size: int = Field(32, ge=1, description="completions of one rollout, over all ranks")
+    batch_size: int = Field(32, ge=1, description="completions per rollout, over all ranks")
     micro_batch_size: int | None = Field(
         None,
         ge=1,
-        description="rows in one forward pass of one rank that scores or updates; empty: minibatch_size / ranks",
+        description="rows per forward pass on one rank, when scoring and updating; empty: minibatch_size / ranks",
     )
     eval_every: int = Field(
-        0, ge=0, description="steps between evaluations on held-out prompts; 0: before training and after it only"
+        0, ge=0, description="steps between evaluations on held-out prompts; 0: only before and after training"
     )
     samples_every: int | None = Field(
-        None, ge=0, description="rollouts between samples in the terminal and the records; 0: never; empty: steps / 10"
+        None,
+        ge=0,
+        description="rollouts between samples in the terminal and the records; 0: no samples; empty: steps / 10",
     )
     samples: int = Field(1, ge=1, description="completions shown each time, with prompt, score and KL")
     steps: int = Field(100, ge=1, description="rollouts; each is followed by `ppo_epochs` passes over it")
     epochs: int | None = Field(
-        None, ge=1, description="passes over the prompts, in place of `steps`; empty: `steps` rollouts"
+        None, ge=1, description="passes over the prompts, instead of `steps`; empty: `steps` rollouts"
     )
     generation_batch_size: int | None = Field(
-        None, ge=1, description="rows that a rank generates at a time, at most; empty: its share of batch_size"
+        None, ge=1, description="maximum number of rows that a rank generates at a time; empty: its share of batch_size"
     )
     generation_weights: Literal["auto", "whole", "layerwise", "tensor_parallel"] = Field(
         "auto",
-        description="ZeRO-3's weights in rollouts: whole on each rank, layerwise (gathered as needed, slow), "
-        "tensor_parallel (split); auto: the first that fits",
+        description="ZeRO-3's weights in rollouts: whole on each rank, layerwise (gathered layer by layer, slow), "
+        "tensor_parallel (split over ranks); auto: the first that fits in memory",
     )
     tensor_parallel: int | None = Field(
         None,
         ge=2,
-        description="ranks among which tensor_parallel splits each layer; empty: as many of a machine as can",
+        description="number of ranks among which tensor_parallel splits each layer; empty: as many as possible within "
+        "a machine",
     )
     estimator: str = Field(
         "gae",
-        description="how advantages are estimated: gae (PPO, with a critic), or without one rloo and grpo (completions "
-        "of one prompt are compared) or reinforce++ (compared over the batch); rlhf/config/estimators.py says when "
-        "which",
+        description="how advantages are estimated: gae (PPO, with a critic), or without a critic rloo and grpo (which "
+        "compare completions of one prompt) or reinforce++ (which compares over the batch); "
+        "rlhf/config/estimators.py helps to choose",
     )
     completions_per_prompt: int | None = Field(
         None,
         ge=1,
-        description="completions drawn of each prompt of a rollout, which has batch_size / these prompts; empty: the "
-        "estimator's own (rloo 4, grpo 8, else 1)",
+        description="completions of each prompt in a rollout, which has batch_size / completions_per_prompt prompts; "
+        "empty: the estimator's default (rloo 4, grpo 8, else 1)",
     )
     group_std: bool = Field(
         True,
-        description="grpo: rewards of a prompt's completions are divided by their deviation; false: they are not "
+        description="grpo: divide the rewards of a prompt's completions by their standard deviation; false: do not "
         "(Dr. GRPO, arXiv:2503.20783, with loss_mean=constant)",
     )
     ppo_epochs: int = Field(1, ge=1, description="passes over one rollout")
-    minibatch_size: int | None = Field(
-        None, ge=1, description="rows in one PPO update, over all ranks; empty: batch_size"
-    )
+    minibatch_size: int | None = Field(None, ge=1, description="rows per PPO update, over all ranks; empty: batch_size")
     reuse_forward: bool = Field(
         True,
-        description="with one update a rollout, policy and critic are scored by the very passes that the update "
-        "differentiates, where there is memory and no dropout; false: in passes of their own",
+        description="with one update per rollout, score policy and critic with the same forward passes that the update "
+        "differentiates, if memory allows and there is no dropout; false: with separate passes",
     )
     kl_coef: float = Field(0.1, ge=0, description="weight of the KL penalty against the reference")
     kl_target: float | None = Field(
-        None, gt=0, description="KL per sequence that an adaptive coefficient aims at; empty: kl_coef is fixed"
+        None, gt=0, description="KL per sequence that an adaptive coefficient aims at; empty: kl_coef is constant"
     )
-    kl_horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive coefficient reacts")
+    kl_horizon: int = Field(10_000, ge=1, description="number of sequences over which the adaptive coefficient reacts")
     kl_in: KLPlace | None = Field(
         None,
-        description="where the penalty acts: reward (each token's) or loss (the policy's); empty: the estimator's own",
+        description="where the penalty is applied: reward (of each token) or loss (of the policy); empty: the "
+        "estimator's default",
     )
     kl_estimator: KLEstimator | None = Field(
         None,
         description="k1, k2 or k3 of http://joschu.net/blog/kl-approx.html. k1 in the reward and k2 in the loss (token "
         "by token) reduce KL(policy || reference), k3 in the loss KL(reference || policy); k2 and k3 in the reward are "
-        "biased, k1 in the loss does nothing; empty: the estimator's own",
+        "biased, k1 in the loss has no effect; empty: the estimator's default",
     )
     loss_mean: LossMean | None = Field(
         None,
-        description="the policy's loss is a mean over tokens, a mean over sequences of each one's mean, or a sum over "
-        "tokens divided by a constant, max_completion_length a sequence; empty: the estimator's own",
+        description="how the policy's loss is averaged: over all tokens (token), over the means of sequences "
+        "(sequence), or as a sum divided by max_completion_length times the sequences (constant); empty: the "
+        "estimator's default",
     )
     normalize_scores: Literal["none", "batch", "running"] = Field(
         "none",
-        description="scale scores, before they are clipped, to mean 0 and deviation 1: of each rollout (batch), or of "
-        "all so far (running)",
+        description="scale scores to mean 0 and standard deviation 1 before they are clipped: over each rollout "
+        "(batch), or over all rollouts so far (running)",
     )
-    score_clip: float = Field(5.0, gt=0, description="scores, each the weighted sum, are clipped to +- this")
+    score_clip: float = Field(5.0, gt=0, description="scores (weighted sums) are clipped to plus or minus this value")
     missing_eos_penalty: float | None = Field(
         None,
         ge=0,
-        description="taken from the clipped score of a completion that is cut off, without an end token; empty: 0",
+        description="subtracted from the clipped score of a completion that is cut off before its end token; empty: 0",
     )
     gamma: Fraction = Field(1.0, description="discount of later rewards")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation (arXiv:1506.02438)")
     clip: float = Field(0.2, gt=0, description="clip range of the policy ratio")
     entropy_coef: float = Field(
-        0.0, ge=0, description="weight of a bonus for the entropy of the policy's tokens, which keeps it from narrowing"
+        0.0, ge=0, description="weight of a bonus for the entropy of the policy, which keeps its samples diverse"
     )
     kl_stop: float | None = Field(
         None,
         gt=0,
-        description="a rollout's updates end with the one that finds the policy further than this (approx_kl, nats per "
-        "token) from the one that drew it; empty: all are made",
+        description="stop a rollout's updates after the first one that finds the policy further than this (approx_kl, "
+        "nats per token) from the policy that sampled the rollout; empty: never",
     )
     dropout: float | None = Field(
         0.0,
         ge=0,
         lt=1,
-        description="dropout in the policy's updates; as rollouts are scored without, above 0 the policy ratio begins "
-        "near 1, not at it; empty: the model's own rates",
+        description="dropout rate in the policy's updates; rollouts are scored without, so above 0 the policy ratio "
+        "starts near 1 instead of at 1; empty: the model's own rates",
     )
     critic_dropout: float | None = Field(
-        0.0, ge=0, lt=1, description="dropout in the critic's updates; empty: its own rates"
+        0.0, ge=0, lt=1, description="dropout rate in the critic's updates; empty: the model's own rates"
     )
     value_clip: float = Field(0.2, gt=0, description="clip range of the value update")
     whiten_advantages: bool | None = Field(
-        None, description="scale each rollout's advantages to mean 0, deviation 1; empty: the estimator's own"
+        None,
+        description="scale each rollout's advantages to mean 0 and standard deviation 1; empty: the estimator's "
+        "default",
     )
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="decay of a moving average of the policy's weights over updates, which is left as model-ema beside "
-        "the model; e.g. 0.992, DeepSpeed-Chat's; empty: none",
+        description="decay of a moving average of the policy's weights, saved as model-ema next to the model; e.g. "
+        "0.992, as in DeepSpeed-Chat; empty: no average",
     )
-    ema_on_host: bool = Field(False, description="the average waits in the host's memory; false: on the device")
+    ema_on_host: bool = Field(False, description="store the moving average in the host's memory; false: on the device")
     ptx_coef: float = Field(
         0.0,
         ge=0,
-        description="weight of the loss of modelling the texts of data.pretraining, a mean over tokens, beside the "
-        "policy's (arXiv:2203.02155, equation 2; there and in DeepSpeed-Chat 27.8); 0: none",
+        description="weight of the language-modelling loss on data.pretraining (mean per token), added to the policy "
+        "loss (arXiv:2203.02155, equation 2; 27.8 there and in DeepSpeed-Chat); 0: off",
     )
     ptx_length: int | None = Field(
         None,
         ge=2,
-        description="tokens of a row of these texts; empty: data.max_prompt_length + max_completion_length",
+        description="tokens per row of these texts; empty: data.max_prompt_length + max_completion_length",
     )
     ptx_batch_size: int | None = Field(
-        None, ge=1, description="rows of these texts in one update, over all ranks; empty: minibatch_size"
+        None, ge=1, description="rows of these texts per update, over all ranks; empty: minibatch_size"
     )
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
@@ -208,126 +271,128 @@ class PPOConfig(TrainingConfig):
 
     @field_validator("estimator")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _check_estimator(cls, name: str) -> str:
         if name not in ESTIMATORS:
-            raise ValueError(f"no estimator {short_repr(name)}; use one of {', '.join(ESTIMATORS)}")
+            raise ValueError(f"unknown estimator {short_repr(name)}; use one of {', '.join(ESTIMATORS)}")
         return name
 
     @model_validator(mode="after")
-    def _rewarded(self) -> PPOConfig:
+    def _check_rewards(self) -> PPOConfig:
         if not self.reward_weight and not any(function.weight for function in self.reward_functions):
-            raise error_at("reward_weight", "0 leaves nothing to learn from; name ppo.reward_functions with a weight")
+            raise error_at("reward_weight", "there is no reward if this is 0; add ppo.reward_functions with a weight")
         if not self.reward_weight and self.reward_model:
-            raise error_at(
-                "reward_model", "is not used where ppo.reward_weight is 0; leave it out, or give it a weight"
-            )
+            raise error_at("reward_model", "not used if ppo.reward_weight is 0; remove this key, or set a weight")
         for label, count in Counter(function.label for function in self.reward_functions).items():
             if count > 1:
                 raise error_at(
-                    "reward_functions", f"{count} functions are called {label}; give each a `name` of its own"
+                    "reward_functions", f"{count} functions are called {label}; give each a different `name`"
                 )
         return self
 
     @model_validator(mode="after")
-    def _samples(self) -> PPOConfig:
+    def _check_sampling(self) -> PPOConfig:
         if self.sampling.temperature == 0:
-            raise error_at("sampling.temperature", "0 draws one answer only, and PPO compares several; use e.g. 1")
+            raise error_at(
+                "sampling.temperature", "PPO needs different completions, and 0 samples only one; set e.g. 1"
+            )
         return self
 
     @model_validator(mode="after")
-    def _keys_act(self) -> PPOConfig:
-        for key, needed in _NEEDS.items():
+    def _check_needed_keys(self) -> PPOConfig:
+        for key, needed in _NEEDED_KEYS.items():
             if getattr(self, key) != PPOConfig.model_fields[key].default and not getattr(self, needed):
-                raise error_at(key, f"does nothing without ppo.{needed}; set that too, or leave this out")
+                raise error_at(key, f"has no effect without ppo.{needed}; set that too, or remove this key")
         if self.kl_target is not None and self.batch_size >= 5 * self.kl_horizon:
             raise error_at(
                 "kl_horizon",
-                f"with {self.batch_size} completions a rollout (ppo.batch_size), one step could take all of the KL "
-                f"coefficient away; set more than {self.batch_size // 5}",
+                f"one step with {self.batch_size} completions (ppo.batch_size) could reduce the KL coefficient to 0; "
+                f"set more than {self.batch_size // 5}",
             )
         return self
 
     @model_validator(mode="after")
-    def _suits_estimator(self) -> PPOConfig:
-        entry = ESTIMATORS[self.estimator]
-        if self.method.group_size < entry.min_group_size:
+    def _check_estimator_keys(self) -> PPOConfig:
+        estimator = ESTIMATORS[self.estimator]
+        if self.method.group_size < estimator.min_group_size:
             raise error_at(
                 "completions_per_prompt",
-                f"{self.estimator} compares the completions of a prompt, and {self.method.group_size} is too few; "
-                f"use {entry.min_group_size} or more",
+                f"{self.estimator} compares the completions of a prompt and needs at least {estimator.min_group_size}, "
+                f"got {self.method.group_size}; set a larger number",
             )
-        if self.critic and not entry.critic:
-            raise error_at("critic", f"{self.estimator} has no critic; leave it out, or choose another ppo.estimator")
-        for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(entry.keys)):
+        if self.critic and not estimator.critic:
+            raise error_at(
+                "critic", f"{self.estimator} has no critic; remove this key, or choose another ppo.estimator"
+            )
+        for key in sorted({key for other in ESTIMATORS.values() for key in other.keys} - set(estimator.keys)):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
-                able = ", ".join(name for name, other in ESTIMATORS.items() if key in other.keys)
-                raise error_at(key, f"is for ppo.estimator={able}, which is {self.estimator}; change one of them")
+                able = " or ".join(name for name, other in ESTIMATORS.items() if key in other.keys)
+                raise error_at(key, f"needs ppo.estimator={able}, got {self.estimator}; change one of them")
         return self
 
     @model_validator(mode="after")
-    def _kl_acts(self) -> PPOConfig:
+    def _check_kl(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
             key = "kl_estimator" if self.kl_estimator else "kl_in"
-            raise error_at(
-                key, "k1 in the loss has a gradient of mean 0 and holds nothing back; use kl_estimator=k2 or k3"
-            )
+            raise error_at(key, "k1 has no effect in the loss (its gradient has mean 0); set kl_estimator=k2 or k3")
         if self.kl_stop is not None and self.updates == 1:
             raise error_at(
-                "kl_stop", "a rollout has one update, which nothing can follow; raise ppo.ppo_epochs, or leave it out"
+                "kl_stop", "has no effect with one update per rollout; increase ppo.ppo_epochs, or remove this key"
             )
         return self
 
     @property
     def method(self) -> Estimator:
-        """The estimator, with what the settings say in place of its paper."""
-        entry = ESTIMATORS[self.estimator]
-        said: dict[str, Any] = {
+        """The estimator, with the settings that replace its defaults."""
+        settings: dict[str, Any] = {
             "group_size": self.completions_per_prompt,
             "kl_in": self.kl_in,
             "kl_estimator": self.kl_estimator,
             "loss_mean": self.loss_mean,
             "whiten_advantages": self.whiten_advantages,
         }
-        return replace(entry, **{name: value for name, value in said.items() if value is not None})
+        return replace(
+            ESTIMATORS[self.estimator], **{key: set_to for key, set_to in settings.items() if set_to is not None}
+        )
 
     @property
     def updates(self) -> int:
-        """Updates that follow one rollout, where they do not end early."""
+        """Updates after each rollout, if `kl_stop` does not end them early."""
         return self.ppo_epochs * (self.batch_size // (self.minibatch_size or self.batch_size))
 
     @property
     def pretraining_rows(self) -> int:
-        """Rows of raw text in one update, over all ranks; 0: there are none."""
+        """Rows of raw text per update, over all ranks; 0 without pretraining texts."""
         return (self.ptx_batch_size or self.minibatch_size or self.batch_size) if self.ptx_coef else 0
 
     def pretraining(self, world_size: int) -> tuple[int, int]:
-        """(micro-batches of raw text of one rank in one update, rows of each).
+        """Return (micro-batches of raw text per update on one rank, rows of each).
 
         Raises:
-            ConfigError: as `minibatch`; or the rows of an update do not divide so.
+            ConfigError: as `minibatch`; or the rows of an update cannot be divided among the ranks.
         """
         rows, micro = self.pretraining_rows, self.minibatch(world_size)[1]
         if not rows:
             return 0, micro
-        micro = divide(rows, min(micro, max(rows // world_size, 1)), world_size, "ppo.ptx_batch_size", "ppo")
+        micro = divide_batch(rows, min(micro, max(rows // world_size, 1)), world_size, "ppo.ptx_batch_size", "ppo")
         return rows // (micro * world_size), micro
 
     def total_steps(self, prompts: int) -> int:
-        """Rollouts of the stage, which has so many `prompts`; the last one begins another pass where it is not full."""
+        """Return the number of rollouts for this number of prompts; the next pass fills the last rollout."""
         if self.epochs is None:
             return self.steps
         return -(-self.epochs * prompts * self.method.group_size // self.batch_size)
 
     def shows_samples(self, step: int, steps: int) -> bool:
-        """Whether samples of the rollout of `step`, counted from 1, of `steps` are shown."""
+        """Return whether samples of the rollout of `step` (counted from 1, out of `steps`) are shown."""
         every = max(1, steps // 10) if self.samples_every is None else self.samples_every
         return every > 0 and step % every == 0
 
     def minibatch(self, world_size: int) -> tuple[int, int]:
-        """(rows of one PPO update over all ranks, rows of one forward pass of one rank).
+        """Return (rows of one PPO update over all ranks, rows of one forward pass on one rank).
 
         Raises:
-            ConfigError: the batch does not divide into minibatches, those over ranks, or a rank's share into prompts.
+            ConfigError: the batch cannot be divided into minibatches, these among ranks, or a rank's share into
+                prompts.
         """
         minibatch = self.minibatch_size or self.batch_size
         if self.batch_size % minibatch:
@@ -335,20 +400,20 @@ class PPOConfig(TrainingConfig):
                 f"ppo.batch_size: {self.batch_size} is not a multiple of ppo.minibatch_size {minibatch}; "
                 "change one of them"
             )
-        rows = divide(minibatch, self.micro_batch_size, world_size, "ppo.minibatch_size", "ppo")
+        rows = divide_batch(minibatch, self.micro_batch_size, world_size, "ppo.minibatch_size", "ppo")
         self.prompts(world_size)
         return minibatch, rows
 
     def prompts(self, world_size: int) -> int:
-        """Prompts of one rollout that a rank has, each with `method.group_size` rows.
+        """Return the prompts of one rollout on one rank, each with `method.group_size` completions.
 
         Raises:
-            ConfigError: it has no whole number of them.
+            ConfigError: the batch has no whole number of prompts per rank.
         """
         count = self.method.group_size
         if self.batch_size % (count * world_size):
             raise ConfigError(
-                f"ppo.batch_size: {self.batch_size} completions are not {count} (ppo.completions_per_prompt) of each "
-                f"prompt on {world_size} ranks; make it a multiple of {count * world_size}"
+                f"ppo.batch_size: {self.batch_size} completions cannot be divided into {count} per prompt "
+                f"(ppo.completions_per_prompt) on {world_size} ranks; make it a multiple of {count * world_size}"
             )
         return self.batch_size // (count * world_size)

@@ -1,6 +1,6 @@
-"""Kinds of values that keys of the schema take: names, folders, shares; in each form that they may be written in.
+"""Types of configuration values: paths, hub ids and shares, in each form that users may write; and `ConfigModel`.
 
-`ConfigModel` is what holds them: strict about its keys, and about numbers that pydantic would guess.
+`ConfigModel` is the base of every section. It is strict about keys, and about numbers that pydantic would guess.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhf.config import paths
 from rlhf.config.loader import TrackedStr
 from rlhf.config.validation_errors import error_at, short_repr
 
-_MOST = 2**53
-"""Whole numbers beyond this are a slip, and no floating-point number holds them."""
+_LARGEST = 2**53
+"""The largest whole number that is accepted; floating-point numbers do not represent larger ones exactly."""
 
 
 class ConfigModel(BaseModel):
@@ -29,11 +29,11 @@ class ConfigModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_meant(cls, values: Any) -> Any:
-        """A section whose keys are all commented out is empty; `yes` is no number.
+    def _check_numbers(cls, values: Any) -> Any:
+        """Turn a section without keys into an empty one, and refuse true, false and huge values for numbers.
 
         Raises:
-            PydanticCustomError: a number is true or false, or beyond all use.
+            PydanticCustomError: a number is true, false or too large.
         """
         if not isinstance(values, Mapping):
             return {} if values is None else values
@@ -42,41 +42,41 @@ class ConfigModel(BaseModel):
             kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
             if isinstance(value, bool) and (int in kinds or float in kinds):
                 raise error_at(str(name), f"expected a number, got {short_repr(value)}")
-            if isinstance(value, int) and abs(value) > _MOST:
-                raise error_at(str(name), f"expected a number of at most {_MOST:,}, got {short_repr(value)}")
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise error_at(str(name), f"expected a number of at most {_LARGEST:,}, got {short_repr(value)}")
         return values
 
 
-def _name(name: Any) -> Any:
-    """A name in the settings, its path from the working directory: `~` and the folder of a recipe are put before.
+def _resolve_name(name: Any) -> Any:
+    """Return a path or hub id, the path relative to the working directory; `~` is expanded.
 
     Raises:
-        ValueError: it stands in a recipe for a hub's, and would be taken for what the working directory holds.
+        ValueError: a hub id in a recipe has the name of a file or folder in the working directory.
     """
     if isinstance(name, TrackedStr) and name:
-        found = paths.resolve_relative_to(name.folder, name)
-        if paths.is_local_only(found):
+        resolved = paths.resolve_relative_to(name.folder, name)
+        if paths.is_local_only(resolved):
             path = os.path.relpath(name, name.folder or os.curdir)
             raise ValueError(
-                f"{name} is not beside the recipe but in the working directory; write {path} for that one, or start "
-                "rlhf in another folder for the hub's"
+                f"{name} is in the working directory, but paths in a recipe are relative to the recipe; write {path} "
+                "for that folder, or start rlhf elsewhere to use the hub's"
             )
-        return found
+        return resolved
     return os.path.expanduser(name) if isinstance(name, str) else name
 
 
-def _folder(path: Any) -> Any:
-    """`_name` of what can only be a path."""
+def _resolve_path(path: Any) -> Any:
+    """Return a path relative to the working directory; `~` is expanded."""
     if isinstance(path, TrackedStr):
         return paths.join_path(path.folder, path)
     return os.path.expanduser(path) if isinstance(path, str | Path) else path
 
 
-def _shares(value: Any) -> tuple[float, ...]:
-    """What `data.stage_split` is given: 2:4:4 or [2, 4, 4].
+def _parse_shares(value: Any) -> tuple[float, ...]:
+    """Return the shares in `data.stage_split`, 2:4:4 or [2, 4, 4].
 
     Raises:
-        ValueError: it is something else.
+        ValueError: there are not three shares, or they are negative or all 0.
     """
     parts = value.split(":") if isinstance(value, str) else value
     try:
@@ -86,23 +86,23 @@ def _shares(value: Any) -> tuple[float, ...]:
     if len(shares) != 3:
         raise ValueError(f"expected shares of sft, reward and ppo, for example 2:4:4, got {short_repr(value)}")
     if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
-        raise ValueError(f"{short_repr(value)} needs shares >= 0, one of them positive; for example 2:4:4")
+        raise ValueError(f"expected shares >= 0 with one above 0, for example 2:4:4, got {short_repr(value)}")
     return shares
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-# JSON is read from other working directories: there, paths are absolute.
+# JSON is read from other working directories, so its paths are absolute.
 PathOrHubId = Annotated[
-    str, Field(min_length=1), BeforeValidator(_name), PlainSerializer(paths.make_absolute, when_used="json")
+    str, Field(min_length=1), BeforeValidator(_resolve_name), PlainSerializer(paths.make_absolute, when_used="json")
 ]
 OptionalPathOrHubId = Annotated[
     str | None,
-    BeforeValidator(lambda name: _name(name) or None),
+    BeforeValidator(lambda name: _resolve_name(name) or None),
     PlainSerializer(lambda name: name and paths.make_absolute(name), when_used="json"),
 ]
 Folder = Annotated[
     Path,
-    BeforeValidator(_folder),
+    BeforeValidator(_resolve_path),
     PlainSerializer(lambda path: paths.join_path(os.getcwd(), str(path)), when_used="json"),
 ]
-Shares = Annotated[tuple[float, float, float], BeforeValidator(_shares)]
+Shares = Annotated[tuple[float, float, float], BeforeValidator(_parse_shares)]

@@ -1,4 +1,4 @@
-"""What a schema finds wrong with the values given to it, as one line in the words of whoever wrote them."""
+"""Turn pydantic's validation errors into one line that names the origin, the key, the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rlhf.config.loader import find_origin
 
-_LONGEST = 60  # characters of a value that are shown
+_MAX_SHOWN = 60  # characters of a value in an error
 
-# pydantic's name of a problem: what was expected instead.
 _EXPECTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -36,17 +35,24 @@ _EXPECTED = {
     "too_short": "at least {min_length} item",
     "too_long": "{max_length} items",
 }
+"""What was expected, by pydantic's type of error."""
 
 
 def error_at(key: str, text: str) -> PydanticCustomError:
-    """What a section raises that finds `key`, below it, to be wrong."""
+    """Return the error that a section's validator raises about its `key`."""
     return PydanticCustomError("at_key", "{text}", {"key": key, "text": text})
 
 
 def format_validation_error(error: ValidationError, schema: type[BaseModel], values: Any, source: str) -> str:
-    """The first problem with `values`: where it was given (else `source`), the key's full path, what is wrong.
+    """Return one line about the first problem: where the value was written, the key's full path, what is wrong.
 
-    An unknown key comes with the nearest that `schema` knows.
+    An unknown key comes with the closest known one.
+
+    Args:
+        error: pydantic's error.
+        schema: the model that the values were validated with.
+        values: the values, tracked if they come from a file or the command line.
+        source: where the values come from, if their origin is not tracked.
     """
     problem = error.errors()[0]
     location = problem["loc"]
@@ -56,42 +62,42 @@ def format_validation_error(error: ValidationError, schema: type[BaseModel], val
         location = location[:-1]
     key = ".".join(str(part) for part in location)
     origin = find_origin(values, location)
-    text = _text(problem, key, schema)
+    text = _describe_problem(problem, key, schema)
     if problem["type"] != "extra_forbidden" and key and not (origin and origin.key == key):
         text = f"{key}: {text}"
     return f"{origin.text if origin else source}: {text}"
 
 
 def short_repr(value: Any) -> str:
-    """A value in one line, its beginning where it is long."""
+    """Return a value on one line, shortened if it is long."""
     if value is None:
         return "nothing"
     text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
-def _text(problem: ErrorDetails, key: str, schema: type[BaseModel]) -> str:
-    kind, location, given = problem["type"], problem["loc"], problem["input"]
+def _describe_problem(problem: ErrorDetails, key: str, schema: type[BaseModel]) -> str:
+    kind, location, value = problem["type"], problem["loc"], problem["input"]
     if kind == "extra_forbidden":
         known = _known_keys(schema, location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
         return f"unknown key {key!r}; {hint}"
     if kind in ("value_error", "at_key"):
         return problem["msg"].removeprefix("Value error, ")
     if kind == "missing" and isinstance(location[-1], str):
-        return "missing; give it a value"
+        return "missing; set a value"
     if kind == "missing":
-        return f"expected more items, got {short_repr(given)}"
+        return f"expected more items, got {short_repr(value)}"
     if kind not in _EXPECTED:
-        return f"{problem['msg']}, got {short_repr(given)}"
+        return f"{problem['msg']}, got {short_repr(value)}"
     expected = _EXPECTED[kind].format(**problem.get("ctx", {})).replace("True", "true").replace("False", "false")
-    quote = "; put it in quotes" if expected in ("text", "a path") and isinstance(given, bool | int | float) else ""
-    return f"expected {expected}, got {short_repr(given)}{quote}"
+    quote = "; put it in quotes" if expected in ("text", "a path") and isinstance(value, bool | int | float) else ""
+    return f"expected {expected}, got {short_repr(value)}{quote}"
 
 
 def _known_keys(section: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
-    """Keys of the section at `location` in `section`."""
+    """Return the keys of the section at `location` below `section`."""
     for part in location:
         if isinstance(part, int):
             continue

@@ -138,7 +138,7 @@ def list_named_columns(names: ColumnsConfig, prefer: PreferenceLabelConfig) -> d
 
 def _check_decided(columns: ColumnMapping, prefer: PreferenceLabelConfig, found: Collection[str], source: str) -> None:
     """Raise `DataError` where it is not said, or said twice, which of two replies is preferred."""
-    if prefer.decides != bool(columns.first):
+    if prefer.names_columns != bool(columns.first):
         raise DataError(
             f"{source}: `prefer` decides between columns.first and columns.second; give all three, or none of them"
         )

@@ -72,6 +72,8 @@ def decide_sharing(config: Config, placements: Placements, actor: str, reward: s
     """Decide what PPO's models share.
 
     Args:
+        config: the settings.
+        placements: those of PPO's models.
         actor: folder or hub name of the model that the actor starts from.
         reward: the same of the reward model; None without one.
 
@@ -91,6 +93,8 @@ def check_sharing(config: Config, pending: Collection[Stage], finished_model: Ca
     """Refuse requests about frozen weights that cannot be met: one base for all models, merging quantized weights.
 
     Args:
+        config: the settings.
+        pending: stages that have not trained their model yet.
         finished_model: returns the model of a finished stage, as in `resolve_base_model`.
 
     Raises:

@@ -85,6 +85,8 @@ def resolve_base_model(
     """Return the weights that a reference stands for.
 
     Args:
+        config: the settings.
+        ref: the reference.
         pending: stages of the run that have not trained their model yet.
         finished_model: returns the model of a finished stage, for the key that could name another; not needed if all
             stages are pending.

@@ -205,7 +205,7 @@ def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
         (["--precision", "bf8"], "--precision bf8: expected 'auto', 'bf16', 'fp16' or 'fp32', got 'bf8'"),
         (["--set", "seed=x"], "--set seed=x: expected a whole number"),
         (["--accelerator", "tpu9"], "accelerator 'tpu9'"),
-        (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be shared among 2 ranks"),
+        (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be divided among 2 ranks"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
         (["config", "--example", "--config", "absent.yaml"], "--example and --config"),
         (["chat", "absent"], "absent: no folder here"),

@@ -151,7 +151,7 @@ def test_nothing_is_written_and_no_weights_are_loaded(
     ("arguments", "message"),
     [
         (["--stage", "kto"], "--stage kto: no such stage; use one of sft, reward, dpo, ppo"),
-        (["--set", "data.datasets.0.prefer="], "prefer=: missing; say what decides between"),
+        (["--set", "data.datasets.0.prefer="], "prefer=: missing; set prefer.label or"),
         (["--set", "data.datasets.0.columns.first=c"], "no column 'c' (columns.first)"),
         (["--set", "model.path=./nothing"], "nothing"),
         (["--set", "data.max_prompt_length=1", "--stage", "ppo"], "ppo: .* no usable row"),

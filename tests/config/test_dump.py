@@ -12,14 +12,14 @@ from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, LoraConfig, OptimizerConfig, build_config, load_config
 
 
-def test_the_printed_recipe_is_a_recipe() -> None:
+def test_to_yaml_loads_as_the_same_config() -> None:
     config = load_config(
         None, ["model.path='a: b'", "ppo.optimizer.learning_rate=3e-7", "data.datasets=[{path: a}, {path: b}]"]
     )
     assert build_config(parse_yaml(to_yaml(config))) == config
 
 
-def test_every_digit_of_a_number_is_printed() -> None:
+def test_to_yaml_keeps_every_digit() -> None:
     rng = random.Random(0)
     numbers = [1.25e-5, 3.75e-5, 1e-5, 5e-324, 1e22, 1e16, 0.1 + 0.2, 123456789.123456789, sys.float_info.max]
     numbers += [rng.uniform(0.1, 1) * 10.0 ** rng.randint(-30, 30) for _ in range(1000)]
@@ -31,24 +31,24 @@ def test_every_digit_of_a_number_is_printed() -> None:
 
 
 @pytest.mark.parametrize("names", [["a, b", "c"], ["x]", "#y"], ["1.0", "null"]])
-def test_names_in_a_list_are_printed_as_they_are(names: list[str]) -> None:
+def test_to_yaml_keeps_names_in_lists(names: list[str]) -> None:
     section = LoraConfig(target_modules=tuple(names))
     assert LoraConfig.model_validate(parse_yaml(to_yaml(section))) == section
 
 
-def test_all_words_that_a_key_takes_are_printed() -> None:
+def test_format_recipe_lists_the_words_of_a_key() -> None:
     lines = format_recipe(Config(), "").splitlines()
     before = lines[lines.index("  share_base: auto") - 1]
     assert before.endswith("(auto | true | false)")
 
 
-def test_what_a_recipe_is_about_stands_at_its_top() -> None:
+def test_format_recipe_starts_with_about() -> None:
     assert format_recipe(Config(), "The settings of a run. " * 9).startswith("# The settings of a run. The settings")
     assert "# AdamW and its learning-rate schedule" not in format_recipe(Config(), "x"), "a key's own words are printed"
     assert load_config(None, [], example=False) == build_config(parse_yaml(format_recipe(Config(), "x")))
 
 
-def test_a_recipe_with_absolute_paths_holds_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_with_absolute_paths_loads_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here / "model", there / "deep"):
         folder.mkdir(parents=True)
@@ -76,7 +76,7 @@ def test_a_recipe_with_absolute_paths_holds_anywhere(tmp_path: Path, monkeypatch
     assert given.output == Path("run"), "in Python, a path is kept as it was given"
 
 
-def test_settings_in_words_of_another_library_are_printed_as_they_were_given(tmp_path: Path) -> None:
+def test_to_yaml_keeps_deepspeed_settings(tmp_path: Path) -> None:
     deepspeed = {"zero_optimization": {"reduce_bucket_size": 12}, "comms_logger": {"prof_ops": ["all_reduce"]}}
     (tmp_path / "recipe.yaml").write_text(json.dumps({"engine": {"deepspeed": deepspeed}}))
     printed = to_yaml(load_config(tmp_path / "recipe.yaml", ["engine.kernels={graph_capture: none}"]))

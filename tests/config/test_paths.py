@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "shards/*",
     ],
 )
-def test_a_path_is_known_by_its_form(name: str) -> None:
+def test_is_path_form_of_a_path_true(name: str) -> None:
     assert paths.is_path(name)
     assert os.path.isabs(paths.make_absolute(name))
 
@@ -47,26 +47,26 @@ def test_a_path_is_known_by_its_form(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", "org/name", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "org/model-Q4_0.gguf", "world"]
 )
-def test_other_names_are_a_hubs_and_stay_as_they_are(name: str) -> None:
+def test_is_path_hub_id_false_and_unchanged(name: str) -> None:
     assert not paths.is_path(name)
     assert paths.make_absolute(name) == paths.resolve_relative_to("/some/folder", name) == name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/name"])
-def test_what_exists_here_is_a_path(here: Path, name: str) -> None:
+def test_is_path_existing_name_true(here: Path, name: str) -> None:
     (here / name).mkdir(parents=True)
     assert paths.is_path(name)
     assert paths.make_absolute(name) == str(here / name)
 
 
-def test_the_embedded_world_is_no_folder_that_has_its_name(here: Path) -> None:
+def test_is_path_world_false_even_if_a_folder_exists(here: Path) -> None:
     (here / "world").mkdir()
     assert not paths.is_path("world")
     assert paths.make_absolute("world") == paths.resolve_relative_to(str(here), "world") == "world"
     assert paths.make_absolute("./world") == str(here / "world")
 
 
-def test_an_absolute_path_is_short_but_leads_to_the_same_place(here: Path, tmp_path: Path) -> None:
+def test_make_absolute_shortens_but_keeps_the_target(here: Path, tmp_path: Path) -> None:
     assert paths.make_absolute("./a/../b//c") == str(here / "b" / "c")
     assert paths.make_absolute("../a") == str(tmp_path / "a")
     (tmp_path / "far" / "away").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_an_absolute_path_is_short_but_leads_to_the_same_place(here: Path, tmp_p
     assert Path(paths.make_absolute("link/../x")).resolve() == tmp_path / "far" / "x"
 
 
-def test_a_name_in_a_file_is_joined_to_its_folder_where_it_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_relative_to_joins_paths_to_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert paths.resolve_relative_to("recipes", "data/x.jsonl") == "recipes/data/x.jsonl"
     assert paths.resolve_relative_to("recipes/mine", "../x.jsonl") == "recipes/x.jsonl"
@@ -84,7 +84,7 @@ def test_a_name_in_a_file_is_joined_to_its_folder_where_it_is_a_path(monkeypatch
     assert paths.resolve_relative_to("recipes", "~/m") == "/home/me/m"
 
 
-def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: Path) -> None:
+def test_resolve_relative_to_joins_hub_id_only_if_it_exists(here: Path) -> None:
     (here / "recipes" / "gpt2").mkdir(parents=True)
     (here / "org").mkdir()
     assert paths.resolve_relative_to("recipes", "gpt2") == "./recipes/gpt2"
@@ -93,7 +93,7 @@ def test_a_hubs_name_in_a_file_is_joined_where_it_exists_beside_the_file(here: P
     )
 
 
-def test_what_exists_in_the_working_directory_alone_is_only_here(here: Path) -> None:
+def test_is_local_only_name_in_working_directory_true(here: Path) -> None:
     (here / "recipes" / "gpt2").mkdir(parents=True)
     (here / "org" / "name").mkdir(parents=True)
     (here / "x.jsonl").touch()
@@ -103,8 +103,8 @@ def test_what_exists_in_the_working_directory_alone_is_only_here(here: Path) -> 
         assert not paths.is_local_only(name)
 
 
-def test_who_meant_a_hub_is_told_that_none_is_asked(here: Path) -> None:
-    assert paths.missing_path_hint("me/data.json") == "; by its ending it is a path, never a hub's name"
+def test_missing_path_hint_file_extension_says_no_hub_is_asked(here: Path) -> None:
+    assert paths.missing_path_hint("me/data.json") == "; its file extension makes it a path, so no hub is asked"
     assert (
         paths.missing_path_hint("data.json")
         == paths.missing_path_hint("./me/data.json")
@@ -115,7 +115,7 @@ def test_who_meant_a_hub_is_told_that_none_is_asked(here: Path) -> None:
     assert paths.missing_path_hint("me/data.json") == "", "a slip in the name of a file"
 
 
-def test_who_meant_the_working_directory_is_told(here: Path) -> None:
+def test_missing_path_hint_names_path_in_working_directory(here: Path) -> None:
     (here / "data").mkdir()
     (here / "data" / "x.jsonl").touch()
     assert "; data/x.jsonl is in the working directory" in paths.missing_path_hint("recipes/data/x.jsonl")

@@ -45,7 +45,7 @@ def at(config: BaseModel, key: str) -> Any:
 
 
 @pytest.mark.parametrize("key", NAMES)
-def test_a_path_in_a_recipe_starts_from_its_folder(here: Path, key: str) -> None:
+def test_path_in_recipe_is_relative_to_the_recipe(here: Path, key: str) -> None:
     assert Path(at(loaded(recipe(key, "./a")), key)) == Path("recipes/a")
     assert at(loaded(recipe(key, "../a/b.jsonl")), key) == "a/b.jsonl"
     assert at(loaded(recipe(key, "/a")), key) == "/a"
@@ -56,7 +56,7 @@ def test_a_path_in_a_recipe_starts_from_its_folder(here: Path, key: str) -> None
 
 @pytest.mark.parametrize("key", NAMES)
 @pytest.mark.parametrize("name", ["gpt2", "org/name"])
-def test_a_hubs_name_in_a_recipe_is_nothing_that_the_working_directory_holds(
+def test_hub_id_in_recipe_ignores_working_directory(
     here: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str
 ) -> None:
     """Nor does anyone guess which of the two is meant."""
@@ -64,8 +64,9 @@ def test_a_hubs_name_in_a_recipe_is_nothing_that_the_working_directory_holds(
     with pytest.raises(ConfigError) as caught:
         loaded(recipe(key, name))
     assert str(caught.value) == (
-        f"recipes/r.yaml:1: {key}: {name} is not beside the recipe but in the working directory; write ../{name} for "
-        "that one, or start rlhf in another folder for the hub's"
+        f"recipes/r.yaml:1: {key}: {name} is in the working directory, but paths in a recipe are relative to the "
+        "recipe; "
+        f"write ../{name} for that folder, or start rlhf elsewhere to use the hub's"
     )
     assert at(loaded(recipe(key, f"../{name}")), key) == f"./{name}"
     assert at(loaded("", "data.datasets=[world]", f"{key}={name}"), key) == name, "on the command line it is meant"
@@ -76,26 +77,26 @@ def test_a_hubs_name_in_a_recipe_is_nothing_that_the_working_directory_holds(
     assert at(load_config(Path("r.yaml")), key) == f"./{name}"
 
 
-def test_the_output_is_always_a_path(here: Path) -> None:
+def test_output_is_always_a_path(here: Path) -> None:
     assert loaded("output: run\n").output == Path("recipes/run")
     assert loaded("output: ../run\n").output == Path("run")
     assert loaded("output: 2024-01-01\n").output == Path("recipes/2024-01-01")
     assert loaded("seed: 1\n").output == Path("runs/default")
 
 
-def test_a_path_stays_one_beside_a_recipe_in_the_working_directory(here: Path) -> None:
+def test_path_next_to_recipe_in_working_directory_stays_a_path(here: Path) -> None:
     (here / "r.yaml").write_text("model: {path: ./absent}\n")
     assert load_config(Path("r.yaml")).model.path == "./absent"
 
 
-def test_paths_from_elsewhere_start_from_the_working_directory(here: Path) -> None:
+def test_path_outside_recipe_is_relative_to_working_directory(here: Path) -> None:
     config = loaded("seed: 1\n", "model.path=./a", "output=run", "data.datasets=[b/c.jsonl]")
     assert (config.model.path, config.output, config.data.datasets[0].path) == ("./a", Path("run"), "b/c.jsonl")
     assert load_config(Path("recipes/r.yaml"), options={"output": Path("other")}).output == Path("other")
     assert ModelConfig(path="./a").path == "./a"
 
 
-def test_a_recipe_from_a_pipe_starts_from_the_working_directory() -> None:
+def test_recipe_from_pipe_is_relative_to_working_directory() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"model: {path: ./a}\noutput: run\n")
     os.close(writing)
@@ -105,7 +106,7 @@ def test_a_recipe_from_a_pipe_starts_from_the_working_directory() -> None:
 
 
 @pytest.mark.parametrize("key", ["output", *NAMES])
-def test_in_json_a_path_is_absolute_and_other_names_are_as_they_are(here: Path, key: str) -> None:
+def test_json_paths_are_absolute(here: Path, key: str) -> None:
     config = build_config(json.loads(recipe(key, "./a")))
     values: Any = config.model_dump(mode="json")
     for part in key.split("."):
@@ -114,7 +115,7 @@ def test_in_json_a_path_is_absolute_and_other_names_are_as_they_are(here: Path, 
     assert str(at(config, key)) in ("a", "./a"), "in Python, it is what was given"
 
 
-def test_in_json_hub_names_are_as_they_are() -> None:
+def test_json_hub_ids_are_unchanged() -> None:
     dumped = Config(model=ModelConfig(path="org/name")).model_dump(mode="json")
     assert dumped["model"]["path"] == "org/name" and dumped["model"]["tokenizer"] is None
     assert dumped["data"]["datasets"][0]["path"] == "world"
@@ -133,7 +134,7 @@ A, B = DatasetConfig(path="a.jsonl"), DatasetConfig(path="b.jsonl", weight=2)
         ("[{path: a.jsonl}, {path: b.jsonl, weight: 2}]", (A, B)),
     ],
 )
-def test_data_sets_are_a_path_a_mapping_or_a_list_of_them(here: Path, value: str, sources: object) -> None:
+def test_datasets_accept_path_mapping_or_list(here: Path, value: str, sources: object) -> None:
     assert load_config(None, [f"data.datasets={value}"]).data.datasets == sources
     (here / "r.yaml").write_text(f"data: {{datasets: {value}}}\n")
     assert load_config(Path("r.yaml")).data.datasets == sources
@@ -141,26 +142,26 @@ def test_data_sets_are_a_path_a_mapping_or_a_list_of_them(here: Path, value: str
     assert (changed[0].path, changed[0].split, changed[0].weight) == ("z", "s", sources[0].weight)  # type: ignore[index]
 
 
-def test_a_path_alone_is_a_data_set_of_ones_own() -> None:
+def test_datasets_path_alone_uses_defaults() -> None:
     assert load_config(None, ["data.datasets=a.jsonl"]).sft == Config().sft
     assert load_config(None, ["data.datasets=world"]).sft != Config().sft
 
 
-def test_data_sets_in_python_may_be_paths_too() -> None:
+def test_datasets_in_python_accept_paths() -> None:
     assert DataConfig(datasets="a.jsonl").datasets == (A,)  # type: ignore[arg-type]
     assert DataConfig(datasets=["a.jsonl", B]).datasets == (A, B)  # type: ignore[arg-type]
     assert DataConfig(datasets=B).datasets == (B,)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shares", ["2:4:4", "'2:4:4'", "[2, 4, 4]", "2.0:4:4", "20:40:40", "1:2:2.0"])
-def test_shares_are_understood_as_they_are_spoken(shares: str) -> None:
+def test_stage_split_accepts_text_and_list(shares: str) -> None:
     for config in (loaded(f"data:\n  stage_split: {shares}\n"), load_config(None, [f"data.stage_split={shares}"])):
         sft, reward, ppo = config.data.stage_split
         assert (reward / sft, ppo / sft) == (2, 2)
 
 
 @pytest.mark.parametrize("shares", ["2:4", "2:4:x", "7444", "[2, 4]", "[1, 2, 3, 4]", "", "x", "true", "{a: 1}"])
-def test_what_are_no_shares_is_told_with_an_example(shares: str) -> None:
+def test_stage_split_invalid_shows_an_example(shares: str) -> None:
     for load in (
         lambda: loaded(f"data:\n  stage_split: {shares}\n"),
         lambda: load_config(None, [f"data.stage_split={shares}"]),
@@ -170,16 +171,16 @@ def test_what_are_no_shares_is_told_with_an_example(shares: str) -> None:
 
 
 @pytest.mark.parametrize("shares", ["0:0:0", "[-1, 2, 3]", "1:1:nan", "1:1:inf", "[1, 1, .inf]"])
-def test_shares_are_positive_numbers(shares: str) -> None:
-    with pytest.raises(ConfigError, match=r"r\.yaml:2: data\.stage_split: .* needs shares >= 0, one of them positive"):
+def test_stage_split_not_positive_raises(shares: str) -> None:
+    with pytest.raises(ConfigError, match=r"r\.yaml:2: data\.stage_split: expected shares >= 0 with one above 0"):
         loaded(f"data:\n  stage_split: {shares}\n")
 
 
-def test_a_mapping_that_stands_in_two_places_is_changed_in_one() -> None:
+def test_override_of_aliased_mapping_changes_one_place() -> None:
     text = "sft: {optimizer: &o {learning_rate: 0.5}}\nppo: {optimizer: *o}\n"
     config = loaded(text, "ppo.optimizer.learning_rate=0.25")
     assert (config.sft.optimizer.learning_rate, config.ppo.optimizer.learning_rate) == (0.5, 0.25)
 
 
-def test_a_section_without_keys_is_the_default() -> None:
+def test_section_without_keys_is_the_default() -> None:
     assert loaded("ppo:\n#  steps: 3\nseed: 3\n") == Config(seed=3)

@@ -56,10 +56,10 @@ def problem(text: str | None = None, *overrides: str, options: dict[str, Any] | 
         ("sft.optimizer.betas=[1, 2, 3]", "expected 2 items, got [1, 2, 3]"),
         ("lora.target_modules=3", "expected auto or names of layers, e.g. [q_proj, v_proj], got 3"),
         ("ppo=fast", "expected keys and values, got 'fast'"),
-        ("ppo.sampling.temperature=0", "0 draws one answer only, and PPO compares several; use e.g. 1"),
+        ("ppo.sampling.temperature=0", "PPO needs different completions, and 0 samples only one; set e.g. 1"),
     ],
 )
-def test_a_value_that_does_not_fit_is_told_in_plain_words(override: str, expected: str) -> None:
+def test_invalid_value_names_key_and_expectation(override: str, expected: str) -> None:
     assert problem("seed: 1\n", override) == f"--set {override}: {expected}"
     key, _, value = override.partition("=")
     section, *below = key.split(".")
@@ -75,13 +75,16 @@ def test_a_value_that_does_not_fit_is_told_in_plain_words(override: str, expecte
         ("data:\n\n  dataset: x\n", "r.yaml:3: unknown key 'data.dataset'; did you mean 'datasets'?"),
         ("data:\n  datasets:\n  - a\n  - {path: b,\n     wait: 2}\n", "r.yaml:5: unknown key 'data.datasets.1.wait'"),
         ("data:\n  datasets:\n    path: b\n    wait: 2\n", "r.yaml:4: unknown key 'data.datasets.0.wait'"),
-        ("data:\n  datasets:\n  - a\n  - weight: 2\n", "r.yaml:4: data.datasets.1.path: missing; give it a value"),
+        ("data:\n  datasets:\n  - a\n  - weight: 2\n", "r.yaml:4: data.datasets.1.path: missing; set a value"),
         ("data:\n  datasets: [a,\n    3]\n", "r.yaml:3: data.datasets.1: expected keys and values, got 3"),
-        ("data:\n  stage_split: [0, 0, 0]\n", "r.yaml:2: data.stage_split: [0, 0, 0] needs shares"),
-        ("ppo:\n  sampling:\n    temperature: 0\n", "r.yaml:3: ppo.sampling.temperature: 0 draws one answer only"),
-        ("ppo:\n  kl_in: loss\n", "r.yaml:2: ppo.kl_in: k1 in the loss has a gradient of mean 0 and holds nothing"),
-        ("ppo:\n  kl_stop: 1\n", "r.yaml:2: ppo.kl_stop: a rollout has one update, which nothing can follow; raise"),
-        ("ppo:\n  kl_in: loss\n  kl_estimator: k1\n", "r.yaml:3: ppo.kl_estimator: k1 in the loss has a gradient"),
+        ("data:\n  stage_split: [0, 0, 0]\n", "r.yaml:2: data.stage_split: expected shares >= 0"),
+        (
+            "ppo:\n  sampling:\n    temperature: 0\n",
+            "r.yaml:3: ppo.sampling.temperature: PPO needs different completions",
+        ),
+        ("ppo:\n  kl_in: loss\n", "r.yaml:2: ppo.kl_in: k1 has no effect in the loss"),
+        ("ppo:\n  kl_stop: 1\n", "r.yaml:2: ppo.kl_stop: has no effect with one update per rollout"),
+        ("ppo:\n  kl_in: loss\n  kl_estimator: k1\n", "r.yaml:3: ppo.kl_estimator: k1 has no effect in the loss"),
         ("on: 3\n", "r.yaml:1: unknown key 'on'"),
         ("12: 3\n", "r.yaml:1: unknown key '12'"),
         ("? [1]\n: 3\n", "r.yaml:1: not valid YAML (a list or mapping cannot be a key)"),
@@ -92,11 +95,11 @@ def test_a_value_that_does_not_fit_is_told_in_plain_words(override: str, expecte
         ("data:\n  datasets:\n    path: a\n    columns: [q]\n", "r.yaml:4: data.datasets.0.columns: expected keys and"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_line(text: str, expected: str) -> None:
+def test_invalid_file_names_the_line(text: str, expected: str) -> None:
     assert problem(text).startswith(expected)
 
 
-def test_what_is_merged_from_elsewhere_may_be_given_again() -> None:
+def test_merged_key_may_be_given_again() -> None:
     Path("r.yaml").write_text("sft: &s {epochs: 3}\nreward: {<<: *s, epochs: 4}\n")
     config = load_config(Path("r.yaml"))
     assert (config.sft.epochs, config.reward.epochs) == (3, 4)
@@ -114,11 +117,11 @@ def test_what_is_merged_from_elsewhere_may_be_given_again() -> None:
         ("accelerator=[a,\n b]", "--set accelerator=[a, b]: expected text, got ['a', 'b']"),
     ],
 )
-def test_what_is_wrong_in_an_override_is_not_blamed_on_the_file(override: str, expected: str) -> None:
+def test_invalid_override_names_the_option(override: str, expected: str) -> None:
     assert problem("seed: 3\ndata: {datasets: a}\n", override).startswith(expected)
 
 
-def test_the_last_to_give_a_value_is_blamed() -> None:
+def test_invalid_value_names_its_last_origin() -> None:
     assert problem("seed: 1\n", "seed=x").startswith("--set seed=x: expected")
     assert problem("seed: x\n", "ppo.steps=3").startswith("r.yaml:1: seed: expected")
     assert problem("seed: 1\n", "seed=x", options={"seed": -1}).startswith("--seed -1: expected")
@@ -126,13 +129,13 @@ def test_the_last_to_give_a_value_is_blamed() -> None:
     assert problem(None, options={"precision": "bf8", "seed": None}).startswith("--precision bf8: expected 'auto'")
 
 
-def test_values_from_python_have_no_origin_but_their_key() -> None:
+def test_invalid_value_from_python_names_the_key() -> None:
     with pytest.raises(ConfigError, match=r"^the configuration: ppo\.steps: expected a whole number, got 'x'$"):
         build_config({"ppo": {"steps": "x"}})
     with pytest.raises(ConfigError, match=r"^mine: unknown key 'ppo\.stepz'; did you mean 'steps'\?$"):
         build_config({"ppo": {"stepz": 1}}, source="mine")
 
 
-def test_a_long_value_is_cut() -> None:
+def test_long_value_is_shortened() -> None:
     assert problem(None, f"seed='{'1' * 5000}'").count("1") < 200
     assert len(problem(None, f"accelerator=[{'a' * 1000}]")) < 250

@@ -203,14 +203,17 @@ def test_that_nothing_decides_is_no_part_of_a_fingerprint(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"columns": {"first": "a"}}, "columns.first and columns.second; name the other one too"),
-        ({"columns": PAIR}, "prefer: missing; say what decides between columns.first and columns.second"),
-        ({"columns": PAIR | {"chosen": "c"}}, "leave columns.chosen and columns.rejected out"),
-        ({"prefer": {"label": "x"}}, "prefer.first: missing; give the value of the label"),
+        ({"columns": {"first": "a"}}, "columns.second: a pair needs both columns.first and columns.second"),
+        ({"columns": PAIR}, "prefer: missing; set prefer.label or prefer.scores"),
+        ({"columns": PAIR | {"chosen": "c"}}, "columns.first: conflicts with columns.chosen and columns.rejected"),
+        ({"prefer": {"label": "x"}}, "prefer.first: missing; set it to the label's value"),
         ({"prefer": {"first": 1}}, "prefer.label: missing; name the column"),
-        ({"prefer": {"label": "x", "first": 1, "scores": ["y", "z"]}}, "one thing decides"),
+        ({"prefer": {"label": "x", "first": 1, "scores": ["y", "z"]}}, "label, scores and none exclude each other"),
         ({"prefer": {"label": "x", "first": 1, "second": "1"}}, "prefer.second: the same as prefer.first"),
-        ({"prefer": {"label": "x", "first": 1}, "columns": {"prompt": "q"}}, "name both in columns"),
+        (
+            {"prefer": {"label": "x", "first": 1}, "columns": {"prompt": "q"}},
+            "prefer: compares columns.first and columns.second; name both",
+        ),
         ({"prefer": "nonsense"}, "expected keys and values, got 'nonsense'"),
         ({"columns": {"text": "t", "prompt": "p"}}, "a text has no prompt and no replies"),
     ],

@@ -111,7 +111,7 @@ def test_a_run_that_was_measured_gives_its_pace(forks: Forks, tmp_path: Path) ->
         (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),
         (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: .* give one of them"),
         (["--memory", "1TB", "--stage", "kto"], "--stage kto: no such stage; use one of sft, reward, dpo, ppo"),
-        (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be shared among 3 ranks"),
+        (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be divided among 3 ranks"),
         (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run; name a run's folder"),
     ],
 )

@@ -255,9 +255,12 @@ def test_a_model_without_linear_layers_is_refused():
         ("lora.rank=-1", "expected a number of at least 0, got -1"),
         ("lora.alpha=0", "expected a number above 0, got 0"),
         ("lora.dropout=1", "expected a number below 1, got 1"),
-        ("lora.target_modules=[]", r"expected auto or names of layers, .* found \[\]"),
-        ("lora.target_modules=7", "expected auto or names of layers, .* found 7"),
-        ("lora.target_modules=re:(", r"'re:\(' holds no regular expression \(missing \)"),
+        ("lora.target_modules=[]", r"expected auto or names of layers, .* got \[\]"),
+        ("lora.target_modules=7", "expected auto or names of layers, .* got 7"),
+        (
+            "lora.target_modules=re:(",
+            r"not a regular expression \(missing \), .*\), got 're:\('",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(override, message):

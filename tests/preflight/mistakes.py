@@ -25,7 +25,7 @@ def a_batch_that_cannot_be_divided(bench: Bench) -> tuple[list[str], list[str]]:
 
 @mistake
 def a_batch_that_ranks_cannot_share(bench: Bench) -> tuple[list[str], list[str]]:
-    return [*settings(ppo__minibatch_size=1), "--ranks", "2"], ["ppo.minibatch_size: 1 rows cannot be shared among 2"]
+    return [*settings(ppo__minibatch_size=1), "--ranks", "2"], ["ppo.minibatch_size: 1 rows cannot be divided among 2"]
 
 
 @mistake

@@ -33,13 +33,13 @@ def found(folders, *, roles=None, engine=None, **lora):
     return dict(sharing.donors), sharing.describe(held)
 
 
-def test_all_four_where_the_reward_model_was_trained_on_the_actor_s_base(folders):
+def test_decide_sharing_reward_trained_on_actor_shares_all(folders):
     donors, line = found(folders)
     assert donors == {"critic": "actor", "reward": "critic"}
     assert line == "actor, reference, critic and reward share one frozen base"
 
 
-def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folders, tmp_path):
+def test_decide_sharing_without_critic_reward_on_actor(folders, tmp_path):
     def decided(folders):
         config = build_config({"lora": {"rank": 4}, "ppo": {"estimator": "rloo"}})
         sharing = decide_sharing(config, model_placements(config, "ppo"), *folders)
@@ -53,7 +53,7 @@ def test_the_reward_model_is_on_the_actor_s_base_where_there_is_no_critic(folder
     assert line.startswith("actor and reference share one frozen base; the others do not: ")
 
 
-def test_a_run_that_was_moved_is_known_by_its_weights(folders, tmp_path):
+def test_decide_sharing_moved_run_is_recognized_by_weights(folders, tmp_path):
     actor, reward = (shutil.move(folder, tmp_path / f"moved-{index}") for index, folder in enumerate(folders))
     (tmp_path / "there").mkdir()
     reward = shutil.move(reward, tmp_path / "there" / "model")
@@ -61,7 +61,7 @@ def test_a_run_that_was_moved_is_known_by_its_weights(folders, tmp_path):
     assert found((actor, reward))[0] == {"critic": "actor", "reward": "critic"}
 
 
-def test_a_base_that_was_trained_on_is_another(folders, tmp_path):
+def test_decide_sharing_changed_actor_keeps_reward_apart(folders, tmp_path):
     file = tmp_path / "actor" / "model.safetensors"
     weights = load_file(file)
     save_file({**weights, "a": weights["a"] * 1.001}, file)
@@ -70,7 +70,7 @@ def test_a_base_that_was_trained_on_is_another(folders, tmp_path):
     assert line.endswith(f"the others do not: the weights of {folders[0]} changed after {folders[1]} was trained")
 
 
-def test_an_adapter_beside_another_model_than_its_own_is_not_taken(folders):
+def test_decide_sharing_adapter_of_another_model_is_ignored(folders):
     file = f"{folders[1]}/model.safetensors"
     weights = load_file(file)
     save_file({**weights, "a": weights["a"] * 1.001}, file)
@@ -79,14 +79,14 @@ def test_an_adapter_beside_another_model_than_its_own_is_not_taken(folders):
     assert line.endswith(f"the others do not: the adapter next to {folders[1]} belongs to another model")
 
 
-def test_a_fingerprint_is_of_the_weights_alone(tmp_path, folders):
+def test_fingerprint_weights_ignores_other_files(tmp_path, folders):
     assert fingerprint_weights(folders[0]) == fingerprint_weights(folders[1]) is not None
     (tmp_path / "actor" / "config.json").write_text("{}")
     assert fingerprint_weights(folders[0]) == fingerprint_weights(folders[1])
     assert fingerprint_weights(str(tmp_path)) is None and fingerprint_weights("nobody/nothing") is None
 
 
-def test_a_reward_model_without_an_adapter_is_a_base_of_its_own(folders):
+def test_decide_sharing_reward_without_adapter_stays_apart(folders):
     shutil.rmtree(adapter_folder(folders[1]))
     donors, line = found(folders)
     assert donors == {"reward": "critic"}
@@ -113,7 +113,7 @@ def test_a_reward_model_without_an_adapter_is_a_base_of_its_own(folders):
         ({"roles": {"reward": {"frozen": "int8"}}}, {}, "have different precisions (roles.*.frozen)"),
     ],
 )
-def test_what_keeps_models_apart_is_said_and_refused_where_one_base_is_a_must(folders, settings, donors, words):
+def test_decide_sharing_obstacle_is_described_or_raised(folders, settings, donors, words):
     found_donors, line = found(folders, **settings)
     assert found_donors == donors and words in line
     with pytest.raises(
@@ -123,12 +123,12 @@ def test_what_keeps_models_apart_is_said_and_refused_where_one_base_is_a_must(fo
     assert words.removeprefix("the others do not: ") in str(caught.value)
 
 
-def test_with_more_than_adapters_trained_the_reference_stands_on_the_actor_s_base(folders):
+def test_decide_sharing_also_train_reference_on_actor(folders):
     assert found(folders, also_train=["norms"])[0] == {"critic": "actor", "reference": "actor", "reward": "critic"}
 
 
 @pytest.mark.parametrize("lora", [{"rank": 0}, {"share_base": False}])
-def test_nothing_is_shared_and_nothing_said_without_lora_or_by_request(folders, lora):
+def test_decide_sharing_without_lora_or_turned_off_is_silent(folders, lora):
     assert found(folders, **lora) == ({}, None)
 
 
@@ -144,7 +144,7 @@ def test_nothing_is_shared_and_nothing_said_without_lora_or_by_request(folders, 
         ({"engine": {"zero_stage": 3}}, "at ZeRO-3 DeepSpeed shards each model's weights"),
     ],
 )
-def test_one_base_that_is_a_must_is_refused_before_anything_is_loaded(tmp_path, values, words):
+def test_check_sharing_required_base_impossible_raises(tmp_path, values, words):
     lora = {"rank": 4, **values.get("lora", {}), "share_base": True}
     config = build_config({**values, "lora": lora, "output": str(tmp_path)})
     if words is None:

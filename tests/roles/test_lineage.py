@@ -68,14 +68,14 @@ def test_resolve_base_model_follows_pending_stages(
     assert (base.ref.key, base.path, base.through) == ("ppo.reward_model", path, through)
 
 
-def test_a_record_of_a_run_knows_what_its_stages_started_from() -> None:
+def test_find_started_from_reads_recorded_config() -> None:
     """One of an earlier version has none of these keys."""
     assert find_started_from({"config": {"ppo": {}}}, "ppo") == ["sft", "reward"]
     assert set(find_started_from({"config": configured(**FUNCTION).model_dump(mode="json")}, "ppo")) == {"sft"}
     assert find_started_from({}, "reward") == ["sft"]
 
 
-def test_a_run_of_an_earlier_version_goes_on() -> None:
+def test_find_differences_missing_keys_of_earlier_version_none() -> None:
     config = configured()
     recorded = config.model_dump(mode="json")
     for key in ("reward_weight", "reward_functions", "reward_timeout", "critic"):
@@ -90,20 +90,23 @@ def test_a_run_of_an_earlier_version_goes_on() -> None:
 @pytest.mark.parametrize(
     ("ppo", "message"),
     [
-        ({"reward_weight": 0}, "ppo.reward_weight: 0 leaves nothing to learn from; name ppo.reward_functions"),
+        ({"reward_weight": 0}, "ppo.reward_weight: there is no reward if this is 0; add ppo.reward_functions"),
         (
             {"reward_weight": 0, "reward_functions": [{"function": "a:b", "weight": 0}]},
-            "ppo.reward_weight: 0 leaves nothing to learn from",
+            "ppo.reward_weight: there is no reward",
         ),
-        (FUNCTION | {"reward_model": "r"}, "ppo.reward_model: is not used where ppo.reward_weight is 0"),
-        ({"reward_functions": ["a:f", "b:f"]}, "ppo.reward_functions: 2 functions are called f; give each a `name`"),
+        (FUNCTION | {"reward_model": "r"}, "ppo.reward_model: not used if ppo.reward_weight is 0"),
+        (
+            {"reward_functions": ["a:f", "b:f"]},
+            "ppo.reward_functions: 2 functions are called f; give each a different `name`",
+        ),
         ({"reward_functions": ["f"]}, "ppo.reward_functions.0.function: expected module:function"),
         ({"reward_functions": [{"function": "a:f", "name": "x y"}]}, "expected letters, digits and any of _.-"),
-        ({"critic": "c", "estimator": "rloo"}, "ppo.critic: rloo has no critic; leave it out"),
+        ({"critic": "c", "estimator": "rloo"}, "ppo.critic: rloo has no critic; remove this key"),
         ({"reward_weight": -1}, "ppo.reward_weight: expected a number of at least 0"),
     ],
 )
-def test_settings_that_contradict_each_other_are_one_line(ppo: dict[str, Any], message: str) -> None:
+def test_build_config_contradicting_ppo_settings_raise(ppo: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as found:
         configured(**ppo)
     assert message in str(found.value)
@@ -114,7 +117,7 @@ def shared(**sections: Any) -> Sharing:
     return predict_sharing(config, model_placements(config, "ppo"))
 
 
-def test_what_shares_a_base_beside_a_critic_of_another_start() -> None:
+def test_predict_sharing_by_base_models() -> None:
     """The reward model may stand on the actor's base; a critic with weights of its own stands on none."""
     other = shared(ppo={"critic": "opt-350m"})
     assert (
@@ -130,7 +133,7 @@ def test_what_shares_a_base_beside_a_critic_of_another_start() -> None:
     assert dict(shared().donors) == {"critic": "actor", "reward": "critic"}
 
 
-def test_one_base_for_all_is_refused_where_the_critic_has_its_own() -> None:
+def test_check_sharing_critic_with_own_base_raises() -> None:
     from rlhf.roles.base_sharing import check_sharing
 
     config = build_config({"lora": {"rank": 4, "share_base": True}, "ppo": {"critic": "opt-350m"}})
@@ -142,7 +145,7 @@ def test_one_base_for_all_is_refused_where_the_critic_has_its_own() -> None:
     )
 
 
-def test_a_plan_counts_the_models_that_are_there() -> None:
+def test_plan_stage_counts_only_needed_models() -> None:
     sizes = {}
     for name, ppo in {"all": {}, "no model": FUNCTION, "rloo": FUNCTION | {"estimator": "rloo"}}.items():
         config = configured(**ppo)

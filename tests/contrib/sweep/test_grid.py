@@ -180,7 +180,7 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         ),
         (
             "base: {ppo.kl_coef: 0}\ngrid: {ppo.kl_target: [3]}",
-            "grid.yaml:2: ppo.kl_target: does nothing without ppo.kl_",
+            "grid.yaml:2: ppo.kl_target: has no effect without ppo.kl_",
         ),
         (AXIS + "base: {sft: {bach_size: 1}}", "grid.yaml:3: unknown key 'sft.bach_size'; did you mean 'batch_size'?"),
         ("points:\n  a: {sft.max_steps: false}", "grid.yaml:2: sft.max_steps: expected a number, got false (point a)"),
@@ -201,7 +201,7 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         ("points: {../up: {}}", "grid.yaml: '../up' cannot be the name of a point"),
         (AXIS + "exclude: [{where: {zero: 2}, reason: x}]", "exclude: no axis 'zero'; there is: engine.zero_stage"),
         (AXIS + "exclude: [{where: {engine.zero_stage: 4}, reason: x}]", "the axis engine.zero_stage has no value '4'"),
-        (AXIS + "exclude: [{where: {engine.zero_stage: 2}}]", "exclude.0.reason: missing; give it a value"),
+        (AXIS + "exclude: [{where: {engine.zero_stage: 2}}]", "exclude.0.reason: missing; set a value"),
         (AXIS + "exclude: [{where: {engine.zero_stage: [2, 3]}, reason: x}]", "exclude: leaves no point; take one of"),
         (AXIS + "share: [sft]", "grid.yaml: share: sft is one of `stages` too; leave it out of one of them"),
         (
