@@ -165,7 +165,7 @@ def _rollout(
     import accelerators
     from rlhf.config.schema import SamplingConfig
     from rlhf.generation.decoder import Decoder
-    from rlhf.models.placement import place_model
+    from rlhf.models.loading import place_model
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}

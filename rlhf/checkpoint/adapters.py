@@ -16,9 +16,8 @@ from deepspeed.runtime.zero import GatheredParameters
 from safetensors.torch import save_file
 
 from rlhf.engine import distributed
-from rlhf.models.adapter_files import ADAPTER_WEIGHTS, to_peft_name
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import build_peft_config, list_trained_modules
+from rlhf.models.lora import ADAPTER_WEIGHTS, build_peft_config, list_trained_modules, to_peft_name
 from rlhf.roles.base_sharing import record_base
 from rlhf.utils.atomic_io import atomic_directory
 

@@ -29,7 +29,7 @@ from rlhf.evaluation.rows import (
     read_lines,
     read_prompts,
 )
-from rlhf.models.folder import check_model_folder
+from rlhf.models.compatibility import check_model_folder
 from rlhf.utils.atomic_io import atomic_write, check_writable
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
     from rlhf.evaluation.resolve import find_base_model, model_folder, reward_model_folder
-    from rlhf.models.folder import check_model_folder
+    from rlhf.models.compatibility import check_model_folder
 
     for model in models:
         if reward:

@@ -26,14 +26,14 @@ from rlhf.engine.fp32_weights import keep_precision, restore_precision
 from rlhf.engine.metric_sums import MetricSums
 from rlhf.engine.optimizer import compute_adapter_factor, compute_learning_rate, group_parameters
 from rlhf.models import quantized
-from rlhf.models.placement import place_buffers, place_model
+from rlhf.models.loading import place_buffers, place_model
 from rlhf.models.weight_loading import clear_sources
 from rlhf.reporting import verbosity
 from rlhf.roles.roles import ModelPlacement
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
-    from rlhf.engine.ema import EMA
+    from rlhf.engine.fp32_weights import EMA
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]

@@ -10,7 +10,8 @@ at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import safe_set_local_fp32_param
@@ -19,6 +20,12 @@ from torch import Tensor, nn
 from rlhf.models import lazy_tensors
 from rlhf.models.weight_loading import get_source, set_source
 from rlhf.models.zero3_loading import is_sharded, local_range
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+
+CHUNK = 1 << 24
+"""Elements that are on their way between the host and the device at a time."""
 
 
 def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
@@ -73,6 +80,61 @@ def round_fp32_weights(optimizer: Any) -> None:
             rounded.copy_(master)
 
 
+class EMA:
+    """average := decay * average + (1 - decay) * weights, in float32, beginning at the weights.
+
+    Args:
+        optimizer: an engine's, which has the weights.
+        on_host: it waits in the host's memory, and is computed there; else on the device.
+
+    Attributes:
+        tensors: this rank's part of the average.
+    """
+
+    def __init__(self, optimizer: Any, decay: float, accelerator: Accelerator, *, on_host: bool = False) -> None:
+        self.decay = decay
+        self._optimizer = optimizer
+        self._host = accelerator.host_device()
+        place = self._host if on_host else accelerator.device()
+        self.tensors = [master.to(place, copy=True) for master in get_fp32_weights(optimizer)]
+        if on_host and accelerator.pins_memory():
+            self.tensors = [average.pin_memory() for average in self.tensors]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Follow a step that the optimizer has taken."""
+        for average, master in _pieces(self.tensors, get_fp32_weights(self._optimizer)):
+            average.lerp_(master.to(average.device), 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The weights are the average's for the block, and afterwards bit for bit what they were.
+
+        Every rank enters it; no step is taken in it.
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def save_state(self) -> list[Tensor]:
+        """This rank's part of the average, in the host's memory."""
+        return [average.to(self._host) for average in self.tensors]
+
+    def load_state(self, state: list[Tensor]) -> None:
+        for average, saved in zip(self.tensors, state, strict=True):
+            average.copy_(saved)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, master in _pieces(self.tensors, get_fp32_weights(self._optimizer)):
+            kept = average.to(master.device, copy=True)
+            average.copy_(master)
+            master.copy_(kept)
+        round_fp32_weights(self._optimizer)
+
+
 def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
     """Whether a number of type `one` may not be a number of the `other`."""
     return torch.promote_types(one, other) != other
@@ -99,3 +161,9 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """At ZeRO 0, each parameter and its master (deepspeed 0.19: FP16_UnfusedOptimizer); in fp32 there are none."""
     for rounded, masters_of_group in zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ())):
         yield from zip(rounded, masters_of_group)
+
+
+def _pieces(averages: list[Tensor], of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of both, piece by piece: no more than a piece is ever copied."""
+    for average, master in zip(averages, of, strict=True):
+        yield from zip(average.view(-1).split(CHUNK), master.view(-1).split(CHUNK), strict=True)

@@ -26,7 +26,7 @@ from rlhf.evaluation.resolve import (
     reward_model_folder,
 )
 from rlhf.models import hub
-from rlhf.models.folder import check_model_folder
+from rlhf.models.compatibility import check_model_folder
 from rlhf.reporting.progress import progress
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _prepared(
 
 def _placed(model: Any, device: EvaluationDevice) -> Any:
     """The model on the device and in its precision, ready to be asked."""
-    from rlhf.models.placement import place_model
+    from rlhf.models.loading import place_model
 
     return place_model(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
 

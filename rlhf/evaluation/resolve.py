@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config.paths import is_path
 from rlhf.errors import ModelError, RunError
-from rlhf.models.folder import check_model_folder
+from rlhf.models.compatibility import check_model_folder
 from rlhf.roles.base_sharing import ADAPTER
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import AVERAGE, CRITIC, StageDirectory

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ModelError
 from rlhf.models import hub
-from rlhf.models.compatibility import explain_missing_attention, find_model_class, load_model_config
-from rlhf.models.folder import check_model_folder
+from rlhf.models.compatibility import check_model_folder, explain_missing_attention, find_model_class, load_model_config
 
 if TYPE_CHECKING:
     from accelerators import Accelerator

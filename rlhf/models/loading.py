@@ -13,17 +13,16 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from accelerators import find_out_of_memory
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models import deepspeed_chat, hub, lazy_tensors
-from rlhf.models.compatibility import check_support
-from rlhf.models.final_norm import find_final_norm, reset_final_norm
-from rlhf.models.folder import check_model_folder
+from rlhf.models.compatibility import check_model_folder, check_support
 from rlhf.models.hf_errors import hub_load_error, summarize_error
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from rlhf.models.transformers_patches import forget_key_mapping
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def load_on_meta(
@@ -103,6 +104,8 @@ def load_scalar_head(
         ModelError: as `load_causal_lm`; or there is no scalar head, in the architecture or in the weights.
         ConfigError: `reset_norm` is true, and there is no norm before the head.
     """
+    from rlhf.models.scalar_head import find_final_norm, reset_final_norm
+
     if seed is not None:
         torch.manual_seed(seed)
     model, report = _load(path, config, attention, trained=seed is None, scalar_head=True)
@@ -170,6 +173,27 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMo
             f"{tokenizer.name_or_path}: this tokenizer has {len(tokenizer)} tokens, and the model {path} knows {rows}; "
             "name the model's own tokenizer in model.tokenizer"
         )
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers alone: DeepSpeed (0.19) does not, of a model whose parameters are sharded already."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def place_model(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+    """Move a model to `device`, its parameters in `dtype`; in place, and returned.
+
+    Buffers keep their type, as they do under DeepSpeed: rotary frequencies rounded to bf16 turn the angle of position
+    1,000 by several degrees, and two copies of one model, one trained and one frozen, would compute different numbers.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    return model.to(device)
 
 
 def _required(config: ModelConfig) -> str:

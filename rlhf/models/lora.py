@@ -13,24 +13,28 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.schema import LoraConfig
 from rlhf.errors import ConfigError, ModelError
-from rlhf.models.final_norm import was_reset
+from rlhf.models.scalar_head import was_reset
 
 TRAINED_ADAPTER = "default"
 """peft's name of the adapters that are trained."""
 FROZEN_ADAPTER = "reward"
 """Of those that came with the model."""
 
+_PEFT_PREFIX = "base_model.model."  # what peft wraps a model in
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _LARGEST_COPY = 0.1  # of the device's memory, for `lora.merge: auto`
@@ -214,6 +218,29 @@ def list_trained_modules(model: nn.Module) -> list[str]:
         if own and all(parameter.requires_grad for parameter in own) and ".lora_" not in path:
             found.append(to_plain_name(f"{path}.").removesuffix("."))
     return found
+
+
+def read_adapter_config(path: Path) -> PeftConfig:
+    """What peft is told of the adapter at `path`; modules that were trained whole are ordinary ones to it."""
+    config = PeftConfig.from_pretrained(str(path))
+    config.modules_to_save, config.bias, config.inference_mode = None, "none", False
+    return config
+
+
+def read_adapter_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of the adapter at `path` as a model has them whose adapters are called `name`."""
+    found = load_file(path / ADAPTER_WEIGHTS)
+    return {
+        key.removeprefix(_PEFT_PREFIX)
+        .replace(".lora_A.weight", f".lora_A.{name}.weight")
+        .replace(".lora_B.weight", f".lora_B.{name}.weight"): tensor
+        for key, tensor in found.items()
+    }
+
+
+def to_peft_name(name: str) -> str:
+    """Return the name that peft gives to the trained parameter `name` in its files."""
+    return _PEFT_PREFIX + name.replace(f".{TRAINED_ADAPTER}.", ".")
 
 
 def _trained_whole(model: Any, config: LoraConfig) -> Iterator[nn.Parameter]:

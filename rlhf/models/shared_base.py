@@ -17,9 +17,15 @@ from torch import Tensor, nn
 
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import adapter_files
 from rlhf.models.loading import build_on_meta
-from rlhf.models.lora import FROZEN_ADAPTER, TRAINED_ADAPTER, inject_adapters, to_plain_name
+from rlhf.models.lora import (
+    FROZEN_ADAPTER,
+    TRAINED_ADAPTER,
+    inject_adapters,
+    read_adapter_config,
+    read_adapter_tensors,
+    to_plain_name,
+)
 from rlhf.models.weight_loading import get_source, set_source
 
 
@@ -78,11 +84,8 @@ def build_on_base(
     model = build_on_meta(base.model.config, config, attention=attention, scalar_head=scalar_head)
     own: Mapping[str, Tensor] = {}
     if adapter:
-        inject_adapters(model, FROZEN_ADAPTER, adapter_files.read_adapter_config(adapter))
-        own = {
-            _place(model, name): tensor
-            for name, tensor in adapter_files.read_adapter_tensors(adapter, FROZEN_ADAPTER).items()
-        }
+        inject_adapters(model, FROZEN_ADAPTER, read_adapter_config(adapter))
+        own = {_place(model, name): tensor for name, tensor in read_adapter_tensors(adapter, FROZEN_ADAPTER).items()}
     share_tensors(model, base, own)
     return model.requires_grad_(False)
 

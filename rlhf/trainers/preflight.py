@@ -15,7 +15,7 @@ from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
 from rlhf.generation.strategy import check_generation as check_rollouts
-from rlhf.models.folder import check_model_folder
+from rlhf.models.compatibility import check_model_folder
 from rlhf.rewards.process import check as check_rewards
 from rlhf.roles import base_sharing
 from rlhf.roles.lineage import ACTOR, ResolvedBaseModel, base_models, resolve_base_model, resolve_base_models
@@ -215,9 +215,9 @@ class _Models(Tokenizers):
         from rlhf.generation.strategy import check_generation_model
         from rlhf.models.compatibility import check_positions
         from rlhf.models.dropout import check_dropout
-        from rlhf.models.final_norm import check_final_norm
         from rlhf.models.loading import check_same_vocabulary, check_tokenizer_fits
         from rlhf.models.lora import check_adapter_targets
+        from rlhf.models.scalar_head import check_final_norm
         from rlhf.models.toy_model import build_llama_on_meta
 
         for base in bases:

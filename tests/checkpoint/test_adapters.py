@@ -12,10 +12,9 @@ from rlhf.checkpoint.adapters import save_adapter
 from rlhf.checkpoint.export import save_model
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
-from rlhf.models.adapter_files import read_adapter_config, read_adapter_tensors
-from rlhf.models.final_norm import reset_final_norm
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import FROZEN_ADAPTER, add_adapters
+from rlhf.models.lora import FROZEN_ADAPTER, add_adapters, read_adapter_config, read_adapter_tensors
+from rlhf.models.scalar_head import reset_final_norm
 from rlhf.models.shared_base import SharedBase, build_on_base
 from rlhf.roles.roles import model_placements
 from tests.helpers import build_tokenizer, llama

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.checkpoint.export import save_model
-from rlhf.engine.ema import EMA
+from rlhf.engine.fp32_weights import EMA
 from tests.engine import averages, halves
 from tests.engine.averages import DECAY, IDS, Plain, build, masters, step
 from tests.helpers import weights

@@ -11,8 +11,8 @@ import accelerators
 from accelerators import Accelerator
 from rlhf.checkpoint.export import save_model
 from rlhf.engine import distributed
-from rlhf.engine.ema import EMA
 from rlhf.engine.fp16 import synchronized_step
+from rlhf.engine.fp32_weights import EMA
 from tests.engine import halves
 from tests.engine.averages import DECAY, IDS, Plain, build, loss, masters
 from tests.helpers import build_tokenizer

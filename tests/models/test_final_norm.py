@@ -11,11 +11,10 @@ import torch
 
 from rlhf.config.schema import LoraConfig, ModelConfig, build_config
 from rlhf.errors import ConfigError
-from rlhf.models.final_norm import find_final_norm, reset_final_norm, was_reset
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_scalar_head
 from rlhf.models.lora import add_adapters
-from rlhf.models.scalar_head import build_scalar_head_class
+from rlhf.models.scalar_head import build_scalar_head_class, find_final_norm, reset_final_norm, was_reset
 from tests.families.table import BY_NAME
 from tests.families.test_alike import gemma3 as composite
 from tests.helpers import build_tokenizer, llama, weights

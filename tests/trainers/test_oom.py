@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.config.schema import ModelConfig, load_config
-from rlhf.engine.ema import EMA
 from rlhf.engine.engine import freeze_model
+from rlhf.engine.fp32_weights import EMA
 from rlhf.memory.advice import OutOfMemorySituation, advise
 from rlhf.memory.environment import Environment
 from rlhf.models.loading import load_causal_lm

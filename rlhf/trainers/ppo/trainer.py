@@ -23,9 +23,9 @@ from rlhf.data.examples import Prompt
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
-from rlhf.engine.ema import EMA
 from rlhf.engine.engine import Batch, Loss, TrainingEngine
 from rlhf.engine.fp16 import EngineStep, synchronized_step
+from rlhf.engine.fp32_weights import EMA
 from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
 from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import generating
