@@ -1,8 +1,8 @@
-"""Functions that run again and again on the same shapes: checked once, and recorded where the device can replay.
+"""Functions that run repeatedly on the same shapes: checked once, and recorded if the device can replay them.
 
 `checked` runs the first call under a guard that refuses host reads, on every backend: code that would stop a
-recording on one device then fails on all, with the line that has to change. `Graph` adds the recording: a first
-call that warms up, a second that records, and replays from then on.
+recording on one device then fails on all devices, with the line that has to change. `Graph` adds the recording: the
+first call warms up, the second records, later calls replay.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from accelerators.errors import CaptureError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
-"""Runs a function once while recording it: -> (what it returned, a function that replays it into the same tensors)."""
+"""Runs a function once while recording it: -> (its result, a function that replays it into the same tensors)."""
 
 _TORCH = Path(torch.__file__).parent
 _MASKED = (torch.bool, torch.uint8)
 
 
 def checked(fn: Function, key: str) -> Function:
-    """`fn`, whose first call is refused if it waits for the device.
+    """Return `fn`, whose first call fails if it waits for the device.
 
     Raises:
         CaptureError: on that call; the message names the line.
@@ -50,10 +50,10 @@ def checked(fn: Function, key: str) -> Function:
 
 
 class Graph:
-    """`fn` as a recording of its second call: later calls copy their tensors in, replay, and copy the results out.
+    """A recording of the second call of `fn`: later calls copy their tensors in, replay, and copy the results out.
 
-    `fn` may also work in place on tensors that it holds itself. Everything else that it does (Python values it
-    changes, tensors it replaces) happens on the first two calls only.
+    `fn` may also change tensors that it holds in place. Its other effects (changed Python values, replaced tensors)
+    happen on the first two calls only.
     """
 
     def __init__(self, fn: Callable[..., Any], key: str, record: Record) -> None:
@@ -68,7 +68,7 @@ class Graph:
         self._outputs: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` returns.
+        """Return the result of `fn`.
 
         Raises:
             CaptureError: `fn` waits for the device, or the arguments do not fit the recording.
@@ -81,10 +81,10 @@ class Graph:
         if self._replay is None:
             self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             self._structure = structure
-            own_args, own_kwargs = pytree.tree_unflatten(self._inputs, structure)
+            static_args, static_kwargs = pytree.tree_unflatten(self._inputs, structure)
             guarded = checked(self._fn, self.key)
             try:
-                self._outputs, self._replay = self._record(lambda: guarded(*own_args, **own_kwargs))
+                self._outputs, self._replay = self._record(lambda: guarded(*static_args, **static_kwargs))
             except CaptureError:
                 raise
             except Exception as error:
@@ -97,31 +97,31 @@ class Graph:
     def _fill(self, leaves: list[Any], structure: Any) -> None:
         if structure != self._structure:
             raise CaptureError(f"{self.key}: called with other arguments than it was recorded with")
-        for own, given in zip(self._inputs, leaves):
-            if not _alike(own, given):
-                raise CaptureError(f"{self.key}: recorded for {_described(own)}, called with {_described(given)}")
-        for own, given in zip(self._inputs, leaves):
-            if isinstance(own, torch.Tensor):
-                own.copy_(given)
+        for static, new in zip(self._inputs, leaves):
+            if not _alike(static, new):
+                raise CaptureError(f"{self.key}: recorded for {_described(static)}, called with {_described(new)}")
+        for static, new in zip(self._inputs, leaves):
+            if isinstance(static, torch.Tensor):
+                static.copy_(new)
 
     def _copied(self, outputs: Any) -> Any:
-        """Copies that the caller may keep: the next replay writes into the recording's own tensors."""
+        """Return copies that the caller may keep: the next replay writes into the recording's tensors."""
         return pytree.tree_map(self._copy, outputs)
 
     def _copy(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
-                raise CaptureError(f"{self.key} returns a tensor with a gradient; no recording has one, use no_grad()")
+                raise CaptureError(f"{self.key} returns a tensor with a gradient; recordings have none; use no_grad()")
             return leaf.clone()
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
         raise CaptureError(f"{self.key} returns a {type(leaf).__name__}; use tuples, lists or dicts of tensors")
 
 
-def _alike(own: Any, given: Any) -> bool:
-    if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
-        return own.shape == given.shape and own.dtype == given.dtype
-    return type(own) is type(given) and own == given
+def _alike(static: Any, new: Any) -> bool:
+    if isinstance(static, torch.Tensor) and isinstance(new, torch.Tensor):
+        return static.shape == new.shape and static.dtype == new.dtype
+    return type(static) is type(new) and static == new
 
 
 def _described(value: Any) -> str:
@@ -129,7 +129,7 @@ def _described(value: Any) -> str:
 
 
 class _NoHostReads(TorchDispatchMode):
-    """Refuses operators that move values between device and host, or whose result has a shape that depends on them."""
+    """Refuses operators that copy between device and host, or whose result's shape depends on values."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def _reads(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     tags = getattr(func, "tags", ())
     if torch.Tag.data_dependent_output in tags:
         return True
-    if func.overloadpacket is torch.ops.aten.index:  # its shape depends on values only where a mask is the index
+    if func.overloadpacket is torch.ops.aten.index:  # its shape depends on values only if a mask is the index
         return any(index is not None and index.dtype in _MASKED for index in args[1])
     if torch.Tag.dynamic_output_shape in tags:
         return kwargs.get("output_size") is None
@@ -170,7 +170,7 @@ def _sends(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _way(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, str]:
-    """The types of device from which and to which an operator copies; the same one for all others."""
+    """Return the device types from which and to which an operator copies; equal ones for all other operators."""
     if func.overloadpacket is torch.ops.aten.copy_:
         return args[1].device.type, args[0].device.type
     if func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("device") is not None:
@@ -179,7 +179,7 @@ def _way(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, str]:
 
 
 def _line() -> str:
-    """The innermost line of code that is neither torch's nor this module's."""
+    """Return the innermost line of code that is neither torch's nor this module's."""
     frames = traceback.extract_stack()
-    own = [f for f in frames if f.filename != __file__ and _TORCH not in Path(f.filename).parents]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch itself"
+    callers = [f for f in frames if f.filename != __file__ and _TORCH not in Path(f.filename).parents]
+    return f"{callers[-1].filename}:{callers[-1].lineno}" if callers else "in torch itself"

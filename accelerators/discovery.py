@@ -291,7 +291,9 @@ def run_within(limit: float | None, what: str, task: Callable[[], Result]) -> Re
     hangs while it keeps Python's global lock cannot be left behind.
 
     Args:
+        limit: seconds; None: no limit.
         what: name of the task in messages.
+        task: the function.
 
     Raises:
         PluginError: it failed in any way, also by exiting, or took longer.

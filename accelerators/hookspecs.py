@@ -1,10 +1,10 @@
-"""The three hooks through which a plugin takes part, and the marks for them.
+"""The three hooks of plugins, and their decorators.
 
-A plugin is a distribution with an entry point in the group `rlhf.accelerators` that names a module. The module holds
-functions marked `@hookimpl` with the names below, and must not import torch: it is loaded before a backend is
+A plugin is a distribution with an entry point in the group `rlhf.accelerators` that names a module. The module contains
+functions with the decorator `@hookimpl` and the names below. It must not import torch: it is loaded before a backend is
 chosen, and some runtimes read their environment when torch is imported. Its import, `rlhf_accelerators` and each probe
-may take ten seconds; what they print goes to standard error. The other two hooks run in the thread of the run, which
-waits for them; after ten seconds a warning says for whom.
+may take ten seconds; their output goes to standard error. The other two hooks run in the thread of the run, which waits
+for them; after ten seconds a warning names the plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body]
-    """Backends that this plugin offers.
+    """Offer backends.
 
     The probe runs in the launcher, before a fork: it looks at files or a vendor's command-line tool and opens nothing.
 
@@ -48,9 +48,9 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body
 
 @hookspec
 def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ignore[empty-body]
-    """Further implementations of operations, for any backend; torch may be imported here.
+    """Offer implementations of operations, for any backend; torch may be imported here.
 
-    The supported one with the highest priority is used; `rlhf accelerators explain` says why others were not.
+    The supported implementation with the highest priority is used; `rlhf accelerators explain` says why not others.
 
         from accelerators import KernelImpl, Support, hookimpl
 
@@ -70,9 +70,9 @@ def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ign
 
 @hookspec
 def rlhf_check_run(accelerator: Accelerator, run: Mapping[str, Any]) -> Iterable[Problem]:  # type: ignore[empty-body]
-    """Reasons why a run must not start; `run` is its configuration as nested plain values.
+    """Object to a run; `run` is its configuration as nested plain values.
 
-    A plugin objects or stays silent, it changes nothing; the user sees the objections of all plugins together.
+    A plugin changes nothing. The user sees the objections of all plugins together.
 
         from accelerators import Problem, hookimpl
 

@@ -1,7 +1,7 @@
 """Implementations that run on any device with plain PyTorch.
 
-They are every backend's defaults: a backend or a plugin that has something faster offers it with a higher priority.
-At the bottom for attention is `eager`, which every architecture has and some have alone.
+They are every backend's defaults; a backend or a plugin offers something faster with a higher priority. The last choice
+for attention is `eager`, which every architecture has. Functions for other implementations of attention are here too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from accelerators.types import KernelImpl, Support
 
 
 def adamw(accelerator: object) -> Any:
-    """torch's AdamW over lists of tensors."""
+    """Return torch's AdamW over lists of tensors."""
     import torch
 
     return torch.optim.AdamW
 
 
 def fused_adamw(accelerator: object) -> Any:
-    """torch's AdamW in one pass over memory; a constructor like `torch.optim.AdamW`."""
+    """Return torch's AdamW in one pass over memory; a constructor like `torch.optim.AdamW`."""
     from functools import partial
 
     import torch
@@ -31,34 +31,34 @@ def fused_adamw(accelerator: object) -> Any:
 
 
 def clip_grad_norm(accelerator: object) -> Any:
-    """torch's clipping by the global norm."""
+    """Return torch's clipping by the global norm."""
     import torch
 
     return torch.nn.utils.clip_grad_norm_
 
 
 def quantized_weights(accelerator: object) -> Any:
-    """Weights of 8 or 4 bits; see `accelerators.quantized`."""
+    """Return weights of 8 or 4 bits; see `accelerators.quantized`."""
     from accelerators.quantized import QuantizedWeights
 
     return QuantizedWeights()
 
 
 def softcap(model: Any) -> float | None:
-    """What a model's configuration bounds its attention's scores by; None: nothing."""
+    """Return the bound of attention scores in a model's configuration; None if there is none."""
     return getattr(model.get_text_config(decoder=True), "attn_logit_softcapping", None)
 
 
 def beyond_sdpa(model: Any) -> str:
-    """What the model of a configuration hands to its attention that torch's has not: transformers would drop it."""
+    """Return which feature of a model torch's attention lacks, as transformers would drop it silently; "" if none."""
     return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
 
 
 def register_attention(name: str, attend: Callable[..., Any]) -> str:
-    """Make an implementation known to transformers by its name, with masks to add.
+    """Register an implementation with transformers under a name, with masks that are added to scores.
 
-    They are made once a forward pass: no value is read to see whether one is needed, and a row without a single real
-    token gets a finite mean instead of NaN.
+    These masks are made once per forward pass without reading values on the host, and a row without a real token gets
+    a finite mean instead of NaN.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -69,7 +69,7 @@ def register_attention(name: str, attend: Callable[..., Any]) -> str:
 
 
 def handed_over(model: Any, features: Iterable[str]) -> list[str]:
-    """Those of `features` that the model of a configuration hands to its attention, told by its code and values."""
+    """Return the `features` that a model passes to its attention, according to its code and configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)

@@ -1,8 +1,8 @@
-"""Frozen weights in few bits: packed once, multiplied with, and given back.
+"""Frozen weights in few bits: packed once, then multiplied and unpacked.
 
-A weight [out, in] flows in; named tensors flow out, which the layer keeps and hands in again with its inputs. Numbers
-lie at equal steps: of one output channel for `int8` (no offset), of a group of inputs for `int4` (with an offset).
-Steps and offsets are numbers that bf16 can hold, so casting them changes nothing.
+`pack` turns a weight [out, in] into named tensors, which the layer keeps and passes to the other methods. Numbers have
+equal steps: per output channel for `int8` (no offset), per group of inputs for `int4` (with an offset). Steps and
+offsets are exact in bf16, so casting them changes nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from accelerators.types import KernelImpl, Support
 
 KINDS = ("int8", "int4")
-"""The ways of packing: 8 bits and a step for each output channel; 4 bits, a step and an offset for each group."""
+"""The formats: 8 bits and a step for each output channel; 4 bits, a step and an offset for each group."""
 
 GROUP, SMALLEST_GROUP = 64, 16
-"""Inputs that share a step and an offset in `int4`: at most so many, and at least, or else the whole row."""
+"""Largest and smallest number of inputs that share a step and an offset in `int4`; else the whole row does."""
 
 PART = 2**20
 """Numbers that are packed at a time."""
@@ -28,15 +28,15 @@ Packed = Mapping[str, Tensor]
 
 
 class QuantizedWeights:
-    """What operation `quantized_weights` makes, in plain torch operators: any device can do this.
+    """Operation `quantized_weights` in plain torch operators, for any device.
 
     `int8`: `values` [out, in] int8, `steps` [out]; a weight is value * step. `int4`: `codes` [out / 2, in] uint8 (the
     first half of the rows in the low bits), `steps` [groups, out, 2] with step and offset; a weight is
-    (code - 8) * step + offset. Subclasses may have a faster `product`, and other tensors.
+    (code - 8) * step + offset. Subclasses may use a faster `product` and other tensors.
     """
 
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
-        """The tensors to keep instead of a weight [out, in]; each of its numbers is at most half a step off."""
+        """Return the tensors to keep instead of a weight [out, in]; each number is at most half a step off."""
         if kind == "int8":
             values, steps = _in_rows(weight.detach())
             return {"values": values, "steps": steps}
@@ -47,7 +47,7 @@ class QuantizedWeights:
         return {"codes": low | (high << 4), "steps": steps}
 
     def unpack(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [out, in] that the tensors of `pack` stand for, in `dtype`."""
+        """Return the weight [out, in] that the tensors of `pack` represent, in `dtype`."""
         steps = packed["steps"]
         if "values" in packed:
             # A number of 7 bits times one of 8 is rounded once in bf16; fp16 might lose small steps.
@@ -56,9 +56,9 @@ class QuantizedWeights:
         return _from_groups(torch.cat((packed["codes"] & 15, packed["codes"] >> 4)), steps, dtype)
 
     def multiply(self, inputs: Tensor, packed: Packed) -> Tensor:
-        """inputs [..., in] times the transposed weight, with a gradient to the inputs alone.
+        """Return inputs [..., in] times the transposed weight, with a gradient to the inputs only.
 
-        In the inputs' type or, under autocast, in autocast's.
+        The dtype is that of the inputs or, under autocast, autocast's.
         """
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
@@ -66,12 +66,12 @@ class QuantizedWeights:
         return cast(Tensor, _Multiply.apply(inputs, self, tuple(packed), *packed.values()))
 
     def product(self, inputs: Tensor, packed: Packed) -> Tensor:
-        """What `multiply` gives, without a gradient."""
+        """Return the same product without a gradient."""
         return nn.functional.linear(inputs, self.unpack(packed, inputs.dtype))
 
 
 class _Multiply(torch.autograd.Function):
-    """No dense weight is kept for the way back: it is unpacked again."""
+    """Saves no dense weight for the backward pass, which unpacks it again."""
 
     @staticmethod
     def forward(
@@ -89,23 +89,24 @@ class _Multiply(torch.autograd.Function):
 
 
 class CPUKernels(QuantizedWeights):
-    """torch's own products of packed weights on a CPU, for the few rows of a decoding step.
+    """torch's products of packed weights on a CPU, for the few rows of a decoding step.
 
-    They win in bf16 and with few rows alone: a bf16 layer of 2,048 x 2,048 on one core takes 0.1 ms for 1 row, where
-    unpacking first takes 1.4 (int8) and 2.4 (int4); 0.8 against 1.5 and 2.9 for 16; and 26 against 11 and 15 for 512.
-    In fp32 and fp16 they are 10 times slower at 16 rows. Codes of `int4` are in torch's own order, in `tiles` instead
-    of `codes`: [blocks, in, rows of a block / 2], the first half of the rows in the low bits.
+    They are faster only in bf16 and for few rows: a bf16 layer of 2,048 x 2,048 on one core takes 0.1 ms for 1 row,
+    1.4 (int8) and 2.4 (int4) with unpacking first; 0.8, 1.5 and 2.9 for 16 rows; 26, 11 and 15 for 512. In fp32 and
+    fp16 they are 10 times slower at 16 rows. Codes of `int4` are in torch's order, in `tiles` instead of `codes`:
+    [blocks, in, rows of a block / 2], the first half of the rows in the low bits.
     """
 
     MOST_ROWS: ClassVar[Mapping[str, int]] = {"int8": 32, "int4": 64}
     GROUPS = (32, 64, 128, 256)
     WIDTH = 32
-    """torch 2.13 reads past the end of rows of int8 that are no multiple of 16 long (`_weight_int8pack_mm`)."""
+    """torch 2.13 reads past the end of int8 rows whose length is no multiple of 16 (`_weight_int8pack_mm`)."""
 
     def __init__(self, block: int) -> None:
         self._block = block
 
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
+        """Return the tensors to keep, in torch's order if its products support the shape."""
         rows, width = weight.shape
         if kind == "int8" or rows % self._block or _group(width) not in self.GROUPS:
             return super().pack(weight, kind)
@@ -116,6 +117,7 @@ class CPUKernels(QuantizedWeights):
         return {"tiles": tiles, "steps": steps}
 
     def unpack(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
         if "tiles" not in packed:
             return super().unpack(packed, dtype)
         tiles = packed["tiles"]
@@ -125,25 +127,26 @@ class CPUKernels(QuantizedWeights):
         return _from_groups(codes, packed["steps"], dtype)
 
     def product(self, inputs: Tensor, packed: Packed) -> Tensor:
+        """Return the product, by torch's kernel for few rows in bf16."""
         flat, steps = inputs.reshape(-1, inputs.shape[-1]).contiguous(), packed["steps"]
         few = {kind: inputs.dtype == torch.bfloat16 and len(flat) <= most for kind, most in self.MOST_ROWS.items()}
         if few["int8"] and "values" in packed and inputs.shape[-1] % self.WIDTH == 0:
-            found = torch._weight_int8pack_mm(flat, packed["values"], steps)
+            result = torch._weight_int8pack_mm(flat, packed["values"], steps)
         elif few["int4"] and "tiles" in packed:
             group = inputs.shape[-1] // len(steps)
-            found = torch._weight_int4pack_mm_for_cpu(flat, packed["tiles"], group, steps)
+            result = torch._weight_int4pack_mm_for_cpu(flat, packed["tiles"], group, steps)
         else:
             return super().product(inputs, packed)
-        return found.view(*inputs.shape[:-1], -1)
+        return result.view(*inputs.shape[:-1], -1)
 
 
 def cpu_kernels(accelerator: object) -> QuantizedWeights:
-    """torch's products on this processor."""
+    """Return torch's products for this processor."""
     return CPUKernels(_block())
 
 
 def cpu_kernels_supported(accelerator: object) -> Support:
-    """Whether this processor's order of codes is the known one, and the products are right: both are tried."""
+    """Test that the order of codes on this processor is the expected one, and that products are right."""
     if not _block():
         return Support(False, f"torch has them for AVX2 and AVX512, this is {torch.backends.cpu.get_cpu_capability()}")
     kernels, plain = CPUKernels(_block()), QuantizedWeights()
@@ -152,7 +155,7 @@ def cpu_kernels_supported(accelerator: object) -> Support:
     for kind in KINDS:
         packed, expected = kernels.pack(weight, kind), plain.unpack(plain.pack(weight, kind))
         if not torch.equal(kernels.unpack(packed), expected):
-            return Support(False, f"torch {torch.__version__} orders {kind} codes in another way than is known here")
+            return Support(False, f"torch {torch.__version__} orders {kind} codes in an unknown way")
         exact = inputs.float() @ expected.T
         if not torch.allclose(kernels.product(inputs, packed).float(), exact, rtol=0, atol=0.02 * exact.abs().max()):
             return Support(False, f"torch {torch.__version__} multiplies {kind} weights wrongly on this processor")
@@ -162,17 +165,17 @@ def cpu_kernels_supported(accelerator: object) -> Support:
 
 
 def _block() -> int:
-    """Rows whose codes torch keeps together on this processor; 0 where that is not known."""
+    """Return the rows of one block of torch's codes on this processor; 0 if unknown."""
     return {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
 def _group(width: int) -> int:
-    """The most inputs that may share a step and divide the row; the row where there are none."""
+    """Return the largest allowed group that divides the row; the whole row if there is none."""
     return next((size for size in range(GROUP, SMALLEST_GROUP - 1, -1) if width % size == 0), width)
 
 
 def _in_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [out, in] int8 of a weight, and steps [out]."""
+    """Return the values [out, in] int8 of a weight, and steps [out]."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     steps = torch.empty(len(weight), dtype=torch.bfloat16, device=weight.device)
     for place in _parts(weight):
@@ -183,7 +186,7 @@ def _in_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [out, in] uint8 of a weight, and steps [groups, out, 2]."""
+    """Return the codes [out, in] uint8 of a weight, and steps [groups, out, 2]."""
     rows, width = weight.shape
     size = _group(width)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -201,7 +204,7 @@ def _in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(weight: Tensor, block: int = 1) -> Iterator[slice]:
-    """Rows that are packed at a time, whole blocks: what is computed on the way is small beside a layer."""
+    """Yield rows to pack at a time, in whole blocks, so that temporary tensors are small compared with a layer."""
     size = max(1, PART // (block * weight.shape[1])) * block
     for first in range(0, len(weight), size):
         yield slice(first, first + size)
@@ -215,7 +218,7 @@ def _from_groups(codes: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _divisor(step: Tensor) -> Tensor:
-    """Steps as divisors: of weights that are all alike, which have none, 1."""
+    """Return steps as divisors; 1 for the step 0 of equal weights."""
     return torch.where(step == 0, 1, step.float())
 
 

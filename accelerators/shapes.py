@@ -1,7 +1,7 @@
-"""How long a padded batch becomes.
+"""The lengths of padded batches.
 
-A backend names a policy, a collator asks it for the length of the next batch. Fewer distinct lengths mean fewer
-compiled graphs, at the price of more padding. Plain arithmetic: nothing here imports torch.
+A backend names a policy, and a collator asks it for the length of the next batch. Fewer distinct lengths mean fewer
+compiled graphs, but more padding. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class ShapePolicy:
     """Padded lengths: always the maximum, the next of a few buckets, or the batch's longest row.
 
-    Buckets begin at `first` and grow by the factor `growth` (exponential), or by `first` where `growth` is None
-    (linear), up to `largest`. Every length but a given maximum is a multiple of `pad_to_multiple`.
+    Buckets start at `first` and grow by the factor `growth` (exponential), or by `first` if `growth` is None (linear),
+    up to `largest`. Every length except a maximum is a multiple of `pad_to_multiple`.
     """
 
     kind: Literal["static", "bucketed", "dynamic"]
@@ -38,7 +38,7 @@ class ShapePolicy:
             raise ValueError(f"ShapePolicy: growth {self.growth} never reaches the next bucket; use a number above 1")
 
     def length(self, longest: int, maximum: int) -> int:
-        """Columns of a batch whose longest row has `longest` tokens and may have at most `maximum`.
+        """Return the columns of a batch whose longest row has `longest` of at most `maximum` tokens.
 
         Raises:
             ValueError: `longest` is more than `maximum`; rows are cut or left out before they are padded.
@@ -50,7 +50,7 @@ class ShapePolicy:
         return min(self.bucket(longest) if self.kind == "bucketed" else self._aligned(longest), maximum)
 
     def bucket(self, n: int) -> int:
-        """The smallest bucket that holds `n`; past the largest one, the next multiple of it (logged once each).
+        """Return the smallest bucket of at least `n`; above the largest bucket, the next multiple of it (logged once).
 
         Idempotent, monotone, and never less than `n`.
         """

@@ -1,7 +1,4 @@
-"""The entry point of the backends that come with this distribution.
-
-It offers their specs with probes that import no torch; the classes are imported when one is chosen.
-"""
+"""The entry point of the built-in backends: their specs, with probes that do not import torch."""
 
 from __future__ import annotations
 
@@ -15,12 +12,13 @@ from accelerators.types import API_VERSION, AcceleratorSpec, Probe
 
 
 def probe_cpu() -> Probe:
-    """A CPU is always there."""
+    """Report the CPU, which is always available."""
     return Probe(ok=True, reason=f"{cpu_info.cores()} cores", count=1, model=cpu_info.cpu_model())
 
 
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
+    """Offer cpu, cuda and hpu."""
     return [
         AcceleratorSpec(
             name="cpu", api_version=API_VERSION, factory="accelerators.backends.cpu.backend:CPU", probe=probe_cpu

@@ -1,7 +1,7 @@
-"""The check of attention: each implementation, called as transformers' models call it, against float64 on the CPU.
+"""The check of attention: each implementation, called like transformers' models, against float64 on the CPU.
 
-Rows are padded left, as in training and in rollouts; what a query of padding sees is no one's business, but must be
-finite, for 0 times NaN is NaN.
+Rows are padded left, as in training and in rollouts. Outputs of padding are not compared, but must be finite, because
+0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ HEADS = {"as many heads of keys": (4, 4), "grouped heads": (4, 2), "one head of 
 """Heads of queries, and of keys and values."""
 
 LENGTHS, TOKENS, WIDTH = (12, 7, 3), 12, 16
-"""Real tokens of each row, columns that a row has, and numbers of a head."""
+"""Real tokens of each row, columns of a row, and numbers of a head."""
 
 CACHE, STEPS = 20, 3
-"""Columns of the static cache, and tokens that are decoded in it; the rest stays empty."""
+"""Columns of the static cache, and tokens that are decoded; the other columns stay empty."""
 
 
 def check_attention(accelerator: Accelerator) -> None:
-    """Every implementation that some model may get, unless it refuses a Llama; in the precision that trainers use."""
+    """Check every usable implementation, unless it refuses a Llama, in the precision of trainers."""
     from transformers import LlamaConfig
 
     accelerator.kernels.get("attention", required=True)
@@ -51,7 +51,7 @@ def check_attention(accelerator: Accelerator) -> None:
 
 
 class _Case:
-    """One implementation with one number of heads, as a layer of a Llama calls it."""
+    """One implementation with one number of heads, called like a layer of a Llama."""
 
     def __init__(
         self, what: str, accelerator: Accelerator, precision: Precision, name: str, heads: tuple[int, int]
@@ -71,36 +71,36 @@ class _Case:
         self.generator = torch.Generator().manual_seed(0)
 
     def check_whole_rows(self) -> None:
-        """What training does: outputs of real queries, and gradients of queries, keys and values."""
-        given = self._drawn(TOKENS)
-        query, key, value = (tensor.requires_grad_() for tensor in self.accelerator.to_device(given))
+        """Check training: outputs of real queries, and gradients of queries, keys and values."""
+        inputs = self._drawn(TOKENS)
+        query, key, value = (tensor.requires_grad_() for tensor in self.accelerator.to_device(inputs))
         output = self._attended(query, key, value, self._mask(TOKENS, self.real))
-        expected, exact = self._exact(given, self.real.unsqueeze(1) & torch.ones(TOKENS, TOKENS).tril().bool())
+        expected, exact = self._exact(inputs, self.real.unsqueeze(1) & torch.ones(TOKENS, TOKENS).tril().bool())
         what = f"{self.what}, whole rows"
         assert torch.isfinite(output).all(), f"{what}: outputs of padding are not finite"
         assert_close(f"{what}: outputs", output.cpu()[self.real], expected[self.real], self.precision)
-        wanted = torch.randn(output.shape, generator=self.generator) * self.real[..., None, None]
-        output.backward(self.accelerator.to_device(wanted.to(output.dtype)))
-        expected.backward(wanted.to(output.dtype).double())
-        for name, found, reference in zip(("queries", "keys", "values"), (query, key, value), exact):
-            assert found.grad is not None, f"{what}: {name} have no gradient"
-            assert torch.isfinite(found.grad).all(), f"{what}: gradients of {name} are not finite"
-            assert_close(f"{what}: gradient of {name}", found.grad, reference.grad, self.precision)
+        output_gradient = torch.randn(output.shape, generator=self.generator) * self.real[..., None, None]
+        output.backward(self.accelerator.to_device(output_gradient.to(output.dtype)))
+        expected.backward(output_gradient.to(output.dtype).double())
+        for name, tensor, reference in zip(("queries", "keys", "values"), (query, key, value), exact):
+            assert tensor.grad is not None, f"{what}: {name} have no gradient"
+            assert torch.isfinite(tensor.grad).all(), f"{what}: gradients of {name} are not finite"
+            assert_close(f"{what}: gradient of {name}", tensor.grad, reference.grad, self.precision)
 
     @torch.no_grad()
     def check_decoding(self) -> None:
-        """What a rollout does: prompts into a static cache, then a token at a time; most columns are still empty."""
+        """Check a rollout: prompts into a static cache, then a token at a time while most columns are empty."""
         from transformers import StaticCache
 
         cache = StaticCache(config=self.config, max_cache_len=CACHE)
         real = torch.cat([self.real, torch.ones(len(LENGTHS), CACHE - TOKENS, dtype=torch.bool)], 1)
         seen = [torch.empty(len(LENGTHS), self.groups, 0, WIDTH, dtype=self.precision.dtype) for _ in range(2)]
         for tokens in (TOKENS, *[1] * STEPS):
-            query, *new = self._drawn(tokens)
-            seen = [torch.cat(pair, 2) for pair in zip(seen, new)]
+            query, *new_tensors = self._drawn(tokens)
+            seen = [torch.cat(pair, 2) for pair in zip(seen, new_tensors)]
             columns = seen[0].shape[2]
             mask = self._mask(tokens, real, cache)
-            keys, values = cache.update(*self.accelerator.to_device(new), 0)
+            keys, values = cache.update(*self.accelerator.to_device(new_tensors), 0)
             output = self._attended(self.accelerator.to_device(query), keys, values, mask).cpu()
             visible = real[:, None, :columns] & torch.ones(tokens, columns).tril(columns - tokens).bool()
             expected, _ = self._exact((query, *seen), visible)
@@ -111,13 +111,13 @@ class _Case:
             assert_close(f"{what}: outputs", output[shown], expected[shown], self.precision)
 
     def _drawn(self, tokens: int) -> tuple[Tensor, ...]:
-        """Queries, keys and values [B, heads, tokens, WIDTH], as views of what projections give."""
+        """Return queries, keys and values [B, heads, tokens, WIDTH], as views like those of projections."""
         shapes = [(len(LENGTHS), tokens, heads, WIDTH) for heads in (self.heads, self.groups, self.groups)]
         drawn = [torch.randn(shape, generator=self.generator).to(self.precision.dtype) for shape in shapes]
         return tuple(tensor.transpose(1, 2) for tensor in drawn)
 
     def _mask(self, tokens: int, real: Tensor, cache: Any = None) -> Any:
-        """The mask, in the form that transformers makes for this implementation."""
+        """Return the mask in the form that transformers makes for this implementation."""
         from transformers.masking_utils import create_causal_mask
 
         device = self.accelerator.device()
@@ -125,7 +125,7 @@ class _Case:
         return create_causal_mask(self.config, like, self.accelerator.to_device(real.long()), past_key_values=cache)
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        """[B, T, H, WIDTH]"""
+        """Return the output [B, T, H, WIDTH]."""
         with self.precision.autocast():
             output, _ = self.attend(
                 self.layer, query, key, value, mask, dropout=0.0, scaling=self.layer.scaling, sliding_window=None
@@ -134,9 +134,9 @@ class _Case:
         assert tuple(output.shape) == expected, f"{self.what}: gives {tuple(output.shape)}, expected {expected}"
         return output
 
-    def _exact(self, given: tuple[Tensor, ...], visible: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The same in float64, 0 where a query sees nothing; and what it was computed of, for its gradients."""
-        exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    def _exact(self, inputs: tuple[Tensor, ...], visible: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the output in float64, 0 for a query that sees nothing, and its inputs, for their gradients."""
+        exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
         query, key, value = exact
         key, value = (tensor.repeat_interleave(self.heads // self.groups, 1) for tensor in (key, value))
         scores = self.layer.scaling * query @ key.transpose(2, 3)
@@ -145,12 +145,12 @@ class _Case:
 
 
 def _llama(accelerator: Accelerator, precision: Precision, attention: str) -> tuple[Tensor, Tensor]:
-    """-> (logits [real tokens, V], gradient of the embedding [V, H])."""
+    """Return logits [real tokens, V] of a small Llama, and the gradient of its embedding [V, H]."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    # Large weights: attention then looks at few tokens, and a padded one among them shows.
+    # Large weights: attention then concentrates on few tokens, so that a padded token among them shows.
     config = LlamaConfig(vocab_size=64, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

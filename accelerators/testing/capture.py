@@ -26,38 +26,38 @@ HOST_READS: dict[str, Callable[[Tensor], Any]] = {
     "bool(tensor)": lambda x: x if x.sum() > 0 else -x,
     "nonzero": lambda x: x.nonzero(),
 }
-"""Functions that wait for the device, each on the line on which it begins."""
+"""Functions that wait for the device on their first line."""
 
 
 def check_step_boundary(accelerator: Accelerator) -> None:
-    """Boundaries between forward, backward and step change nothing; where execution is eager, they do nothing."""
+    """Check that boundaries change no value, and do nothing in eager execution."""
     _check_values(accelerator)
     if not accelerator.is_lazy():
         _check_nothing_done(accelerator)
 
 
 def check_capture(accelerator: Accelerator) -> None:
-    """Captured and plain calls with the same inputs, on functions that also change a tensor of their own."""
+    """Compare captured and plain calls with the same inputs, of functions that also change a tensor in place."""
     device = accelerator.device()
     inputs = [torch.linspace(-1.0, 1.0, 8, device=device) * (call + 1) for call in range(CALLS)]
     with torch.no_grad():
         plain = _accumulator(device)
         expected = [pytree.tree_map(torch.clone, plain(x)) for x in inputs]
         captured = accelerator.capture(_accumulator(device), key="conformance/accumulate")
-        first_seen, found = [], []
+        copies, results = [], []
         for x in inputs:
             result = captured(x)
-            first_seen.append(pytree.tree_map(torch.clone, result))
-            found.append(result)
+            copies.append(pytree.tree_map(torch.clone, result))
+            results.append(result)
     for call in range(CALLS):
         for name in expected[call]:
             what = f"call {call + 1} of {CALLS} of a captured function, {name}"
-            assert_close(what, first_seen[call][name], expected[call][name])
-            assert_close(f"{what}, read after the last call", found[call][name], expected[call][name])
+            assert_close(what, copies[call][name], expected[call][name])
+            assert_close(f"{what}, read after the last call", results[call][name], expected[call][name])
 
 
 def check_capture_refusal(accelerator: Accelerator) -> None:
-    """Each host read is a `CaptureError` that names its line."""
+    """Check that each host read is a `CaptureError` that names its line."""
     for read, function in HOST_READS.items():
         captured = accelerator.capture(function, key=f"conformance/{read}")
         try:
@@ -84,7 +84,7 @@ def _accumulator(device: torch.device) -> Callable[[Tensor], dict[str, Tensor]]:
 
 
 def _check_values(accelerator: Accelerator) -> None:
-    """A step of SGD with boundaries on the device, and without any on the CPU."""
+    """Compare steps of SGD with boundaries on the device with steps on the CPU."""
     losses = []
     for device, boundary in (
         (torch.device("cpu"), lambda tag: None),
@@ -93,7 +93,7 @@ def _check_values(accelerator: Accelerator) -> None:
         network = model().to(device)
         tokens, labels = (tensor.to(device) for tensor in batch())
         optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
-        found = []
+        step_losses = []
         for _ in range(3):
             boundary("check/before-forward")
             logits = network(tokens)
@@ -105,8 +105,8 @@ def _check_values(accelerator: Accelerator) -> None:
             optimizer.step()
             optimizer.zero_grad()
             boundary("check/step")
-            found.append(loss.detach())
-        losses.append(torch.stack(found).cpu())
+            step_losses.append(loss.detach())
+        losses.append(torch.stack(step_losses).cpu())
     assert_close("losses of three steps with step boundaries", losses[1], losses[0])
 
 
@@ -132,7 +132,7 @@ def _check_nothing_done(accelerator: Accelerator) -> None:
 
 
 class _Operators(TorchDispatchMode):
-    """Names of the operators that run inside the block."""
+    """Records the names of the operators that run inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

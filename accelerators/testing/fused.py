@@ -1,4 +1,4 @@
-"""The check of fused layers: logits and gradients of a Llama in float32, names and copies as before."""
+"""The check of fused layers: logits and gradients of a Llama equal float32's, names and copies stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = 64
 
 
 def check_fused_layers(accelerator: Accelerator) -> None:
-    """In the precision that trainers use, in training and in reading; what is known is fused in copies too."""
+    """Check a fused Llama and a copy of it, with and without gradients, in the precision of trainers."""
     fuse = accelerator.kernels.get("fused_layers")
     if fuse is None:
         raise unittest.SkipTest(accelerator.kernels.capabilities()["fused_layers"].reason)
@@ -33,23 +33,23 @@ def check_fused_layers(accelerator: Accelerator) -> None:
     expected.logsumexp(-1).sum().backward()
     for what, network in {"a fused model": fused, "a copy of it": copy.deepcopy(fused)}.items():
         with torch.no_grad():
-            for parameter in fused.parameters():  # a copy has its own
+            for parameter in fused.parameters():  # a copy has separate weights
                 parameter.mul_(1.0 if network is fused else 2.0)
         with precision.autocast():
             logits = network(accelerator.to_device(tokens)).logits
         logits.float().logsumexp(-1).sum().backward()
         accelerator.step_boundary("gradients")
         assert_close(f"{what}: logits", logits, expected, precision)
-        for (name, found), reference in zip(network.named_parameters(), exact.parameters()):
-            assert found.grad is not None, f"{what}: {name} has no gradient"
-            assert_close(f"{what}: gradient of {name}", found.grad, reference.grad, precision)
+        for (name, weight), reference in zip(network.named_parameters(), exact.parameters()):
+            assert weight.grad is not None, f"{what}: {name} has no gradient"
+            assert_close(f"{what}: gradient of {name}", weight.grad, reference.grad, precision)
         with torch.no_grad(), precision.autocast():
             again = network(accelerator.to_device(tokens)).logits
         assert_close(f"{what}: logits without gradients", again, expected, precision)
 
 
 def _llama(dtype: torch.dtype) -> Any:
-    """A small Llama on the CPU, in float32, of numbers that `dtype` has too."""
+    """Return a small Llama on the CPU in float32, whose weights are exact in `dtype`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": WORDS}

@@ -1,4 +1,4 @@
-"""The check of weights prepared for reading: the same numbers meanwhile, and after it the module as it was."""
+"""The check of weights prepared for inference: equal results meanwhile, and an unchanged module afterwards."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from accelerators.types import Precision
 
 WIDTH = 256
-"""Columns of the weights: as large as those of a small model, for small ones may be left as they are."""
+"""Columns of the weights, like those of a small model, because smaller weights may be skipped."""
 
 ROWS = (1, 16, 300)
 
 LENGTHS, PROMPT, STEPS = (9, 4, 1), 9, 4
-"""Of a Llama that decodes: real tokens of each row, columns of the prompts, and tokens that are decoded after them."""
+"""Real tokens of each row, columns of the prompts, and decoded tokens of the Llama."""
 
 
 def check_inference_weights(accelerator: Accelerator) -> None:
-    """Logits while weights are prepared, kept and not; what is left after; gradients; weights changed in between."""
+    """Check logits while weights are prepared, kept or not; the restored module, its gradients and changed weights."""
     prepare = accelerator.kernels.get("inference_weights")
     if prepare is None:
         raise unittest.SkipTest(accelerator.kernels.capabilities()["inference_weights"].reason)
@@ -32,29 +32,29 @@ def check_inference_weights(accelerator: Accelerator) -> None:
     network, original = _model(accelerator, precision), _model(accelerator, precision)
     for phase, keep in enumerate((True, True, False, False)):
         what = f"prepare(module, keep={keep})"
-        if phase % 2:  # what was trained in between is seen
+        if phase % 2:  # training in between must show
             with torch.no_grad():
                 for parameter in (*network.parameters(), *original.parameters()):
                     parameter.mul_(1.5)
-        before = _held(network)
+        before = _attributes(network)
         restore = prepare(network, keep=keep)
         for rows in ROWS:
-            found, expected = (
+            logits, expected = (
                 _logits(accelerator, precision, network, rows),
                 _logits(accelerator, precision, original, rows),
             )
-            assert_close(f"{what}: logits of {rows} rows", found, expected, precision)
+            assert_close(f"{what}: logits of {rows} rows", logits, expected, precision)
         if keep:
             _check_weights(f"{what}: while it is prepared", network, original)
         restore()
-        _check_held(what, before, network)
+        _check_attributes(what, before, network)
         _check_weights(f"{what}: restored", network, original)
         _check_gradients(what, accelerator, precision, network, original)
     _check_decoding(accelerator, precision, prepare)
 
 
 class _Block(nn.Module):
-    """Layers of one input, named as in most models, and one behind them."""
+    """Layers with the same input, named as in most models, and a layer after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +63,12 @@ class _Block(nn.Module):
         self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of the next block."""
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 def _model(accelerator: Accelerator, precision: Precision) -> nn.Module:
-    """Two blocks between an embedding and an output layer that share their weight."""
+    """Return two blocks between an embedding and an output layer that share their weight."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = nn.Sequential(
@@ -89,63 +90,65 @@ def _logits(accelerator: Accelerator, precision: Precision, network: nn.Module, 
     return logits
 
 
-def _held(network: nn.Module) -> dict[str, Any]:
-    """The names of all attributes in a module tree, and which parameters these are."""
-    found: dict[str, Any] = {}
+def _attributes(network: nn.Module) -> dict[str, Any]:
+    """Return the attributes in a module tree: their types, and the ids of parameters."""
+    attributes: dict[str, Any] = {}
     for path, module in network.named_modules():
-        found |= {f"{path}.{name}": type(value) for name, value in vars(module).items()}
-        found |= {f"{path}.{name}": id(parameter) for name, parameter in module._parameters.items()}
-    return found
+        attributes |= {f"{path}.{name}": type(value) for name, value in vars(module).items()}
+        attributes |= {f"{path}.{name}": id(parameter) for name, parameter in module._parameters.items()}
+    return attributes
 
 
-def _check_held(what: str, before: dict[str, Any], network: nn.Module) -> None:
-    after = _held(network)
+def _check_attributes(what: str, before: dict[str, Any], network: nn.Module) -> None:
+    after = _attributes(network)
     changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
     assert not changed, f"{what}: its restore leaves {', '.join(sorted(changed))} changed, expected nothing"
 
 
 def _check_weights(what: str, network: nn.Module, original: nn.Module) -> None:
-    for (name, found), expected in zip(network.named_parameters(), original.parameters()):
-        same = found.shape == expected.shape and torch.equal(found.detach().cpu(), expected.detach().cpu())
+    for (name, parameter), expected in zip(network.named_parameters(), original.parameters()):
+        same = parameter.shape == expected.shape and torch.equal(parameter.detach().cpu(), expected.detach().cpu())
         assert same, f"{what}, {name} is not what it was, expected the same bits"
 
 
 def _check_gradients(
     what: str, accelerator: Accelerator, precision: Precision, network: nn.Module, original: nn.Module
 ) -> None:
-    for each in (network, original):
-        each.zero_grad()
+    for module in (network, original):
+        module.zero_grad()
         with precision.autocast():
-            each(_tokens(accelerator, 4)).float().logsumexp(-1).sum().backward()
+            module(_tokens(accelerator, 4)).float().logsumexp(-1).sum().backward()
         accelerator.step_boundary("gradients")
-    for (name, found), expected in zip(network.named_parameters(), original.parameters()):
-        assert found.grad is not None, f"{what}: restored, {name} gets no gradient"
-        assert_close(f"{what}: restored, the gradient of {name}", found.grad, expected.grad, precision)
+    for (name, parameter), expected in zip(network.named_parameters(), original.parameters()):
+        assert parameter.grad is not None, f"{what}: restored, {name} gets no gradient"
+        assert_close(f"{what}: restored, the gradient of {name}", parameter.grad, expected.grad, precision)
 
 
 def _check_decoding(accelerator: Accelerator, precision: Precision, prepare: Any) -> None:
-    """What a rollout does: an implementation may know the layers of a family, and what a step of decoding is."""
+    """Check a rollout: an implementation may replace the layers of a family, and a step of decoding."""
     network = _llama(accelerator, precision)
-    expected, before = _decoded(accelerator, precision, network), _held(network)
+    expected, before = _decoded(accelerator, precision, network), _attributes(network)
     restore = prepare(network, keep=True)
-    found = _decoded(accelerator, precision, network)
+    prepared = _decoded(accelerator, precision, network)
     restore()
     what = "prepare(module, keep=True) of a Llama, rows padded left"
-    for column, (logits, wanted) in enumerate(zip(found, expected)):
+    for column, (logits, reference) in enumerate(zip(prepared, expected)):
         place = f"token {column} after the prompts" if column else "the prompts' last token"
-        assert_close(f"{what}: logits of {place}", logits, wanted, precision)
-    _check_held(what, before, network)
+        assert_close(f"{what}: logits of {place}", logits, reference, precision)
+    _check_attributes(what, before, network)
 
 
 def _llama(accelerator: Accelerator, precision: Precision) -> Any:
-    """In evaluation mode, with the attention that trainers would take; sizes are multiples of 64."""
+    """Return a Llama in evaluation mode, with the attention of trainers; sizes are multiples of 64."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=WIDTH, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
     names = [
-        name for each, name in accelerator.kernels.usable("attention") if not accelerator.kernels.refusal(each, config)
+        name
+        for kernel, name in accelerator.kernels.usable("attention")
+        if not accelerator.kernels.refusal(kernel, config)
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -155,35 +158,36 @@ def _llama(accelerator: Accelerator, precision: Precision) -> Any:
 
 @torch.no_grad()
 def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> list[Tensor]:
-    """Logits [rows, V] of the prompts' last tokens, and of each token after them, in a static cache."""
+    """Return logits [rows, V] of the prompts' last tokens, and of each token after them, in a static cache."""
     columns, rows = PROMPT + STEPS, len(LENGTHS)
     ids = torch.arange(rows * columns).view(rows, columns) * 7 % (WIDTH - 1) + 1
     mask = (torch.arange(columns) >= PROMPT - torch.tensor(LENGTHS).unsqueeze(1)).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache, found = _cache(network.config, columns + 3), []
+    cache, results = _cache(network.config, columns + 3), []
     for first, last in [(0, PROMPT), *((column, column + 1) for column in range(PROMPT, columns))]:
-        given = {
+        inputs = {
             "input_ids": ids[:, first:last],
             "attention_mask": mask[:, :last],
             "position_ids": positions[:, first:last],
         }
         with precision.autocast():
-            output = network(**accelerator.to_device(given), past_key_values=cache, use_cache=True)
+            output = network(**accelerator.to_device(inputs), past_key_values=cache, use_cache=True)
         accelerator.step_boundary("logits")
         for layer in cache.layers:
-            layer.cumulative_length.fill_(last)  # which an implementation that writes by itself does not count
-        found.append(output.logits[:, -1])
-    return found
+            layer.cumulative_length.fill_(last)  # an implementation that writes to the cache itself does not count
+        results.append(output.logits[:, -1])
+    return results
 
 
 def _cache(config: Any, length: int) -> Any:
-    """A static cache that says where its tokens go, as that of rollouts does."""
+    """Return a static cache with `room`, like that of rollouts."""
     from transformers import StaticCache
 
     class Cache(StaticCache):
         kept: list[Tensor] | None = None
 
         def room(self) -> tuple[list[Tensor], int]:
+            """Return the tensors of all layers, and the column of the next token."""
             if self.kept is None:
                 self.kept = [states for layer in self.layers for states in (layer.keys, layer.values)]
             return self.kept, int(self.layers[0].cumulative_length)

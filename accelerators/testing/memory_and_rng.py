@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 PEBIBYTE = 1 << 50
 BLOCK = 128 << 20
-"""Bytes of the allocation that memory figures are to show: allocators do not keep so large a block when it is freed."""
+"""Bytes of the allocation that memory figures must show: allocators do not keep such a large block."""
 
 ENOUGH = BLOCK * 3 // 4
-"""Bytes of it that must show; the rest is left to other things that the process does."""
+"""Bytes of it that must show; the rest allows for other allocations of the process."""
 
 Pair = namedtuple("Pair", "left right")
 
 
 def check_placement(selection: Selection) -> None:
-    """`device()` before and after `bind`, and `to_device` of a batch with every structure in it."""
+    """Check `device()` before and after `bind`, and `to_device` of a batch with every structure."""
     unbound = selection.create()
     try:
         device = unbound.device()
@@ -50,16 +50,16 @@ def check_placement(selection: Selection) -> None:
         "named tuple": Pair(tensor, 2.5),
     }
     moved = unbound.to_device(batch)
-    places: dict[str, Callable[[Any], Any]] = {
+    getters: dict[str, Callable[[Any], Any]] = {
         "dict": lambda value: value["inner"],
         "list": lambda value: value[0],
         "tuple": lambda value: value[0],
         "named tuple": lambda value: value.left,
     }
-    for kind, place in places.items():
-        found = moved[kind]
-        assert type(found) is type(batch[kind]), f"to_device makes a {type(found).__name__} of a {kind}"
-        inner = place(found)
+    for kind, getter in getters.items():
+        value = moved[kind]
+        assert type(value) is type(batch[kind]), f"to_device makes a {type(value).__name__} of a {kind}"
+        inner = getter(value)
         assert _same_device(inner.device, bound), (
             f"to_device leaves a tensor in a {kind} on {inner.device}, not {bound}"
         )
@@ -70,14 +70,14 @@ def check_placement(selection: Selection) -> None:
 
 
 def check_random_numbers(accelerator: Accelerator) -> None:
-    """Samples of every generator after `seed` and `set_rng_state`, also from a saved state."""
+    """Check samples of every generator after `seed` and `set_rng_state`, also from a saved state."""
     accelerator.seed(7)
     first = _samples(accelerator)
     accelerator.seed(7)
     _same("seed(7) twice", _samples(accelerator), first)
     accelerator.seed(8)
-    other = [name for name, sample in _samples(accelerator).items() if torch.equal(sample, first[name])]
-    assert not other, f"seed(7) and seed(8) give the same samples of {', '.join(other)}"
+    equal = [name for name, sample in _samples(accelerator).items() if torch.equal(sample, first[name])]
+    assert not equal, f"seed(7) and seed(8) give the same samples of {', '.join(equal)}"
 
     state = accelerator.rng_state()
     expected = _samples(accelerator)
@@ -99,9 +99,9 @@ def check_random_numbers(accelerator: Accelerator) -> None:
 
 
 def check_out_of_memory(accelerator: Accelerator) -> None:
-    """A real allocation that must fail; where the device takes it all the same, there is nothing to tell."""
+    """Check an allocation that fails on most devices; one that succeeds is fine too."""
     assert not accelerator.is_out_of_memory(ValueError("7")), (
-        "is_out_of_memory() takes a ValueError for a lack of memory"
+        "is_out_of_memory() recognizes a ValueError as out of memory"
     )
     refusal = _refusal(accelerator)
     assert refusal is None or find_out_of_memory(refusal), (
@@ -110,7 +110,7 @@ def check_out_of_memory(accelerator: Accelerator) -> None:
 
 
 def _refusal(accelerator: Accelerator) -> Exception | None:
-    """What a block that no device can hold is refused with."""
+    """Return the error of allocating a block that exceeds every device."""
     try:
         torch.full((PEBIBYTE // 4,), 1.0, device=accelerator.device())
         accelerator.step_boundary("check/out-of-memory")
@@ -121,7 +121,7 @@ def _refusal(accelerator: Accelerator) -> Exception | None:
 
 
 def check_memory(accelerator: Accelerator) -> None:
-    """Figures before, with and after a block of 128 MiB; skipped at its end where the system keeps the peak."""
+    """Check figures before, with and after a block of 128 MiB; skipped at the end if the system keeps the peak."""
 
     def settled() -> None:
         gc.collect()
@@ -159,9 +159,9 @@ def check_memory(accelerator: Accelerator) -> None:
     assert fell >= ENOUGH, f"the peak fell by {_mib(fell)} with reset_peak() after {_mib(BLOCK)} were freed"
 
 
-def _same_device(found: torch.device, expected: torch.device) -> bool:
-    """Some devices have no index, and their tensors one."""
-    return found.type == expected.type and (found == expected or None in (found.index, expected.index))
+def _same_device(device: torch.device, expected: torch.device) -> bool:
+    """Return whether devices are equal; some devices have no index while their tensors have one."""
+    return device.type == expected.type and (device == expected or None in (device.index, expected.index))
 
 
 def _samples(accelerator: Accelerator) -> dict[str, Tensor]:
@@ -176,9 +176,9 @@ def _samples(accelerator: Accelerator) -> dict[str, Tensor]:
     }
 
 
-def _same(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    other = [name for name, sample in found.items() if not torch.equal(sample, expected[name])]
-    assert not other, f"{what}: other samples of {', '.join(other)}; expected the same"
+def _same(what: str, samples: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    different = [name for name, sample in samples.items() if not torch.equal(sample, expected[name])]
+    assert not different, f"{what}: other samples of {', '.join(different)}; expected the same"
 
 
 def _peak_can_be_reset() -> bool:

@@ -21,7 +21,7 @@ UNKNOWN = "fp12"
 
 
 def check_precision(accelerator: Accelerator) -> None:
-    """Wishes, what they give, and a forward and a backward pass in each."""
+    """Check every wish, and a forward and a backward pass in each precision."""
     supported = []
     for wish in DTYPES:
         precision = _granted(accelerator, wish)
@@ -40,35 +40,35 @@ def check_precision(accelerator: Accelerator) -> None:
 
 
 def check_adamw(accelerator: Accelerator) -> None:
-    """Steps over a list of parameters, over groups, and over groups one of which is empty."""
+    """Check steps over a list of parameters, over groups, and over groups with an empty one."""
     kernel = accelerator.kernels.get("adamw", required=True)
     for layout, groups in LAYOUTS.items():
         expected = adamw_steps(torch.optim.AdamW, groups, torch.device("cpu"))
         try:
-            found = adamw_steps(kernel, groups, accelerator.device())
+            results = adamw_steps(kernel, groups, accelerator.device())
         except Exception as error:
             raise AssertionError(f"adamw over {layout} failed ({type(error).__name__}: {error})") from error
-        for number, (mine, torchs) in enumerate(zip(found, expected)):
-            assert_close(f"adamw over {layout}: parameter {number} after 4 steps", mine, torchs)
+        for number, (result, reference) in enumerate(zip(results, expected)):
+            assert_close(f"adamw over {layout}: parameter {number} after 4 steps", result, reference)
 
 
 def check_clip_grad_norm(accelerator: Accelerator) -> None:
-    """Norm and gradients, clipped and not, with a parameter that has no gradient."""
+    """Check norm and gradients, clipped and not, with a parameter that has no gradient."""
     clip = accelerator.kernels.get("clip_grad_norm", required=True)
     for max_norm in (1.0, 1e3):
         expected, expected_norm = _clipped(nn.utils.clip_grad_norm_, max_norm, torch.device("cpu"))
-        found, norm = _clipped(clip, max_norm, accelerator.device())
+        gradients, norm = _clipped(clip, max_norm, accelerator.device())
         scalar = isinstance(norm, Tensor) and norm.numel() == 1
         assert scalar, f"clip_grad_norm gives {norm!r}, expected the norm as a scalar tensor"
         assert_close(f"clip_grad_norm to {max_norm:g}: the norm", norm.reshape(()), expected_norm)
-        assert_close(f"clip_grad_norm to {max_norm:g}: the gradients", found, expected)
+        assert_close(f"clip_grad_norm to {max_norm:g}: the gradients", gradients, expected)
 
 
 # precision
 
 
 def _granted(accelerator: Accelerator, wish: str) -> Precision | None:
-    """The precision; None where it is refused as it should be."""
+    """Return the precision; None if it is refused correctly."""
     try:
         return accelerator.precision(wish)
     except PluginError as error:
@@ -98,7 +98,7 @@ def _values(precision: Precision) -> tuple[Any, ...]:
 
 
 def _check_training(accelerator: Accelerator, precision: Precision) -> None:
-    """Logits and gradients against fp32 on the CPU."""
+    """Compare logits and gradients with fp32 on the CPU."""
     tokens, labels = batch()
     results = []
     for device, dtype, context in (
@@ -111,11 +111,11 @@ def _check_training(accelerator: Accelerator, precision: Precision) -> None:
             loss = nn.functional.cross_entropy(logits.float(), labels.to(device))
         loss.backward()
         results.append((logits.detach(), network[0].weight.grad))
-    for what, found, expected in zip(("logits", "gradient"), results[1], results[0]):
-        assert torch.isfinite(found).all(), (
+    for what, result, expected in zip(("logits", "gradient"), results[1], results[0]):
+        assert torch.isfinite(result).all(), (
             f"{precision.name}: the {what} of a forward and backward pass are not finite"
         )
-        assert_close(f"{precision.name}: the {what} of a forward and backward pass", found, expected, precision)
+        assert_close(f"{precision.name}: the {what} of a forward and backward pass", result, expected, precision)
 
 
 # kernels
@@ -133,7 +133,7 @@ def adamw_steps(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """A few parameters after four steps of an optimizer over `groups` of them, one of `LAYOUTS`."""
+    """Return parameters after four steps of an optimizer over `groups` of them, one of `LAYOUTS`."""
     shapes = ((16, 8), (8,), (3, 5, 2))
     values = [torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape) for shape in shapes]
     parameters = [nn.Parameter(value.to(device, dtype)) for value in values]

@@ -1,7 +1,6 @@
 """Starts the processes that some checks need: clean environments, time limits, and one line about what went wrong.
 
-A command or a task of `accelerators.testing.worker` flows in; what it found flows out. Libraries' noise is kept and
-read only where a process failed.
+They run a command or a task of `accelerators.testing.worker`. The output of libraries is read only if a process fails.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ LAUNCHER = {
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("DS_ACCELERATOR", "RLHF_ACCELERATOR", "RLHF_OUTCOMES"),
 }
-"""Variables that say what the process which runs the checks is, or has chosen."""
+"""Variables that describe the process of the checks, and its choices."""
 
 SECONDS = 600.0
-"""What a process may take: a backend may compile on its first steps."""
+"""Time limit of a process: a backend may compile on its first steps."""
 
-_GRACE = 3.0  # for the cause to show on another rank, once one has failed
+_GRACE = 3.0  # seconds after a rank has failed, for another rank to report the cause
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: what it found, as far as it got, and the line of its error."""
+    """The end of a process: its results so far, and the line of its error."""
 
     value: Any = None
     error: str | None = None
     kind: str = ""
-    """The error's type, where the worker caught it."""
+    """The error's type, if the worker caught it."""
 
 
-def environment(**more: str) -> dict[str, str]:
-    """The environment for a process that is nobody's rank and has chosen no backend yet."""
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment for a process that is no rank and has chosen no backend."""
     clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
-    return clean | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | more
+    return clean | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | variables
 
 
-def command(arguments: Sequence[str], seconds: float = SECONDS, **more: str) -> Outcome:
-    """Run Python with these arguments, and `more` variables of the environment."""
+def command(arguments: Sequence[str], seconds: float = SECONDS, **variables: str) -> Outcome:
+    """Run Python with these arguments and further variables of the environment."""
     with tempfile.TemporaryDirectory() as folder:
-        return _run([list(arguments)], [environment(**more)], [Path(folder)], seconds)[0]
+        return _run([list(arguments)], [environment(**variables)], [Path(folder)], seconds)[0]
 
 
 def worker(task: str, *arguments: str, seconds: float = SECONDS) -> Outcome:
@@ -61,7 +60,7 @@ def worker(task: str, *arguments: str, seconds: float = SECONDS) -> Outcome:
 
 
 def ranks(count: int, task: str, *arguments: str, seconds: float = SECONDS) -> list[Outcome]:
-    """Run a task as `count` ranks of one machine; if one fails, the others are ended."""
+    """Run a task as `count` ranks of one machine; if one fails, the others are stopped."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -93,7 +92,7 @@ def _run(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that what it starts can be ended with it
+                start_new_session=True,  # so that its child processes can be stopped with it
             )
         processes.append(process)
     try:
@@ -108,7 +107,7 @@ def _run(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Until all have ended, one has failed and the others had time to say why, or the time is over."""
+    """Wait until all have ended, until one has failed and the others had time to report, or until the time is over."""
     deadline = time.monotonic() + seconds
     failed = False
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
@@ -133,7 +132,7 @@ def _outcome(code: int | None, folder: Path, late: str) -> Outcome:
 
 
 def meaningful_line(output: str) -> str:
-    """The last line that names an error, else the last line."""
+    """Return the last line that names an error, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"([\w.]*(Error|Exception)|rlhf: error|terminate called)\b", line)]
     return (errors or lines or [""])[-1]

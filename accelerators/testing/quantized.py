@@ -1,4 +1,4 @@
-"""The check of weights in few bits: what is packed comes back near, is small, and multiplies as what came back does."""
+"""The check of weights in few bits: close after unpacking, small, and with the product of the unpacked weight."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from accelerators.types import Precision
 
 SHAPES = ((192, 128), (128, 96), (48, 40), (7, 33))
-"""Of weights, [out, in]: sizes of models, and some that no group and no block divides."""
+"""Shapes of weights, [out, in]: sizes of models, and sizes that no group and no block divides."""
 
 ROWS = (1, 16, 100)
-"""Rows of inputs: a decoding step's, and more."""
+"""Rows of inputs, of a decoding step and larger."""
 
 BYTES = {"int8": 1.1, "int4": 0.7}
-"""Most bytes for a number of a large weight."""
+"""Limit of bytes per number of a large weight."""
 
 LEVELS, LARGEST_GROUP = {"int8": 127, "int4": 7}, 128
 
 
 def check_quantized_weights(accelerator: Accelerator) -> None:
-    """Every implementation, both kinds: round trip, size, product and gradient, against float64 on the CPU."""
+    """Check round trip, size, product and gradient of every implementation and format against float64 on the CPU."""
     offers = list(accelerator.kernels.usable("quantized_weights"))
     if not offers:
         raise unittest.SkipTest(accelerator.kernels.capabilities()["quantized_weights"].reason)
@@ -46,20 +46,22 @@ def check_quantized_weights(accelerator: Accelerator) -> None:
 
 
 def _precisions(accelerator: Accelerator) -> list[Precision]:
-    """What trainers use, and fp32, whose numbers show a wrong weight that bf16 would hide."""
+    """Return the precision of trainers, and fp32, which shows a wrong weight that bf16 would hide."""
     names = dict.fromkeys((accelerator.precision().name, "fp32"))
     return [accelerator.precision(name) for name in names]
 
 
 def _check_round_trip(what: str, weights: Any, packed: dict[str, Tensor], weight: Tensor, kind: str) -> Tensor:
-    """The unpacked weight, in float64 on the CPU."""
+    """Check the unpacked weight, and return it in float64 on the CPU."""
     size = sum(tensor.nbytes for tensor in packed.values())
-    most = BYTES[kind] * weight.numel()
-    assert size <= most or weight.numel() < 2**13, f"{what} take {size} bytes, expected at most {most:.0f}"
-    found = weights.unpack(packed)
-    assert found.dtype == torch.float32, f"{what}: unpacked as {found.dtype}, expected torch.float32"
-    assert found.shape == weight.shape, f"{what}: unpacked as {tuple(found.shape)}, expected {tuple(weight.shape)}"
-    whole: Tensor = found.double().cpu()
+    limit = BYTES[kind] * weight.numel()
+    assert size <= limit or weight.numel() < 2**13, f"{what} take {size} bytes, expected at most {limit:.0f}"
+    unpacked = weights.unpack(packed)
+    assert unpacked.dtype == torch.float32, f"{what}: unpacked as {unpacked.dtype}, expected torch.float32"
+    assert unpacked.shape == weight.shape, (
+        f"{what}: unpacked as {tuple(unpacked.shape)}, expected {tuple(weight.shape)}"
+    )
+    whole: Tensor = unpacked.double().cpu()
     group = LARGEST_GROUP if kind == "int4" and weight.shape[1] % LARGEST_GROUP == 0 else weight.shape[1]
     step = (weight.view(len(weight), -1, group).abs().amax(2, keepdim=True) / LEVELS[kind]).expand(-1, -1, group)
     off = (whole - weight).abs() - 0.51 * step.reshape(weight.shape)  # steps may be rounded

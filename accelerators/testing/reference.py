@@ -1,4 +1,4 @@
-"""What the checks compare with: a small model trained by plain PyTorch in fp32 on the CPU, and how close is equal."""
+"""The reference of the checks: a small model trained by plain PyTorch in fp32 on the CPU, and tolerances."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ LEARNING_RATE = 1e-2
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
-"""Largest difference from fp32, as a part of the largest number compared."""
+"""Largest difference from fp32, as a fraction of the largest number."""
 
 
 def model() -> nn.Module:
-    """A classifier of tokens with weights that are the same in every process; fp32, on the CPU."""
+    """Return a classifier of tokens with the same weights in every process; fp32, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(TOKENS, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and their labels, [ROWS]."""
+    """Return tokens and their labels, [ROWS]."""
     tokens = torch.arange(ROWS) * 5 % TOKENS
     return tokens, tokens * 3 % 8
 
 
 @functools.cache
 def losses() -> tuple[float, ...]:
-    """The loss before each step of training on one batch."""
+    """Return the loss before each step of training on one batch."""
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, **ADAMW)
     tokens, labels = batch()
-    found = []
+    results = []
     for _ in range(STEPS):
         loss = nn.functional.cross_entropy(network(tokens), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return tuple(found)
+        results.append(loss.item())
+    return tuple(results)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest expected number; NaN where a number is not finite."""
-    found, expected = found.detach().float().cpu(), expected.detach().float().cpu()
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+def difference(result: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a fraction of the largest expected number; NaN if a number is not finite."""
+    result, expected = result.detach().float().cpu(), expected.detach().float().cpu()
+    return ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
 
 
-def assert_close(what: str, found: Tensor, expected: Tensor, precision: Precision | str = "fp32") -> None:
-    """Compare within the tolerance of a precision."""
+def assert_close(what: str, result: Tensor, expected: Tensor, precision: Precision | str = "fp32") -> None:
+    """Check that a tensor equals another within the tolerance of a precision."""
     name = precision if isinstance(precision, str) else precision.name
-    assert found.shape == expected.shape, f"{what}: found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
-    off = difference(found, expected)
+    assert result.shape == expected.shape, (
+        f"{what}: found shape {tuple(result.shape)}, expected {tuple(expected.shape)}"
+    )
+    off = difference(result, expected)
     limit = TOLERANCES[name]
     assert off <= limit, f"{what}: differs by {off:.2g} of the largest number, expected at most {limit:g} in {name}"

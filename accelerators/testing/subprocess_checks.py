@@ -1,4 +1,4 @@
-"""Checks that need processes of their own: what is imported, ranks, DeepSpeed, and a whole run."""
+"""Checks in separate processes: imports, ranks, DeepSpeed, and a whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
 PROBE_SECONDS = 5.0
-"""What a probe may take; every command waits for the probes of all plugins, and gives up on one after twice that."""
+"""Time limit of a probe; every command waits for the probes of all plugins, and skips one after twice this time."""
 
 STAGES = ("sft", "reward", "ppo")
 
@@ -37,30 +37,30 @@ RUN = {
 
 DEVICE = re.compile(r"pci:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]|/dev/.+")
 DEVICE_WORDS = "a PCI address such as pci:0000:19:00.0, or a file in /dev"
-"""How a device is named, so that two backends name it alike."""
+"""Names of devices, so that two backends use the same name."""
 
 
 def check_discovery(name: str) -> None:
-    """Load the plugin that offers the backend, in a process that has imported nothing else."""
+    """Check that loading the plugin does not import torch, in a process that has imported nothing else."""
     point = _entry_point(name)
-    found = _found(processes.worker("discovery", point.name, point.value))
-    assert not found["torch"], f"{found['torch']} imports torch; expected torch only when the factory is imported"
+    report = _value(processes.worker("discovery", point.name, point.value))
+    assert not report["torch"], f"{report['torch']} imports torch; expected torch only when the factory is imported"
 
 
 def check_probe(name: str) -> None:
-    """Probe in a fresh process, then use the device in a forked child: an open device would break it."""
+    """Check the probe in a new process, then use the device in a forked child: an open device would break it."""
     point = _entry_point(name)
-    found = _found(processes.worker("probe", point.name, point.value, name))
-    assert not found["torch"], "the probe imports torch; expected a look at files or at a vendor's command-line tool"
-    seconds = found["seconds"]
+    report = _value(processes.worker("probe", point.name, point.value, name))
+    assert not report["torch"], "the probe imports torch; expected a look at files or at a vendor's command-line tool"
+    seconds = report["seconds"]
     assert seconds <= PROBE_SECONDS, f"the probe took {seconds:.1f} s, expected at most {PROBE_SECONDS:g} s"
-    for device in found["devices"]:
+    for device in report["devices"]:
         assert DEVICE.fullmatch(device), f"the probe names the device {device!r}, expected {DEVICE_WORDS}"
-    assert not found["child"], f"after the probe, a forked child cannot use the device: {found['child']}"
+    assert not report["child"], f"after the probe, a forked child cannot use the device: {report['child']}"
 
 
 def check_collectives(unbound: Accelerator) -> None:
-    """Two ranks; skipped where one device cannot be shared by both."""
+    """Check the collectives of two ranks; skipped if they would have to share one device and cannot."""
     outcomes = processes.ranks(2, "collectives", unbound.name)
     refused = next((outcome for outcome in outcomes if outcome.kind == worker.UnboundError.__name__), None)
     if refused and unbound.info().count < 2:
@@ -72,24 +72,24 @@ def check_collectives(unbound: Accelerator) -> None:
         "all_gather_object": [{"rank": 0}, {"rank": 1}],
     }
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
-    # The rank that could say why comes first; others were ended, or saw the connection close.
+    # The rank with an error message comes first; others were stopped, or saw the connection close.
     failed.sort(key=lambda pair: not pair[1].kind)
     assert not failed, f"two ranks: rank {failed[0][0]}: {failed[0][1].error}"
     for rank, outcome in enumerate(outcomes):
         for collective, value in expected.items():
-            found = outcome.value[collective]
-            assert found == value, f"{collective}: rank {rank} got {found}, expected {value}"
+            result = outcome.value[collective]
+            assert result == value, f"{collective}: rank {rank} got {result}, expected {value}"
 
 
 def check_deepspeed(deepspeed_report: Outcome) -> None:
-    """`prepare_deepspeed` makes DeepSpeed use the device that the backend names."""
+    """Check that `prepare_deepspeed` makes DeepSpeed use the backend's device."""
     assert deepspeed_report.value, f"prepare_deepspeed() failed: {deepspeed_report.error}"
-    found, expected = deepspeed_report.value["device"], deepspeed_report.value["expected"]
-    assert found == expected, f"after prepare_deepspeed(), DeepSpeed's device is {found!r}, expected {expected!r}"
+    device, expected = deepspeed_report.value["device"], deepspeed_report.value["expected"]
+    assert device == expected, f"after prepare_deepspeed(), DeepSpeed's device is {device!r}, expected {expected!r}"
 
 
 def check_deepspeed_step(deepspeed_report: Outcome, stage: int) -> None:
-    """Losses of a few steps in the backend's own precision, against plain PyTorch in fp32 on the CPU."""
+    """Compare losses of a few steps in the backend's precision with plain PyTorch in fp32 on the CPU."""
     from accelerators.testing import reference
 
     report = deepspeed_report
@@ -98,7 +98,7 @@ def check_deepspeed_step(deepspeed_report: Outcome, stage: int) -> None:
     assert losses, f"ZeRO {stage}: {value['errors'].get(str(stage), report.error)}"
     precision = value["precision"]
     expected = reference.losses()
-    # A step that overflowed in fp16 changed nothing: the next loss is that of the same weights.
+    # A step that overflowed in fp16 changed nothing: the next loss has the same weights.
     assert losses[-1][0] > 0, f"ZeRO {stage}: no step was taken in {len(losses)}, loss scaling skipped them all"
     for step, (updates, loss) in enumerate(losses, start=1):
         off = abs(loss - expected[updates]) / expected[0]
@@ -109,13 +109,13 @@ def check_deepspeed_step(deepspeed_report: Outcome, stage: int) -> None:
 
 
 def check_run(unbound: Accelerator) -> str:
-    """A run of the three stages through the command line; returns what there is to note."""
+    """Check a run of the three stages through the command line; return a note about compilations."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         settings = [part for key, value in RUN.items() for part in ("--set", f"{key}={value}")]
         command = ["-m", "rlhf", "--accelerator", unbound.name, "--output", str(output), *settings]
         outcome = processes.command(command, HF_DATASETS_CACHE=str(Path(folder, "rows")))
-        # Without the place of a traceback in this folder, which goes.
+        # Without the path of a traceback in this folder, which is deleted.
         error = (outcome.error or "").partition("; its traceback is in")[0]
         assert not error, f"rlhf --accelerator {unbound.name}: {error}"
         compiled = {stage: list(_compilations(unbound, output / stage / "metrics.jsonl")) for stage in STAGES}
@@ -131,13 +131,13 @@ def check_run(unbound: Accelerator) -> str:
 
 
 def _compilations(accelerator: Accelerator, path: Path) -> Iterator[int]:
-    """Counts by step; every number on the way has to be finite."""
+    """Yield compilations by step; every recorded number must be finite."""
     scaled = accelerator.precision().loss_scaling
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [record for record in records if "learning_rate" in record]
     assert len(steps) == 4, f"{path.parent.name}: metrics.jsonl has {len(steps)} steps, expected 4"
     for record in records:
-        # A gradient that overflows is no error where loss scaling skips its step.
+        # A gradient that overflows is no error if loss scaling skips its step.
         bad = [key for key, value in record.items() if value is None and not (scaled and key.endswith("grad_norm"))]
         assert not bad, f"{path.parent.name}: {bad[0]} is not finite at step {record['step']}"
         if "compilations" in record:
@@ -145,13 +145,13 @@ def _compilations(accelerator: Accelerator, path: Path) -> Iterator[int]:
 
 
 def _entry_point(name: str) -> EntryPoint:
-    """The plugin that offers a backend; no other is loaded here."""
+    """Return the entry point of the plugin that offers a backend; no other plugin is loaded."""
     report = next(report for report in accelerators.available() if report.name == name and report.available)
     points = entry_points(group=hookspecs.ENTRY_POINT_GROUP)
-    own = [point for point in points if point.dist and point.dist.name == report.distribution]
-    return next(point for point in own if name in [spec.name for spec in worker.offers(point)])
+    candidates = [point for point in points if point.dist and point.dist.name == report.distribution]
+    return next(point for point in candidates if name in [spec.name for spec in worker.offers(point)])
 
 
-def _found(outcome: Outcome) -> Any:
+def _value(outcome: Outcome) -> Any:
     assert outcome.error is None, outcome.error
     return outcome.value

@@ -1,7 +1,7 @@
 """The processes of the conformance kit: `python -m accelerators.testing.worker TASK REPORT ARGUMENTS...`.
 
-A task writes what it found to the file REPORT, as JSON, and an exception as one line beside it. Nothing here imports
-torch before a task does: some check exactly that.
+A task writes its results to the file REPORT as JSON, and an exception as one line. This module does not import torch,
+because some tasks check that.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Publish = Callable[[Any], None]
 
 
 class UnboundError(Exception):
-    """The backend gives this rank no device."""
+    """The backend has no device for this rank."""
 
 
 def offers(point: EntryPoint) -> list[AcceleratorSpec]:
-    """The backends of one plugin, found as the registry finds them."""
+    """Return the backends of one plugin, as the registry does."""
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
     plugins.register(point.load())
@@ -41,7 +41,7 @@ def offers(point: EntryPoint) -> list[AcceleratorSpec]:
 
 
 def discovery(publish: Publish, point: str, value: str) -> None:
-    """Load a plugin and call its hook: {"torch": where torch was imported, or null}."""
+    """Load a plugin and call its hook; publish {"torch": where torch was imported, or null}."""
     entry_point = EntryPoint(point, value, hookspecs.ENTRY_POINT_GROUP)
     entry_point.load()
     if "torch" in sys.modules:
@@ -52,16 +52,16 @@ def discovery(publish: Publish, point: str, value: str) -> None:
 
 
 def probe(publish: Publish, point: str, value: str, name: str) -> None:
-    """Probe, then use the device in a forked child: {"seconds", "devices", "torch", "child": its error, or null}."""
+    """Probe, then use the device in a forked child; publish {"seconds", "devices", "torch", "child": error or null}."""
     specs = offers(EntryPoint(point, value, hookspecs.ENTRY_POINT_GROUP))
     (spec,) = (spec for spec in specs if spec.name == name)
-    imported = "torch" in sys.modules  # by the discovery, which has a check of its own
-    begun = time.monotonic()
+    imported = "torch" in sys.modules  # by the discovery, which has a separate check
+    start = time.monotonic()
     probed = spec.probe()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     torch = not imported and "torch" in sys.modules
-    found: dict[str, Any] = {"seconds": seconds, "devices": probed.devices, "torch": torch, "child": None}
-    publish(found)
+    report: dict[str, Any] = {"seconds": seconds, "devices": probed.devices, "torch": torch, "child": None}
+    publish(report)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -73,15 +73,15 @@ def probe(publish: Publish, point: str, value: str, name: str) -> None:
             os._exit(1)
     os.close(writer)
     with os.fdopen(reader, encoding="utf-8") as pipe:
-        said = pipe.read()
+        message = pipe.read()
     _, status = os.waitpid(child, 0)
     if status:
         code = os.waitstatus_to_exitcode(status)
-        publish(found | {"child": said or f"it ended with exit code {code}"})
+        publish(report | {"child": message or f"it ended with exit code {code}"})
 
 
 def collectives(publish: Publish, name: str) -> None:
-    """What this rank of two got from each collective."""
+    """Publish the results of each collective on this rank of two."""
     import torch
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def collectives(publish: Publish, name: str) -> None:
 
 
 def deepspeed(publish: Publish, name: str) -> None:
-    """What DeepSpeed calls its device, then pairs of updates and loss of a few steps for each ZeRO stage.
+    """Publish DeepSpeed's device, then pairs of updates and loss of a few steps for each ZeRO stage.
 
     {"device", "expected", "precision", "losses": {stage: pairs}, "errors": {stage: line}}
     """
@@ -147,14 +147,14 @@ def deepspeed(publish: Publish, name: str) -> None:
 
 
 def _deepspeed_losses(accelerator: Accelerator, stage: int) -> list[tuple[int, float]]:
-    """Train the reference's model: for each step the updates made before it (fp16 skips some), and its loss."""
+    """Train the reference's model; return for each step the updates before it (fp16 skips some), and its loss."""
     import deepspeed
     import torch
 
     from accelerators.testing import reference
 
     precision = accelerator.precision()
-    # DeepSpeed keeps small parameters whole, so it would shard nothing of a small model.
+    # DeepSpeed does not shard small parameters, so it would shard nothing of a small model.
     thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     sharded = {f"stage3_{threshold}": 0 for threshold in thresholds} if stage == 3 else {}
     config = {
@@ -204,9 +204,9 @@ def _compute(name: str) -> None:
     device = accelerator.bind(0)
     import torch
 
-    found = float((torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)).sum())
-    if found != 512.0:
-        raise ArithmeticError(f"the product of two 8x8 matrices of ones sums up to {found}, expected 512")
+    total = float((torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)).sum())
+    if total != 512.0:
+        raise ArithmeticError(f"the product of two 8x8 matrices of ones sums up to {total}, expected 512")
 
 
 def _line(error: BaseException) -> str:
@@ -222,20 +222,21 @@ TASKS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
+    """Run the task of the command line."""
     task, report, *arguments = sys.argv[1:]
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
 
     def publish(value: Any) -> None:
-        found["value"] = value
-        Path(report).write_text(json.dumps(found), encoding="utf-8")
+        document["value"] = value
+        Path(report).write_text(json.dumps(document), encoding="utf-8")
 
     try:
         TASKS[task](publish, *arguments)
     except Exception as error:
         traceback.print_exc()
-        text = " ".join(str(error).split()) if isinstance(error, UnboundError) else _line(error)
-        found |= {"error": text, "kind": type(error).__name__}
-        Path(report).write_text(json.dumps(found), encoding="utf-8")
+        message = " ".join(str(error).split()) if isinstance(error, UnboundError) else _line(error)
+        document |= {"error": message, "kind": type(error).__name__}
+        Path(report).write_text(json.dumps(document), encoding="utf-8")
         sys.exit(1)
 
 

@@ -34,7 +34,7 @@ BROKEN = [
     ("state-not-loadable", "random-numbers", "torch.load(weights_only=True) does not read a saved rng_state()"),
     ("memory-stands-still", "memory", "memory().allocated grew by 0 MiB with a block of 128 MiB"),
     ("memory-never-falls", "memory", "memory().allocated fell by 0 MiB when a block of 128 MiB was freed"),
-    ("any-error-is-lack", "out-of-memory", "is_out_of_memory() takes a ValueError for a lack of memory"),
+    ("any-error-is-lack", "out-of-memory", "is_out_of_memory() recognizes a ValueError as out of memory"),
     ("lack-not-told", "out-of-memory", "a block of 1 PiB is refused (PluginError: accelerator lack-not-told"),
     ("boundary-waits", "step-boundary", "step_boundary calls synchronize(); expected nothing"),
     ("boundary-computes", "step-boundary", "step_boundary runs aten.zeros.default; expected nothing"),

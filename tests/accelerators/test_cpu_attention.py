@@ -188,7 +188,9 @@ def test_torchs_attention_takes_what_is_longer_and_what_is_dropped(monkeypatch, 
 @pytest.mark.parametrize("feature", ["s_aux", "sinks", "softcap", "indices", "block_indices"])
 def test_what_it_lacks_is_refused_not_left_out(feature):
     given = [drawn(1, 2, 3, 8) for _ in range(3)]
-    with pytest.raises(AcceleratorError, match=f"attention {OWN}: it has no {feature}; use a model without it"):
+    with pytest.raises(
+        AcceleratorError, match=f"attention {OWN}: it does not support {feature}; use a model without it"
+    ):
         cpu_attention.attend(SimpleNamespace(), *given, None, **{feature: torch.ones(2)})
     cpu_attention.attend(SimpleNamespace(), *given, None, **{feature: None}, sliding_window=4)
 

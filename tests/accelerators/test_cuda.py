@@ -247,9 +247,9 @@ def test_a_gpu_that_nvml_counts_elsewhere_is_refused(on, runtime, monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "complaint"),
     [
-        ({"hip": "7.1.25424", "cuda": None}, "is built for ROCm 7.1.25424, whatever torch.cuda says"),
-        ({"hip": "7.1.25424", "cuda": "12.6"}, "is built for ROCm 7.1.25424, whatever torch.cuda says"),
-        ({"hip": None, "cuda": None}, "is built without CUDA, whatever torch.cuda says"),
+        ({"hip": "7.1.25424", "cuda": None}, "is built for ROCm 7.1.25424, although torch.cuda exists"),
+        ({"hip": "7.1.25424", "cuda": "12.6"}, "is built for ROCm 7.1.25424, although torch.cuda exists"),
+        ({"hip": None, "cuda": None}, "is built without CUDA, although torch.cuda exists"),
     ],
 )
 def test_another_vendors_build_of_torch_is_refused_before_its_device_is_opened(
@@ -282,9 +282,8 @@ def test_the_device_is_described_without_binding_it(on):
     assert "driver 570.86.15" in info.software
 
 
-def test_processes_talk_over_nccl_and_deepspeed_calls_the_device_cuda(on):
-    cuda = on("A100")
-    assert (cuda.dist_backend(), cuda.deepspeed_name) == ("nccl", "cuda")
+def test_processes_talk_over_nccl_and_deepspeed_calls_the_device_cuda(bound):
+    assert (bound.dist_backend(), bound.deepspeed_name) == ("nccl", "cuda")
 
 
 def test_lengths_are_few_and_multiples_of_eight(on):
@@ -305,12 +304,13 @@ def bound(on, runtime):
 
 
 def test_memory_is_that_of_the_bound_device(bound, monkeypatch):
-    class Properties:
-        total_memory = 300
-
-    answers = {"memory_allocated": 100, "max_memory_allocated": 200, "get_device_properties": Properties}
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer if device.index == 1 else None)
+    answers = {
+        (torch.accelerator, "memory_allocated"): 100,
+        (torch.accelerator, "max_memory_allocated"): 200,
+        (torch.cuda, "mem_get_info"): (150, 300),
+    }
+    for (module, name), answer in answers.items():
+        monkeypatch.setattr(module, name, lambda device, answer=answer: answer if device.index == 1 else None)
     memory = bound.memory()
     assert (memory.allocated, memory.peak, memory.total) == (100, 200, 300)
 

@@ -448,20 +448,20 @@ def windowed(model: Any) -> None:
 OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "attention": ({}, lambda model: model.set_attn_implementation("sdpa"), "attention is sdpa, not cpu_composed"),
     "gate": ({"hidden_act": "gelu"}, None, "its gate is gelu, not silu"),
-    "hook": ({}, listened, "something listens to its parts"),
-    "bias of the mlp": ({"mlp_bias": True}, None, "a layer has a bias where those of its family have none"),
-    "bias of some": ({}, biased, "a layer has a bias where those of its family have none"),
-    "adapters": ({}, adapted, "a Linear multiplies by itself"),
+    "hook": ({}, listened, "its parts have hooks"),
+    "bias of the mlp": ({"mlp_bias": True}, None, "a layer has a bias that its family does not have"),
+    "bias of some": ({}, biased, "a layer has a bias that its family does not have"),
+    "adapters": ({}, adapted, "a Linear has its own product"),
     "norm": ({}, another_norm, "its norms are not those of its family in bf16"),
     "mlp": ({}, another_mlp, "a part is not that of its family"),
     "forward": ({}, another_forward, "a part is not that of its family"),
     "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
     "outputs": ({"head_dim": 24}, None, "a size is no multiple of"),
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
-    "order": ({}, turned, "they are not those of one model, from the first on"),
-    "groups": ({}, narrowed, "they differ in their heads"),
-    "fewer": ({}, shortened, "the model leaves some of them out"),
-    "windows": ({}, windowed, "they look at different columns"),
+    "order": ({}, turned, "they are not the layers of one model in order"),
+    "groups": ({}, narrowed, "their heads differ"),
+    "fewer": ({}, shortened, "the model skips some of them"),
+    "windows": ({}, windowed, "their attention windows differ"),
 }
 
 

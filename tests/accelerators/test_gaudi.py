@@ -144,7 +144,7 @@ def test_a_driver_without_devices_is_a_reason(driver):
         ),
         ({"output": "No devices found\n", "code": 9}, "hl-smi failed with exit code 9: No devices found"),
         ({"output": "No devices found\n"}, "hl-smi lists no card: No devices found"),
-        ({}, "hl-smi lists no card: it said nothing"),
+        ({}, "hl-smi lists no card: no output"),
         ({"output": "N/A, HL-225, 1.24.0\n"}, "hl-smi lists no card: N/A, HL-225, 1.24.0"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_card_whose_driver_does_not_answer_is_there_unless_the_user_hides_it(
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", wish)
     found = hpu_info.probe()
     assert (found.ok, found.present, found.count) == (False, present, 1)
-    assert found.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are there: {tmp_path}/dev/hl0)"
+    assert found.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are present: {tmp_path}/dev/hl0)"
 
 
 def test_visible_cards_are_named_by_their_address_else_by_their_file(driver, bridge, tmp_path, monkeypatch):

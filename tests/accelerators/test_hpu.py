@@ -193,14 +193,14 @@ def test_fp16_with_loss_scaling_where_the_runtime_has_it(machine, chip):
 
 
 def test_fp16_on_the_first_gaudi_is_an_error_with_reason_and_remedy(machine):
-    with pytest.raises(AcceleratorError, match="the runtime says that Gaudi does not compute in it; use auto, bf16"):
+    with pytest.raises(AcceleratorError, match="the runtime says that Gaudi does not support it; use auto, bf16"):
         machine("Gaudi", fp16=False).precision("fp16")
 
 
 def test_fp16_is_refused_where_the_runtime_does_not_tell(machine, monkeypatch):
     hpu = machine()
     monkeypatch.delattr(sys.modules["habana_frameworks.torch.utils.experimental"], "_is_fp16_supported")
-    with pytest.raises(AcceleratorError, match=r"does not tell whether it has fp16 \(AttributeError"):
+    with pytest.raises(AcceleratorError, match=r"does not say whether it supports fp16 \(AttributeError"):
         hpu.precision("fp16")
 
 

@@ -170,7 +170,7 @@ def test_where_the_library_does_not_tell_the_files_do(present, tmp_path, trouble
         (tmp_path / "dev" / name).touch()
     found = cuda_info.probe()
     assert (found.ok, found.present, found.count) == (False, True, 2)
-    assert found.reason.endswith(f" (GPUs are there: {tmp_path}/dev/nvidia0, {tmp_path}/dev/nvidia1)")
+    assert found.reason.endswith(f" (GPUs are present: {tmp_path}/dev/nvidia0, {tmp_path}/dev/nvidia1)")
 
 
 @pytest.mark.parametrize("wish", ["", "-1", "9"])

@@ -159,7 +159,7 @@ def test_each_processor_is_asked(processor, ok, reason):
 @pytest.mark.parametrize(
     ("operator", "reason"),
     [
-        ("_convert_weight_to_int4pack_for_cpu", "orders int4 codes in another way"),
+        ("_convert_weight_to_int4pack_for_cpu", "orders int4 codes in an unknown way"),
         ("_weight_int4pack_mm_for_cpu", "multiplies int4 weights wrongly"),
         ("_weight_int8pack_mm", "multiplies int8 weights wrongly"),
     ],

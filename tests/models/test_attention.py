@@ -71,7 +71,7 @@ def test_an_architecture_gets_the_best_that_it_has_and_eager_last(cpu: Any, tmp_
     layers = {"attention_types": [[["global"], 1]]} if name == "gpt_neo" else {}
     found = chosen(cpu, saved(tmp_path, name, **layers))
     if name in NONE:
-        own = "it has no s_aux" if name == "gpt_oss" else f"{NONE[name]} {TAKES_NONE}"
+        own = "it does not support s_aux" if name == "gpt_oss" else f"{NONE[name]} {TAKES_NONE}"
         assert found == AttentionChoice("eager", {OWN: own, "sdpa": f"{NONE[name]} has none"})
     elif name == "falcon":
         assert found == AttentionChoice("sdpa", {OWN: f"FalconForCausalLM {TAKES_NONE}"})
@@ -82,7 +82,7 @@ def test_an_architecture_gets_the_best_that_it_has_and_eager_last(cpu: Any, tmp_
 def test_a_soft_cap_is_never_dropped(cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.17 says that Gemma 2 has sdpa, which would not cap its scores."""
     monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
-    refusals = {OWN: "it has no softcap", "sdpa": "torch's scaled_dot_product_attention has no softcap"}
+    refusals = {OWN: "it does not support softcap", "sdpa": "torch's scaled_dot_product_attention has no softcap"}
     assert chosen(cpu, saved(tmp_path, "gemma2")) == AttentionChoice("eager", refusals)
 
 

@@ -1,8 +1,7 @@
 """The CPU's attention: products of matrices over a few rows of the batch at a time, so that scores stay in its caches.
 
-Queries flow in with the keys and values of the heads that they share, and a mask; their means flow out. Heads that
-share keys are rows of one product: no key is repeated in memory. Decoding, training and scoring take the same way,
-and torch's own attention takes over where it is faster: see `SQUARES`.
+Heads that share keys are rows of one product, so no key is repeated in memory. Decoding, training and scoring use the
+same code, and torch's attention is used if it is faster: see `SQUARES`.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from accelerators.errors import AcceleratorError
 from accelerators.types import KernelImpl, Support
 
 ATTENTION = "cpu_composed"
-"""Its name among transformers' attention implementations."""
+"""The name among transformers' attention implementations."""
 
 SQUARES = {torch.bfloat16: 2048, torch.float32: 192}
-"""Up to queries times keys of the square of this, products of matrices are faster than torch's attention.
-Two cores of an AMD EPYC with avx512_bf16, 9 heads of 64 that share 3, in ms, torch's first; forward and backward, bf16:
-10.1 and 1.1 for 16 rows of 48, 57 and 21 for 16 of 256, 303 and 171 for 2 of 2,048 (more was not measured); forward
+"""Products of matrices are faster than torch's attention if queries times keys are at most the square of this.
+Two cores of an AMD EPYC with avx512_bf16, 9 heads of 64 that share 3, in ms, torch first; forward and backward, bf16:
+10.1 and 1.1 for 16 rows of 48, 57 and 21 for 16 of 256, 303 and 171 for 2 of 2,048 (the longest measured); forward
 alone, fp32: 1.2 and 0.7 for 16 of 48, 11.1 and 10.1 for 16 of 192, 18.6 and 18.3 for 16 of 256."""
 
 PART = 2**21
-"""Scores that are held at a time: 4 MB in bf16. An eighth of it costs up to half as much again, all at once up to twice
-as much."""
+"""Scores computed at a time: 4 MB in bf16. An eighth of it takes up to 1.5 times as long, all scores at once up to
+twice as long."""
 
 KEPT = 2
-"""Probabilities are kept for the backward pass up to this many keys for a number of a head: they then take no more than
-query and output do, and computing them anew would add a quarter to both passes."""
+"""Probabilities are saved for the backward pass up to this many keys per number of a head: they then take no more
+memory than query and output, and computing them again would add a quarter to the time of both passes."""
 
 _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
-"""What transformers may hand to an attention implementation and this one does not take."""
+"""Features that transformers may pass to an attention implementation and this one lacks."""
 
 
 def composed(accelerator: object) -> str:
-    """The implementation, registered with transformers."""
+    """Register the implementation with transformers and return its name."""
     return portable.register_attention(ATTENTION, attend)
 
 
@@ -54,23 +53,30 @@ def attend(
     is_causal: bool | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it.
+    """Attend as transformers calls it.
 
     Args:
+        module: the layer, which may say that it is causal.
         query: [B, H, T, D].
-        key, value: [B, G, S, D] and [B, G, S, E], of which H / G heads each share one.
-        attention_mask: [1 or B, 1 or H, T, S], added to the scores, or True where a query sees a key; None: all, or if
-            `is_causal` those up to its own. A query that sees nothing gets the mean of all values.
+        key: [B, G, S, D]; H / G heads share each of the G.
+        value: [B, G, S, E].
+        attention_mask: [1 or B, 1 or H, T, S], added to the scores, or True for each key that a query sees. None: all
+            keys, or if `is_causal` those up to the query's position. A query that sees nothing gets the mean of all
+            values.
+        dropout: probability; torch's attention handles it.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        is_causal: None: the module's.
+        **features: further arguments of the model.
 
     Returns:
         [B, T, H, E], and no weights.
 
     Raises:
-        AcceleratorError: for what it has not.
+        AcceleratorError: a feature is not supported.
     """
     for feature in _LACKING:
         if features.get(feature) is not None:
-            raise AcceleratorError(f"attention {ATTENTION}: it has no {feature}; use a model without it")
+            raise AcceleratorError(f"attention {ATTENTION}: it does not support {feature}; use a model without it")
     queries, keys = query.shape[2], key.shape[2]
     if dropout or features.get("position_bias") is not None or not _pays(query, key, value, attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -90,7 +96,7 @@ def attend(
 
 
 def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether products of matrices are faster, and do what torch's attention would."""
+    """Return whether products of matrices are faster, and give the same result as torch's attention."""
     if (
         not query.dtype == key.dtype == value.dtype
         or len(query) != len(key)
@@ -99,13 +105,13 @@ def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         return False
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
-        # oneDNN copies keys that are a part of a longer buffer before it multiplies them (torch 2.13).
+        # oneDNN copies keys that are part of a longer buffer before it multiplies them (torch 2.13).
         return key.dtype == torch.float32 or key.is_contiguous()
     return queries * keys <= SQUARES.get(query.dtype, 0) ** 2
 
 
 def _to_add(mask: Tensor | None, query: Tensor, groups: int) -> Tensor | None:
-    """[B, G, H / G, T, S], of the queries' dtype; a view where `mask` is to be added already."""
+    """Return the mask to add, [B, G, H / G, T, S] in the queries' dtype; a view if `mask` is of that form already."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -114,17 +120,17 @@ def _to_add(mask: Tensor | None, query: Tensor, groups: int) -> Tensor | None:
 
 
 def _of_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """What `_Composed` gives for a decoding step, whose operators are so short that going by parts would show."""
+    """Return the result of `_Composed` for a decoding step, whose operators are too short to be split into parts."""
     grouped = _grouped(query, key).flatten(0, 1)
-    found = query.new_empty(len(grouped), grouped.shape[1], key.shape[2])
-    _probabilities(found, grouped, key.flatten(0, 1), _to_add(mask, query, key.shape[1]), scale)
-    return torch.bmm(found, value.flatten(0, 1)).view(len(query), 1, query.shape[1], -1)
+    probabilities = query.new_empty(len(grouped), grouped.shape[1], key.shape[2])
+    _probabilities(probabilities, grouped, key.flatten(0, 1), _to_add(mask, query, key.shape[1]), scale)
+    return torch.bmm(probabilities, value.flatten(0, 1)).view(len(query), 1, query.shape[1], -1)
 
 
 class _Composed(torch.autograd.Function):
-    """softmax(scale * query key' + mask) value, in parts; the mask is one that `attend` takes.
+    """softmax(scale * query key' + mask) value, in parts; the mask has a form that `attend` accepts.
 
-    Probabilities that are not to be kept are computed anew for the backward pass, from the mask as all layers share it.
+    Probabilities that are not saved are computed again in the backward pass, from the mask that all layers share.
     """
 
     @staticmethod
@@ -137,40 +143,40 @@ class _Composed(torch.autograd.Function):
         output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         of_groups = output.transpose(1, 2).unflatten(1, (groups, -1))
         parts = _parts(grouped, key)
-        kept = query.new_empty(*grouped.shape[:3], key.shape[2]) if keep else None
+        saved = query.new_empty(*grouped.shape[:3], key.shape[2]) if keep else None
         room = _room(parts, grouped, key)
         for part in parts:
             queries, keys, values = _at(part, grouped, key, value)
-            found = room[: len(queries)] if kept is None else kept[part].flatten(0, 1)
-            _probabilities(found, queries, keys, None if added is None else added[part], scale)
-            here = of_groups[part]
-            here.copy_(torch.bmm(found, values).view(here.shape))
-        ctx.save_for_backward(grouped, key, value, None if keep else mask, kept)
+            probabilities = room[: len(queries)] if saved is None else saved[part].flatten(0, 1)
+            _probabilities(probabilities, queries, keys, None if added is None else added[part], scale)
+            result = of_groups[part]
+            result.copy_(torch.bmm(probabilities, values).view(result.shape))
+        ctx.save_for_backward(grouped, key, value, None if keep else mask, saved)
         ctx.scale = scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        grouped, key, value, mask, kept = ctx.saved_tensors
+        grouped, key, value, mask, saved = ctx.saved_tensors
         added = _to_add(mask, gradient.transpose(1, 2), key.shape[1])
         of_output = _grouped(gradient.transpose(1, 2), key)
         of_query, of_key, of_value = (torch.empty(t.shape, dtype=t.dtype) for t in (grouped, key, value))
         parts = _parts(grouped, key)
-        of_found, again = _room(parts, grouped, key), _room(parts, grouped, key)
+        score_room, probability_room = _room(parts, grouped, key), _room(parts, grouped, key)
         for part in parts:
             queries, keys, values, outputs = _at(part, grouped, key, value, of_output)
             of_queries, of_keys, of_values = _at(part, of_query, of_key, of_value)
-            of_scores = of_found[: len(queries)]
-            if kept is None:
-                found = again[: len(queries)]
-                _probabilities(found, queries, keys, None if added is None else added[part], ctx.scale)
+            of_scores = score_room[: len(queries)]
+            if saved is None:
+                probabilities = probability_room[: len(queries)]
+                _probabilities(probabilities, queries, keys, None if added is None else added[part], ctx.scale)
             else:
-                found = kept[part].flatten(0, 1)
-            torch.bmm(found.transpose(1, 2), outputs, out=of_values)
+                probabilities = saved[part].flatten(0, 1)
+            torch.bmm(probabilities.transpose(1, 2), outputs, out=of_values)
             torch.bmm(outputs, values.transpose(1, 2), out=of_scores)
-            # In place: each number needs its own, and a sum that was taken before.
-            torch._softmax_backward_data(of_scores, found, -1, found.dtype, grad_input=of_scores)
+            # In place: each number depends on itself and on a sum that is computed before.
+            torch._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             _scaled_product(of_queries, of_scores, keys, ctx.scale)
             _scaled_product(of_keys, of_scores.transpose(1, 2), queries, ctx.scale)
         of_query = of_query.view(len(grouped), gradient.shape[2], gradient.shape[1], -1)
@@ -178,44 +184,44 @@ class _Composed(torch.autograd.Function):
 
 
 def _grouped(heads: Tensor, key: Tensor) -> Tensor:
-    """[B, H, T, D] -> [B, G, H / G * T, D]: what shares keys, as rows of one matrix."""
+    """Return [B, H, T, D] as [B, G, H / G * T, D]: queries that share keys are rows of one matrix."""
     return heads.reshape(len(heads), key.shape[1], -1, heads.shape[3])
 
 
 def _parts(grouped: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Rows and key heads to take at a time, whose scores are `PART` at most, if those of one key head are."""
+    """Return rows and key heads to compute at a time: at most `PART` scores, or those of one key head."""
     rows, groups, queries = grouped.shape[:3]
     of_head = queries * key.shape[2]
     if at_once := PART // (groups * of_head):
         return [(slice(row, row + at_once), slice(None)) for row in range(0, rows, at_once)]
     at_once = max(1, PART // of_head)
-    some = [slice(group, group + at_once) for group in range(0, groups, at_once)]
-    return [(slice(row, row + 1), heads) for row in range(rows) for heads in some]
+    slices = [slice(group, group + at_once) for group in range(0, groups, at_once)]
+    return [(slice(row, row + 1), heads) for row in range(rows) for heads in slices]
 
 
 def _room(parts: list[tuple[slice, slice]], grouped: Tensor, key: Tensor) -> Tensor:
-    """Memory for the scores of the first part, which is the largest: [N, R, S]."""
+    """Return memory for the scores of the first part, which is the largest: [N, R, S]."""
     rows, heads, queries = grouped[parts[0]].shape[:3]
     return grouped.new_empty(rows * heads, queries, key.shape[2])
 
 
 def _at(part: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
-    """Of [B, G, ...] the part, as a batch of matrices [N, ...]."""
+    """Return a part of [B, G, ...] as a batch of matrices [N, ...]."""
     return [tensor[part].flatten(0, 1) for tensor in tensors]
 
 
-def _probabilities(found: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
-    """Fill `found` [N, R, S] with the mask, the scores added to it, and their softmax, which torch takes in float32."""
+def _probabilities(out: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
+    """Write the softmax of the masked scores, which torch computes in float32, to `out` [N, R, S]."""
     if mask is not None:
-        # -inf becomes a number, for rows of nothing else; as quick as a copy, while clamp_min takes thrice as long.
-        lowest = torch.finfo(found.dtype).min
-        torch.threshold(mask, lowest, lowest, out=found.view(mask.shape))
-    torch.baddbmm(found, queries, keys.transpose(1, 2), beta=float(mask is not None), alpha=scale, out=found)
-    torch.softmax(found, -1, out=found)
+        # -inf becomes a number, for rows that consist of it; as fast as a copy, while clamp_min is three times slower.
+        lowest = torch.finfo(out.dtype).min
+        torch.threshold(mask, lowest, lowest, out=out.view(mask.shape))
+    torch.baddbmm(out, queries, keys.transpose(1, 2), beta=float(mask is not None), alpha=scale, out=out)
+    torch.softmax(out, -1, out=out)
 
 
-def _scaled_product(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    torch.baddbmm(out, left, right, beta=0.0, alpha=scale, out=out)
+def _scaled_product(out: Tensor, first: Tensor, second: Tensor, scale: float) -> None:
+    torch.baddbmm(out, first, second, beta=0.0, alpha=scale, out=out)
 
 
 def _faster_than_sdpa(accelerator: object) -> Support:
@@ -225,7 +231,7 @@ def _faster_than_sdpa(accelerator: object) -> Support:
 
 def _lacks(model: Any) -> str:
     lacking = portable.handed_over(model, _LACKING)
-    return f"it has no {', '.join(lacking)}" if lacking else ""
+    return f"it does not support {', '.join(lacking)}" if lacking else ""
 
 
 COMPOSED = KernelImpl(

@@ -1,6 +1,6 @@
-"""The CPU backend: what differs from the interface's defaults when the device is the processor itself.
+"""The CPU backend: overrides of the interface's defaults if the device is the processor itself.
 
-bf16 is used where the processor multiplies it natively; memory figures are those of the process.
+bf16 is used if the processor multiplies it natively; memory figures are those of the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CPU(Accelerator):
     }
 
     def bind(self, local_rank: int) -> torch.device:
-        """The CPU; ranks on one machine share its cores, unless OMP_NUM_THREADS says how."""
+        """Return the CPU; ranks on one machine share its cores, unless OMP_NUM_THREADS is set."""
         malloc.keep_freed()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -39,9 +39,11 @@ class CPU(Accelerator):
         return torch.device("cpu")
 
     def info(self) -> DeviceInfo:
+        """Return the processor's name."""
         return DeviceInfo(model=cpu_info.cpu_model(), count=1, software=f"torch {torch.__version__}")
 
     def precision(self, wish: str = "auto") -> Precision:
+        """Return bf16 if the processor has it natively, else fp32."""
         native = cpu_info.native_bf16()
         no_bf16 = f"this processor has no native bf16 ({' or '.join(cpu_info.BF16)}), and emulation is slower than fp32"
         if wish == "fp16":
@@ -57,22 +59,17 @@ class CPU(Accelerator):
         raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
-        own = (
-            attention.COMPOSED,
-            FUSED_ADAMW,
-            quantized.CPU_KERNELS,
-            packed.PACKED,
-            decode.DECODE,
-            layers.FUSED_LAYERS,
-        )
-        return (*portable.KERNELS, *own)
+        """Return PyTorch's implementations and those for CPUs."""
+        kernels = (attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS, packed.PACKED, decode.DECODE)
+        return (*super().kernel_implementations(), *kernels, layers.FUSED_LAYERS)
 
     def empty_cache(self) -> None:
+        """Return freed memory, which the process keeps, to the system."""
         malloc.trim()
 
 
-# One step over 31.5M fp32 parameters on two cores: this 16 ms, DeepSpeedCPUAdam and DeepSpeed's FusedAdam 22 ms and
-# compiled for a minute on first use, torch's foreach AdamW 83 ms.
+# One step over 31.5M fp32 parameters on two cores: this takes 16 ms, DeepSpeedCPUAdam and DeepSpeed's FusedAdam 22 ms
+# (after a minute of compilation on first use), torch's foreach AdamW 83 ms.
 FUSED_ADAMW = KernelImpl(
     operation="adamw",
     name="torch-fused",

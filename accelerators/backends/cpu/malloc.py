@@ -1,8 +1,8 @@
-"""The C library's heap, made to suit tensors on the host.
+"""Settings of the C library's heap for tensors on the host.
 
-glibc gives every large block its own mapping and takes it away when it is freed: each tensor of a step is then made of
-pages that the system has to clear first, which costs more than most operators on it. Blocks that are freed here stay
-with the process for the next tensor, until `trim`. Other C libraries are left as they are.
+By default glibc maps every large block separately and unmaps it when it is freed. Each tensor of a step then consists
+of pages that the system clears first, which takes longer than most operators on it. With `keep_freed`, freed blocks
+stay with the process for the next tensor, until `trim`. Other C libraries stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _NEVER = -1  # as an unsigned number, the largest
 
 
 def keep_freed() -> bool:
-    """Have the process keep what is freed; whether it will."""
+    """Let the process keep freed memory; return whether it will."""
     library = _glibc()
     if library is None:
         return False
-    # The heap grows in steps that are small beside a model.
+    # The heap grows in steps that are small compared with a model.
     return bool(
         library.mallopt(_M_MMAP_MAX, 0)
         and library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -30,7 +30,7 @@ def keep_freed() -> bool:
 
 
 def trim() -> None:
-    """Give back to the system what is kept and not in use."""
+    """Return unused memory to the system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

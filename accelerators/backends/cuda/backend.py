@@ -1,7 +1,7 @@
 """The CUDA backend: NVIDIA GPUs, one for each process.
 
-What the chip can do is decided by facts from NVML (`nvidia.py`), so that it can be explained without a CUDA context;
-`bind` opens the device, and from then on torch answers. Repeated work is recorded as CUDA graphs.
+Facts from NVML (`info.py`) decide what the chip can do, so that it can be explained without a CUDA context. `bind`
+opens the device. Repeated work is recorded as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from accelerators.backends.cuda import info as cuda_info
 from accelerators.capture import Graph
 from accelerators.errors import AcceleratorError
 from accelerators.shapes import ShapePolicy
-from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.types import DeviceInfo, KernelImpl, Precision, Support
 
 NO_MEMORY = "_STATUS_ALLOC_FAILED"
-"""As cuBLAS, cuDNN and cuSOLVER have it, each behind its own name."""
+"""The common part of the names in cuBLAS, cuDNN and cuSOLVER."""
 
 NATIVE_BF16, FLASH_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (7, 0)
 
@@ -46,11 +46,11 @@ class CUDA(Accelerator):
         return cuda_info.machine()
 
     def bind(self, local_rank: int) -> torch.device:
-        """The GPU of this rank; refused where there is none, where torch has no code for it, or it is not NVIDIA's."""
+        """Bind the GPU of this rank; refuse it if torch has no code for it, or if it is not NVIDIA's."""
         if torch.version.hip or not torch.version.cuda:
-            other = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
+            target = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
             raise AcceleratorError(
-                f"cuda: torch {torch.__version__} is built {other}, whatever torch.cuda says; "
+                f"cuda: torch {torch.__version__} is built {target}, although torch.cuda exists; "
                 f"{cuda_info.torch_for(self.machine.weakest, self.machine.cuda)}"
             )
         gpus = self.machine.gpus
@@ -58,7 +58,7 @@ class CUDA(Accelerator):
             wish = os.environ.get(cuda_info.VISIBLE_ENV)
             limit = "" if wish is None else f" ({cuda_info.VISIBLE_ENV}={wish})"
             raise AcceleratorError(
-                f"cuda: no GPU is left for local rank {local_rank}, this machine shows {len(gpus)}{limit}; "
+                f"cuda: no GPU for local rank {local_rank}, this machine shows {len(gpus)}{limit}; "
                 f"start at most {len(gpus)} ranks per machine"
             )
         gpu = gpus[local_rank]
@@ -78,32 +78,31 @@ class CUDA(Accelerator):
         return torch.device("cuda", local_rank)
 
     def _prove(self, local_rank: int) -> None:
-        """Refuse a device that NVIDIA's driver does not know: other vendors' builds of torch answer to `torch.cuda`.
+        """Refuse a device that NVIDIA's driver does not know: other vendors' builds of torch have `torch.cuda` too.
 
-        The name is enough: of a board that is divided (MIG), either side may give the UUID of a part.
+        The name is enough: for a divided board (MIG), either side may return the UUID of a part.
         """
-        found = torch.cuda.get_device_properties(local_rank)
-        uuid = f"GPU-{getattr(found, 'uuid', '')}"
-        if not any(gpu.uuid == uuid or found.name.startswith(gpu.name) for gpu in self.machine.gpus):
-            known = " / ".join(f"{gpu.name} {gpu.uuid}" for gpu in self.machine.gpus)
+        properties = torch.cuda.get_device_properties(local_rank)
+        uuid = f"GPU-{getattr(properties, 'uuid', '')}"
+        if not any(gpu.uuid == uuid or properties.name.startswith(gpu.name) for gpu in self.machine.gpus):
+            boards = " / ".join(f"{gpu.name} {gpu.uuid}" for gpu in self.machine.gpus)
             raise AcceleratorError(
-                f"cuda: torch {torch.__version__} opened {found.name} ({uuid}), which NVIDIA's driver does not "
-                f"know (it has {known}); use the plugin of that device's vendor, or install NVIDIA's build of torch"
+                f"cuda: torch {torch.__version__} opened {properties.name} ({uuid}), which NVIDIA's driver does not "
+                f"know (it has {boards}); use the plugin of that device's vendor, or install NVIDIA's build of torch"
             )
 
     def info(self) -> DeviceInfo:
+        """Return the facts of the driver; the peak is that of the weakest GPU."""
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
         peaks = self.machine.weakest.peak_flops
         return DeviceInfo(self.machine.model, len(self.machine.gpus), software, peak_flops=peaks)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device())
-
     def compilations(self) -> int:
-        """CUDA graphs recorded so far."""
+        """Return the number of CUDA graphs recorded so far."""
         return self._recordings
 
     def precision(self, wish: str = "auto") -> Precision:
+        """Return bf16 if the chip has it, else fp16 with loss scaling, or the wished one."""
         supports = _precisions(self.machine.weakest)
         *others, last = [name for name, support in supports.items() if support]
         if wish == "auto":
@@ -121,44 +120,33 @@ class CUDA(Accelerator):
         return Precision(dtype, name, reason, loss_scaling=name == "fp16")
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
+        """Return PyTorch's implementations and those for CUDA."""
         return (*portable.KERNELS, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
-        """Few lengths, since each is a recording of its own; multiples of 8, which tensor cores multiply fastest."""
+        """Return few lengths, because each is a separate recording; tensor cores multiply multiples of 8 fastest."""
         return ShapePolicy("bucketed", pad_to_multiple=8, first=64)
 
     def pins_memory(self) -> bool:
+        """Return True: copies from page-locked memory are fast."""
         return True
 
-    def memory(self) -> Memory:
-        device = self.device()
-        return Memory(
-            allocated=torch.cuda.memory_allocated(device),
-            peak=torch.cuda.max_memory_allocated(device),
-            total=torch.cuda.get_device_properties(device).total_memory,
-        )
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device())
-
     def empty_cache(self) -> None:
-        gc.collect()  # a recorded function and the object that holds its buffers often refer to each other
+        """Return unused memory of torch's allocator and of deleted graphs."""
+        gc.collect()  # a recorded function and the object with its buffers often refer to each other
         torch.cuda.empty_cache()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Libraries take memory past torch's allocator, and have words of their own where there is none."""
+        """Recognize the errors of libraries that allocate without torch's allocator."""
         return super().is_out_of_memory(error) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
 
-    def dist_backend(self) -> str:
-        return "nccl"
-
     def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record `fn` as a CUDA graph and replay it once (a `graphs.Record`).
+        """Record `fn` as a CUDA graph and replay it once (a `capture.Record`).
 
-        The graph has a memory pool of its own, which `empty_cache` returns once nobody holds the replay.
+        The graph has a separate memory pool, which `empty_cache` returns after the replay is deleted.
         """
         graph = torch.cuda.CUDAGraph()
-        # The outer context puts back the current stream also where a recording fails at its end (torch 2.11 to 2.13).
+        # The outer context restores the current stream even if a recording fails at its end (torch 2.11 to 2.13).
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             outputs = fn()
         self._recordings += 1
@@ -167,7 +155,7 @@ class CUDA(Accelerator):
 
 
 def _precisions(chip: cuda_info.GPU) -> dict[str, Support]:
-    """Which precisions a chip has, best first."""
+    """Return which precisions a chip has, best first."""
     bf16 = Support(True, f"native on {chip}, and needs no loss scaling")
     if chip.capability < NATIVE_BF16:
         bf16 = Support(False, f"emulated below sm_80, and this is {chip}")

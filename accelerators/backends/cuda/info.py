@@ -1,7 +1,7 @@
-"""Facts about NVIDIA GPUs, asked of the driver's management library (NVML) without torch and without a CUDA context.
+"""Facts about NVIDIA GPUs from the driver's management library (NVML), without torch and without a CUDA context.
 
-In: NVML through `pynvml`, CUDA_VISIBLE_DEVICES, and the version file of the installed torch. Out: the `Machine` that
-the cuda backend decides by, and the `Probe` that says whether it can run, or why not. Safe before a fork.
+Input: NVML through `pynvml`, CUDA_VISIBLE_DEVICES, and the version file of the installed torch. Output: the `Machine`
+for the cuda backend, and its `Probe`. Safe before a fork.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ VENDOR = 0x10DE
 """NVIDIA's number on the PCI bus."""
 
 WORTH_A_BUILD = (7, 0)
-"""Chips for which another build of torch is worth asking for; older ones are left to the CPU."""
+"""Oldest chips for which another build of torch is worth installing; `auto` takes the CPU instead of older ones."""
 
-# NVML's return codes (nvmlReturn_t) that mean something to a user.
+# NVML's return codes (nvmlReturn_t) that users can act on.
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
 _REASONS = {
     9: "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia), or reboot",
@@ -37,8 +37,8 @@ _REASONS = {
     18: "the NVIDIA driver was updated while the old one is still loaded; reboot",
 }
 
-# NVIDIA's data sheets: 10^12 operations a second of tensor cores in 16 bits, without sparsity, and of plain float32.
-# The first pattern that is in the name counts.
+# NVIDIA's data sheets: 10^12 operations per second of tensor cores in 16 bits, without sparsity, and of plain float32.
+# The first pattern that matches the name counts.
 _PEAKS = (
     (r"H200 NVL", 835, 60),
     (r"H200|GH200|H100 80GB HBM3", 989, 67),
@@ -55,7 +55,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU as NVML sees it; `index` counts along the PCI bus, `memory` is in bytes (the host's where it is shared)."""
+    """A GPU in NVML's view; `index` counts along the PCI bus, `memory` is in bytes (the host's if it is shared)."""
 
     index: int
     name: str
@@ -70,14 +70,14 @@ class GPU:
 
     @property
     def sm(self) -> str:
-        """The compute capability as compilers write it."""
+        """The compute capability in the form of compilers."""
         return "sm_{}{}".format(*self.capability)
 
     @property
     def peak_flops(self) -> dict[str, float]:
-        """What its maker states at most, by precision (`DeviceInfo.peak_flops`); nothing of a part of a board (MIG)."""
-        known = () if self.uuid.startswith("MIG") else _PEAKS
-        for pattern, half, single in known:
+        """The maker's maximum by precision (`DeviceInfo.peak_flops`); empty for a part of a board (MIG)."""
+        peaks = () if self.uuid.startswith("MIG") else _PEAKS
+        for pattern, half, single in peaks:
             if re.search(rf"\b(?:{pattern})\b", self.name):
                 native = {"bf16": half * 1e12} if self.capability >= (8, 0) else {}
                 return native | {"fp16": half * 1e12, "fp32": single * 1e12}
@@ -86,7 +86,7 @@ class GPU:
 
 @dataclass(frozen=True)
 class Machine:
-    """The driver, the newest CUDA version that it supports, and the visible GPUs (one at least) in CUDA's order."""
+    """The driver, the newest CUDA version that it supports, and the visible GPUs (at least one) in CUDA's order."""
 
     driver: str
     cuda: Version
@@ -94,7 +94,7 @@ class Machine:
 
     @property
     def weakest(self) -> GPU:
-        """The GPU that decides what all ranks do, so that they agree."""
+        """The GPU that decides for all ranks, so that they agree."""
         return min(self.gpus, key=lambda gpu: (gpu.capability, gpu.memory))
 
     @property
@@ -113,38 +113,38 @@ class TorchBuild:
 
 
 def probe() -> Probe:
-    """Whether the cuda backend can run here; where it cannot, the most fundamental of the reasons."""
+    """Report whether the cuda backend can run here; if not, with the most fundamental reason."""
     try:
-        found = machine()
+        visible = machine()
     except HiddenError as error:
         return Probe(False, str(error), count=error.count)
     except AcceleratorError as error:
-        # The files are a device's, whatever keeps the driver's library from telling; `/proc/driver/nvidia` is not:
-        # containers that were given no GPU show it too.
+        # These files belong to devices even if the driver's library fails. `/proc/driver/nvidia` proves nothing:
+        # containers without a GPU have it.
         files = sorted(DEV.glob("nvidia[0-9]*"))
-        shown = f" (GPUs are there: {', '.join(map(str, files))})" if files else ""
-        wanted = os.environ.get(VISIBLE_ENV, "all").strip() not in ("", "-1")
-        return Probe(False, f"{error}{shown}", count=len(files), present=bool(files) and wanted)
-    known: dict[str, Any] = {"count": len(found.gpus), "model": found.model}
+        hint = f" (GPUs are present: {', '.join(map(str, files))})" if files else ""
+        wished = os.environ.get(VISIBLE_ENV, "all").strip() not in ("", "-1")
+        return Probe(False, f"{error}{hint}", count=len(files), present=bool(files) and wished)
+    facts: dict[str, Any] = {"count": len(visible.gpus), "model": visible.model}
     try:
-        build = _usable_torch(found)
+        build = _usable_torch(visible)
     except AcceleratorError as error:
-        return Probe(False, str(error), present=any(gpu.capability >= WORTH_A_BUILD for gpu in found.gpus), **known)
-    weakest = f"{found.weakest.sm} with {found.weakest.memory / 2**30:.0f} GiB"
-    reason = f"{weakest}, driver {found.driver} for CUDA up to {_dotted(found.cuda)}, torch {build.version}"
-    return Probe(True, reason, devices=tuple(f"pci:{gpu.bus}" for gpu in found.gpus if gpu.bus), **known)
+        return Probe(False, str(error), present=any(gpu.capability >= WORTH_A_BUILD for gpu in visible.gpus), **facts)
+    weakest = f"{visible.weakest.sm} with {visible.weakest.memory / 2**30:.0f} GiB"
+    reason = f"{weakest}, driver {visible.driver} for CUDA up to {_dotted(visible.cuda)}, torch {build.version}"
+    return Probe(True, reason, devices=tuple(f"pci:{gpu.bus}" for gpu in visible.gpus if gpu.bus), **facts)
 
 
 def device_order(run: Mapping[str, Any]) -> dict[str, str]:
-    """Makes CUDA count GPUs as NVML and nvidia-smi do; its default, the fastest first, is known to nobody else."""
+    """Let CUDA number GPUs like NVML and nvidia-smi; by default CUDA alone puts the fastest first."""
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Ask NVML for the driver and the visible GPUs.
+    """Return the driver and the visible GPUs, according to NVML.
 
     Raises:
-        AcceleratorError: there is none; the message is one clause that says why and what to do.
+        AcceleratorError: no GPU is visible; the message is one clause with the reason and a remedy.
     """
     with _nvml() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -165,23 +165,23 @@ def machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def visible(gpus: tuple[GPU, ...], wish: str) -> tuple[GPU, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES=`wish` shows, in its order: indexes, or unique beginnings of UUIDs.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES=`wish` shows, in its order: indexes, or unique prefixes of UUIDs.
 
-    As in the CUDA runtime, nothing counts from the first entry on that names no GPU, and a repetition hides all.
+    As in the CUDA runtime, the first entry that names no GPU ends the list, and a repetition hides all GPUs.
     """
     entries = wish.split(",")
     find = _with_uuid if entries[0].startswith("GPU-") else _with_index
-    found: list[GPU] = []
+    chosen: list[GPU] = []
     for entry in entries:
         gpu = find(gpus, entry)
         if gpu is None:
             break
-        found.append(gpu)
-    return tuple(found) if len(set(found)) == len(found) else ()
+        chosen.append(gpu)
+    return tuple(chosen) if len(set(chosen)) == len(chosen) else ()
 
 
 def torch_build() -> TorchBuild | None:
-    """What the installed torch was built for, read beside its code without importing it; None where there is none."""
+    """Return what the installed torch was built for, without importing it; None if torch is not installed."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -192,59 +192,59 @@ def torch_build() -> TorchBuild | None:
 
 
 def runs_on(architecture: str, capability: Version) -> bool:
-    """Whether code that torch carries (`torch.cuda.get_arch_list()`) runs on a GPU.
+    """Return whether code that torch contains (`torch.cuda.get_arch_list()`) runs on a GPU.
 
-    Binary code (sm_80) runs on later chips of its generation, with suffix a (sm_90a) on that chip alone; intermediate
-    code (compute_80) is compiled by the driver for every later chip.
+    Binary code (sm_80) runs on later chips of its generation, with suffix a (sm_90a) on that chip alone. The driver
+    compiles intermediate code (compute_80) for every later chip.
     """
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
     if not match:
         return False
     kind, suffix = match.group(1, 4)
-    own = (int(match[2]), int(match[3]))
+    target = (int(match[2]), int(match[3]))
     if suffix == "a":
-        return capability == own
-    return capability >= own and (kind == "compute" or capability[0] == own[0])
+        return capability == target
+    return capability >= target and (kind == "compute" or capability[0] == target[0])
 
 
 def torch_for(gpu: GPU, cuda: Version) -> str:
-    """The build of torch to install for a GPU under a driver that supports `cuda`.
+    """Return which build of torch to install for a GPU under a driver that supports `cuda`.
 
-    CUDA 13 compiles for nothing older than sm_75, and of the builds of torch 2.11 to 2.13 those for 12.6 alone still
-    carry older code; CUDA knows sm_100 and later chips since 12.8.
+    CUDA 13 supports sm_75 and later, and among the builds of torch 2.11 to 2.13 only those for 12.6 contain older code.
+    CUDA supports sm_100 and later since 12.8.
     """
-    wanted = "12.6" if gpu.capability < (7, 5) else str(cuda[0])
-    if wanted == "12" and gpu.capability >= (10, 0):
-        wanted = "12.8 or later"
-    return f"install a build of torch for CUDA {wanted}"
+    version = "12.6" if gpu.capability < (7, 5) else str(cuda[0])
+    if version == "12" and gpu.capability >= (10, 0):
+        version = "12.8 or later"
+    return f"install a build of torch for CUDA {version}"
 
 
-def _usable_torch(found: Machine) -> TorchBuild:
+def _usable_torch(visible: Machine) -> TorchBuild:
     build = torch_build()
-    weakest = found.weakest
-    remedy = torch_for(weakest, found.cuda)
+    weakest = visible.weakest
+    remedy = torch_for(weakest, visible.cuda)
     if build is None:
         raise AcceleratorError(f"torch is not installed; {remedy}")
     if build.cuda is None:
-        other = f"for ROCm {build.hip}" if build.hip else "without CUDA"
-        raise AcceleratorError(f"torch {build.version} is built {other}; {remedy}")
-    if build.cuda[0] > found.cuda[0]:  # within one major version, newer minor versions run on older drivers
+        target = f"for ROCm {build.hip}" if build.hip else "without CUDA"
+        raise AcceleratorError(f"torch {build.version} is built {target}; {remedy}")
+    if build.cuda[0] > visible.cuda[0]:  # within one major version, newer minor versions run on older drivers
         raise AcceleratorError(
-            f"driver {found.driver} supports CUDA up to {_dotted(found.cuda)}, but torch {build.version} is built for "
-            f"CUDA {_dotted(build.cuda)}; update the driver, or {remedy}"
+            f"driver {visible.driver} supports CUDA up to {_dotted(visible.cuda)}, but torch {build.version} is built "
+            f"for CUDA {_dotted(build.cuda)}; update the driver, or {remedy}"
         )
     if build.cuda[0] >= 13 and weakest.capability < (7, 5):
-        others = any(gpu.capability >= (7, 5) for gpu in found.gpus)
-        hide = f", or hide that GPU with {VISIBLE_ENV}" if others else ""
+        newer = any(gpu.capability >= (7, 5) for gpu in visible.gpus)
+        hint = f", or hide that GPU with {VISIBLE_ENV}" if newer else ""
         raise AcceleratorError(
-            f"torch {build.version}, built for CUDA {_dotted(build.cuda)}, has no code for {weakest}; {remedy}{hide}"
+            f"torch {build.version}, built for CUDA {_dotted(build.cuda)}, has no code for {weakest}; {remedy}{hint}"
         )
     return build
 
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """The initialized library; what it cannot do becomes an AcceleratorError."""
+    """Yield the initialized library; its errors become AcceleratorErrors."""
     try:
         import pynvml
     except ImportError:
@@ -256,49 +256,49 @@ def _nvml() -> Iterator[Any]:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        other = f"the NVIDIA driver does not answer (NVML: {error}); nvidia-smi may tell more"
-        raise AcceleratorError(_REASONS.get(error.value, other)) from error
+        reason = f"the NVIDIA driver does not answer (NVML: {error}); nvidia-smi may tell more"
+        raise AcceleratorError(_REASONS.get(error.value, reason)) from error
 
 
 def _gpu(nvml: Any, index: int, board: Any, unit: Any) -> GPU:
-    """`unit` is what computes and has memory: the board itself, or a MIG instance of it."""
+    """Return the facts of a GPU; `unit` is the part with processors and memory: the board, or a MIG instance of it."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(unit).total
     except nvml.NVMLError as error:
         if error.value != _NOT_SUPPORTED:
             raise
-        memory = host_memory.total_memory()  # chips without memory of their own, such as GB10
+        memory = host_memory.total_memory()  # chips that share the host's memory, such as GB10
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
     name, uuid = _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit))
     return GPU(index, name, uuid, capability, memory, _bus(nvml, board, name))
 
 
 def _bus(nvml: Any, board: Any, name: str) -> str:
-    """The PCI address of a GPU, whose vendor is NVIDIA: other vendors' libraries go by the same names.
+    """Return the PCI address of a GPU, and check its vendor: other vendors' libraries have the same names.
 
     Raises:
-        AcceleratorError: it is another's, by the library's own word or the kernel's.
+        AcceleratorError: the vendor is not NVIDIA, according to the library or the kernel.
     """
     try:
-        info = nvml.nvmlDeviceGetPciInfo(board)
+        pci = nvml.nvmlDeviceGetPciInfo(board)
     except nvml.NVMLError as error:
         if error.value != _NOT_SUPPORTED:
             raise
         return ""
-    bus = re.sub(r"^[0-9a-f]{4}(?=[0-9a-f]{4}:)", "", _str(info.busId).lower())  # NVML's domains have eight digits
-    vendors = {info.pciDeviceId & 0xFFFF}
+    bus = re.sub(r"^[0-9a-f]{4}(?=[0-9a-f]{4}:)", "", _str(pci.busId).lower())  # NVML's domains have eight digits
+    vendors = {pci.pciDeviceId & 0xFFFF}
     with contextlib.suppress(OSError, ValueError):
         vendors.add(int((PCI / bus / "vendor").read_text(), 16))
-    if wrong := vendors - {VENDOR}:
+    if foreign := vendors - {VENDOR}:
         raise AcceleratorError(
-            f"{name} at {bus} calls itself an NVIDIA GPU, but its PCI vendor is {min(wrong):#06x} and not "
+            f"{name} at {bus} calls itself an NVIDIA GPU, but its PCI vendor is {min(foreign):#06x} and not "
             f"{VENDOR:#06x}; use the plugin of its vendor"
         )
     return bus
 
 
 def _instance(nvml: Any, wish: str) -> tuple[GPU, ...]:
-    """The MIG instance that is named first: CUDA shows a process one at most."""
+    """Return the MIG instance that is named first: CUDA shows at most one to a process."""
     try:
         instance = nvml.nvmlDeviceGetHandleByUUID(wish.split(",")[0])
     except nvml.NVMLError as error:
@@ -310,17 +310,17 @@ def _instance(nvml: Any, wish: str) -> tuple[GPU, ...]:
 
 
 def _with_index(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
-    match = re.match(r"\s*\+?(\d+)", entry)  # as C reads numbers: what follows the digits is ignored
+    match = re.match(r"\s*\+?(\d+)", entry)  # like C's strtol: characters after the digits are ignored
     return gpus[int(match[1])] if match and int(match[1]) < len(gpus) else None
 
 
 def _with_uuid(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
-    found = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-    return found[0] if len(found) == 1 else None
+    matches = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _constant(text: str, name: str) -> Any:
-    """The value of `name = <literal>` or `name: type = <literal>` in a module's text; None where it is not there."""
+    """Return the value of `name = <literal>` or `name: type = <literal>` in a module's text; None if it has none."""
     match = re.search(rf"^{name}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
     return ast.literal_eval(match.group(1)) if match else None
 
@@ -335,5 +335,5 @@ def _dotted(version: Version) -> str:
 
 
 def _str(value: str | bytes) -> str:
-    """Text from pynvml, whose older releases answer in bytes."""
+    """Return text from pynvml, whose older releases return bytes."""
     return value.decode() if isinstance(value, bytes) else value

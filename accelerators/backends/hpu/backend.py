@@ -1,7 +1,7 @@
 """The Gaudi backend: what differs from the interface's defaults on Intel Gaudi cards.
 
 Gaudi's PyTorch bridge runs either lazily (operators wait for a step boundary; HPU graphs) or eagerly (torch.compile);
-which one is asked from the runtime. Its fused AdamW, clipping and attention are offered where they can be imported.
+the runtime says which. Its fused AdamW, clipping and attention are offered if they can be imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_MEMORY = re.compile(
 
 
 class HPU(Accelerator):
-    """Gaudi cards, one a process, with hccl between processes."""
+    """Gaudi cards, one per process, with hccl between processes."""
 
     name = "hpu"
     absent: ClassVar[Mapping[str, str]] = {
@@ -44,6 +44,7 @@ class HPU(Accelerator):
     # placement
 
     def bind(self, local_rank: int) -> torch.device:
+        """Bind a card of this machine."""
         cards = self._cards
         if local_rank >= cards.count:
             raise AcceleratorError(
@@ -52,7 +53,7 @@ class HPU(Accelerator):
             )
         try:
             hccl = runtime("distributed.hccl")
-        except AcceleratorError:  # of a bridge that says itself what to do
+        except AcceleratorError:  # from a bridge that words its errors for users
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             raise AcceleratorError(
@@ -60,18 +61,19 @@ class HPU(Accelerator):
                 f"install the one for torch {torch.__version__} and driver {cards.driver}"
             ) from error
         try:
-            # Under a launcher (LOCAL_RANK, WORLD_SIZE) each rank gets a module of its own, else any free card is
-            # taken. The import does so too, but before a session without a launcher has set these variables.
+            # Under a launcher (LOCAL_RANK, WORLD_SIZE) each rank gets its own module, otherwise any free card. The
+            # import does the same, but before a session without a launcher has set these variables.
             hccl.initialize_distributed_hpu()
             runtime("hpu").init()
         except Exception as error:
             raise AcceleratorError(
-                f"hpu: the card of rank {local_rank} cannot be opened ({describe(error)}); hl-smi shows who holds it; "
-                f"where a container has only some of the cards, set {hpu_info.VISIBLE_MODULES} to their module ids"
+                f"hpu: the card of rank {local_rank} cannot be opened ({describe(error)}); hl-smi shows who uses it; "
+                f"if a container has only some of the cards, set {hpu_info.VISIBLE_MODULES} to their module ids"
             ) from error
         return torch.device("hpu")
 
     def info(self) -> DeviceInfo:
+        """Return the facts of the driver and the release of the software."""
         software = f"torch {torch.__version__}, driver {self._cards.driver}"
         if release := hpu_info.release():
             software += f", release {release}"
@@ -84,21 +86,25 @@ class HPU(Accelerator):
     # synchronization
 
     def synchronize(self) -> None:
+        """Wait for the card."""
         runtime("hpu").synchronize()
 
     def step_boundary(self, tag: str) -> None:
+        """Run the collected operators in lazy mode."""
         if self.is_lazy():
             runtime("core").mark_step()
 
     def is_lazy(self) -> bool:
+        """Return whether the bridge runs in lazy mode."""
         return bool(runtime("utils.internal").is_lazy())
 
     def compilations(self) -> int | None:
+        """Return the bridge's count of compiled graphs."""
         metric = runtime("hpu.metrics").metric_global("graph_compilation")
         return None if metric is None else dict(metric.stats()).get("TotalNumber")
 
     def _record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run `body` once while an HPU graph records it (`graphs.Record`)."""
+        """Run `body` once while an HPU graph records it (`capture.Record`)."""
         outputs, replay = self._recorded(body)
         if not self._runs_what_it_records:
             replay()
@@ -106,16 +112,16 @@ class HPU(Accelerator):
 
     def _recorded(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         hpu = runtime("hpu")
-        self.step_boundary("graphs/record")  # what waits until now, the inputs' copies too, is not part of the graph
+        self.step_boundary("graphs/record")  # operators in the queue, copies of inputs too, are not part of the graph
         graph = hpu.HPUGraph()
-        # On the stream that everything else runs on: nobody has to wait for another one between replays.
+        # On the stream of all other work: replays need not wait for another stream.
         with hpu.graph(graph, stream=hpu.default_stream()):
             outputs = body()
         return outputs, graph.replay
 
     @functools.cached_property
     def _runs_what_it_records(self) -> bool:
-        """Whether operators run while they are recorded: they do in the published bridge, but no document says so."""
+        """Whether operators run while they are recorded: the published bridge runs them, but no document says so."""
         counter = torch.zeros(1, device=self.device())
         self._recorded(lambda: counter.add_(1))
         return counter.item() == 1
@@ -123,6 +129,7 @@ class HPU(Accelerator):
     # precision
 
     def precision(self, wish: str = "auto") -> Precision:
+        """Return bf16, or the wished precision."""
         if wish in ("auto", "bf16"):
             return Precision(
                 torch.bfloat16, "bf16", "native on every Gaudi, and free of the loss scaling that fp16 needs"
@@ -136,43 +143,47 @@ class HPU(Accelerator):
         raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
 
     def _no_fp16(self) -> str | None:
-        """Why not fp16. Gaudi2 and later have it; the runtime is asked because DeepSpeed goes by this answer."""
+        """Return why fp16 is refused. Gaudi2 and later have it, but DeepSpeed relies on the runtime's answer."""
         try:
             supported = runtime("utils.experimental")._is_fp16_supported()
         except (ImportError, AttributeError) as error:
-            return f"the runtime does not tell whether it has fp16 ({describe(error)})"
-        return None if supported else f"the runtime says that {self._cards.model} does not compute in it"
+            return f"the runtime does not say whether it supports fp16 ({describe(error)})"
+        return None if supported else f"the runtime says that {self._cards.model} does not support it"
 
     # kernels
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
+        """Return PyTorch's implementations and those of the bridge."""
         return (*portable.KERNELS, *FUSED, HPU_GRAPHS, TORCH_COMPILE)
 
     # shapes
 
     def shape_policy(self) -> ShapePolicy:
-        """Static: a new shape is a new graph to compile."""
+        """Return static shapes, because a new shape is a new graph to compile."""
         return ShapePolicy("static")
 
     # memory and random numbers
 
     def memory(self) -> Memory:
+        """Return the figures of the bridge's allocator."""
         stats = runtime("hpu").memory_stats()
         return Memory(allocated=stats["InUse"], peak=stats["MaxInUse"], total=stats["Limit"])
 
     def reset_peak(self) -> None:
+        """Reset the maximum of the bridge's allocator."""
         runtime("hpu").reset_peak_memory_stats()
 
     def empty_cache(self) -> None:
         """Do nothing: the bridge's allocator is not one of those that torch can empty."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """The bridge's allocator raises a RuntimeError; Synapse's states come in it by name or as text."""
+        """Recognize RuntimeErrors of the bridge's allocator, which contain Synapse's status as a name or as text."""
         return super().is_out_of_memory(error) or (
             isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
         )
 
     def seed(self, n: int) -> None:
+        """Seed the generators of Python, torch and all cards."""
         super().seed(n)
         runtime("hpu.random").manual_seed_all(n)
 
@@ -183,19 +194,20 @@ class HPU(Accelerator):
     # distributed
 
     def dist_backend(self) -> str:
+        """Return Habana's collective library."""
         return "hccl"
 
 
 def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:
-    """Recordings in lazy mode."""
+    """Return a recorder for lazy mode."""
     return lambda fn, key: capture.Graph(fn, key, accelerator._record)
 
 
 def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
-    """Compiled functions in eager mode; the first call runs as written, to be checked for host reads."""
+    """Return a compiler for eager mode; the first call runs the function itself, to check for host reads."""
 
     def record(fn: Function, key: str) -> Any:
-        # Not `checked(torch.compile(fn))`: torch never compiles what it first meets under the guard.
+        # Not `checked(torch.compile(fn))`: torch never compiles a function that it first saw under the guard.
         check, compiled = capture.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False)
         checked = False
 

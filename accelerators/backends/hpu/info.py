@@ -1,7 +1,6 @@
-"""Facts about this machine's Gaudi cards, found without torch and without opening one.
+"""Facts about this machine's Gaudi cards, read without torch and without opening a card.
 
-They come from `hl-smi`, whichever PATH names, or from the driver's files where there is no such tool. Out come the
-hpu backend's probe, the cards that a process may use, and the environment that a run on them wants.
+They come from the `hl-smi` in PATH, or from the driver's files if there is no such tool.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ RUNTIME = "habana_frameworks"
 BRIDGE = "habana-torch-plugin"
 VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
 SECONDS = 10.0
-"""How long `hl-smi` may take; it answers in about one second, also with eight cards."""
+"""Time limit of `hl-smi`, which takes about one second, even with eight cards."""
 
 ACCEL = Path("/sys/class/accel")
 DRIVER = Path("/sys/module/habanalabs")
 DEV = Path("/dev")
 
 _QUERY = ("-Q", "module_id,name,driver_version", "-f", "csv,noheader")
-# Boards as `hl-smi` names them, chips as the driver does. Gaudi: HL-200, HL-205; Gaudi2: HL-225, HL-288 (PCIe);
+# Names of boards from `hl-smi`, and of chips from the driver. Gaudi: HL-200, HL-205; Gaudi2: HL-225, HL-288 (PCIe);
 # Gaudi3: HL-325, HL-328, HL-338 (PCIe).
 _MODELS = (("Gaudi3", r"HL-3|GAUDI3"), ("Gaudi2", r"HL-2[2-9]|GAUDI2"), ("Gaudi", r"HL-20|GAUDI"))
 
 _PEAKS = {"Gaudi2": 432e12, "Gaudi3": 1835e12}
-"""Operations a second of the matrix engines in bf16, by Intel's white papers."""
+"""Operations per second of the matrix engines in bf16, according to Intel's white papers."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Cards:
     model: str
     driver: str
     source: str
-    """Who said so: hl-smi or the driver's files."""
+    """Where the facts come from: hl-smi or the driver's files."""
     modules: tuple[str, ...] = field(default=(), compare=False)
     """Their numbers on this machine."""
 
     @property
     def peak_flops(self) -> dict[str, float]:
-        """What their maker states at most (`DeviceInfo.peak_flops`); a driver without a version number is no card's."""
+        """The maker's maximum (`DeviceInfo.peak_flops`); empty for a simulated driver, which has no version number."""
         return {"bf16": _PEAKS[self.model]} if self.model in _PEAKS and self.driver[:1].isdigit() else {}
 
 
@@ -64,7 +63,7 @@ class _Card(NamedTuple):
 
 
 def release() -> str:
-    """The release of the vendor's software, which its bridge to torch has as its version; empty where none is found."""
+    """Return the release of the vendor's software, the version of its bridge to torch; "" if it is not installed."""
     try:
         return metadata.version(BRIDGE)
     except metadata.PackageNotFoundError:
@@ -72,43 +71,43 @@ def release() -> str:
 
 
 def cards() -> Cards:
-    """The cards that this process may use.
+    """Return the cards that this process may use.
 
     Raises:
-        AcceleratorError: there is none; the message carries the most fundamental reason.
+        AcceleratorError: it may use none; the message has the most fundamental reason.
     """
     tool = shutil.which("hl-smi")
-    source, found = ("hl-smi", _listed_by(tool)) if tool else (str(ACCEL), _listed_by_driver())
-    visible = _visible(found)
+    source, listed = ("hl-smi", _listed_by(tool)) if tool else (str(ACCEL), _listed_by_driver())
+    visible = _visible(listed)
     modules = tuple(card.module for card in visible)
     return Cards(len(visible), _model(visible[0].name), visible[0].driver, source, modules)
 
 
 def probe() -> Probe:
-    """Whether the hpu backend can run here: there is a card, and the runtime that drives it is installed."""
+    """Report whether the hpu backend can run here: whether there is a card, and its runtime is installed."""
     files = _device_files()
     try:
-        found = cards()
+        usable = cards()
     except HiddenError as error:
         return Probe(ok=False, reason=str(error), count=error.count)
     except AcceleratorError as error:
         wish = os.environ.get(VISIBLE_MODULES)
-        shown = f" (cards are there: {', '.join(map(str, files))})" if files else ""
+        hint = f" (cards are present: {', '.join(map(str, files))})" if files else ""
         present = bool(files) and not (wish is not None and not wish.strip())
-        return Probe(ok=False, reason=f"{error}{shown}", count=len(files), present=present)
-    known: dict[str, Any] = {"count": found.count, "model": found.model}
+        return Probe(ok=False, reason=f"{error}{hint}", count=len(files), present=present)
+    facts: dict[str, Any] = {"count": usable.count, "model": usable.model}
     if importlib.util.find_spec(RUNTIME) is None:
         reason = (
             f"{RUNTIME} (Gaudi's PyTorch bridge) is not installed here; use Intel's container for driver "
-            f"{found.driver}, or install its {BRIDGE} beside its torch"
+            f"{usable.driver}, or install its {BRIDGE} with its torch"
         )
-        return Probe(ok=False, reason=reason, present=found.source == "hl-smi" or bool(files), **known)
-    reason = f"{found.source}: driver {found.driver}"
-    return Probe(ok=True, reason=reason, devices=_identities(found.modules), **known)
+        return Probe(ok=False, reason=reason, present=usable.source == "hl-smi" or bool(files), **facts)
+    reason = f"{usable.source}: driver {usable.driver}"
+    return Probe(ok=True, reason=reason, devices=_identities(usable.modules), **facts)
 
 
 def environment(run: Mapping[str, Any]) -> dict[str, str]:
-    """What every run on Gaudi wants set before torch is imported; PT_HPU_LAZY_MODE is left to the user."""
+    """Return variables for every run on Gaudi, set before torch is imported; PT_HPU_LAZY_MODE is the user's choice."""
     return {
         # Token ids, positions and the indices of gather are int64; without this they are cut to int32 on the device.
         "PT_ENABLE_INT64_SUPPORT": "1",
@@ -125,70 +124,74 @@ def _listed_by(tool: str) -> list[_Card]:
     except OSError as error:
         raise AcceleratorError(f"hl-smi cannot be started ({error})") from error
     try:
-        output, complaint = process.communicate(timeout=SECONDS)
+        output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
-        process.kill()  # without waiting for its end: stuck in a broken driver, it could not die
+        process.kill()  # without waiting for its end: a process that hangs in a broken driver does not end
         raise AcceleratorError(
             f"hl-smi gave no answer in {SECONDS:g} s: the driver may hang; look at dmesg, reload it or reboot"
         ) from error
-    said = next((line.strip() for line in (complaint + "\n" + output).splitlines() if line.strip()), "it said nothing")
+    first_line = next((line.strip() for line in (errors + "\n" + output).splitlines() if line.strip()), "no output")
     if process.returncode:
-        raise AcceleratorError(f"hl-smi failed with exit code {process.returncode}: {said}")
+        raise AcceleratorError(f"hl-smi failed with exit code {process.returncode}: {first_line}")
     rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
-    found = [_Card(*row) for row in rows if len(row) == len(_Card._fields) and row[0].isdigit()]
-    return _some(found, f"hl-smi lists no card: {said}")
+    listed = [_Card(*row) for row in rows if len(row) == len(_Card._fields) and row[0].isdigit()]
+    return _some(listed, f"hl-smi lists no card: {first_line}")
 
 
 def _listed_by_driver() -> list[_Card]:
     if not DRIVER.exists():
         raise AcceleratorError(f"no Gaudi driver: no hl-smi on PATH, no {DRIVER}")
     driver = _read(DRIVER / "version")
-    found = [
+    listed = [
         _Card(_read(path / "device" / "module_id"), _read(path / "device" / "device_type"), driver)
         for path in _listed_files()
     ]
-    return _some(found, f"the Gaudi driver is loaded, but {ACCEL} has no card")
+    return _some(listed, f"the Gaudi driver is loaded, but {ACCEL} has no card")
 
 
 def _listed_files() -> list[Path]:
-    """The driver's folder of each card; accelerators of other vendors have theirs beside them."""
+    """Return the driver's folder of each card; the parent folder contains accelerators of other vendors too."""
     paths = sorted(ACCEL.glob("accel[0-9]*"))
     return [path for path in paths if "GAUDI" in _read(path / "device" / "device_type")]
 
 
 def _device_files() -> list[Path]:
-    """What a process would open. The driver's folders alone are no card: containers without one show them too."""
+    """Return the files that a process would open. The driver's folders also exist in containers without a card."""
     current = [DEV / "accel" / path.name for path in _listed_files()]
     return [path for path in current if path.exists()] or sorted(DEV.glob("hl[0-9]*"))
 
 
 def _identities(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """PCI addresses, else files, of the cards with these numbers, as far as the driver's folders tell."""
-    found = [path for path in _listed_files() if _read(path / "device" / "module_id") in modules]
-    addresses = {path: (path / "device").resolve().name for path in found}
+    """Return the PCI addresses, or else files, of the cards with these numbers, from the driver's folders."""
+    folders = [path for path in _listed_files() if _read(path / "device" / "module_id") in modules]
+    addresses = {path: (path / "device").resolve().name for path in folders}
     return tuple(
         f"pci:{address}" if re.fullmatch(r"[0-9a-f]{4}(:[0-9a-f]{2}){2}\.[0-7]", address) else f"/dev/accel/{path.name}"
         for path, address in addresses.items()
     )
 
 
-def _some(found: list[_Card], otherwise: str) -> list[_Card]:
-    if not found:
-        given = os.environ.get("HABANA_VISIBLE_DEVICES")
-        hint = "" if given is None else f" (HABANA_VISIBLE_DEVICES={given} chose the cards of this container)"
-        raise AcceleratorError(otherwise + hint)
-    return found
+def _some(listed: list[_Card], reason: str) -> list[_Card]:
+    if not listed:
+        container_wish = os.environ.get("HABANA_VISIBLE_DEVICES")
+        hint = (
+            ""
+            if container_wish is None
+            else f" (HABANA_VISIBLE_DEVICES={container_wish} chose the cards of this container)"
+        )
+        raise AcceleratorError(reason + hint)
+    return listed
 
 
-def _visible(found: list[_Card]) -> list[_Card]:
+def _visible(listed: list[_Card]) -> list[_Card]:
     wish = os.environ.get(VISIBLE_MODULES)
     if wish is None or wish.strip().lower() == "all":
-        return found
-    wanted = {part.strip() for part in wish.split(",")}
-    visible = [card for card in found if card.module in wanted]
+        return listed
+    modules = {part.strip() for part in wish.split(",")}
+    visible = [card for card in listed if card.module in modules]
     if not visible:
-        listed = ", ".join(card.module for card in found)
-        raise HiddenError(f"{VISIBLE_MODULES}={wish} hides every card; their modules are {listed}", len(found))
+        names = ", ".join(card.module for card in listed)
+        raise HiddenError(f"{VISIBLE_MODULES}={wish} hides every card; their modules are {names}", len(listed))
     return visible
 
 

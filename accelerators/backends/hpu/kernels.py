@@ -1,6 +1,6 @@
-"""Gaudi's fused kernels, offered where the bridge has them: AdamW, gradient clipping and attention.
+"""Gaudi's fused kernels, offered if the bridge has them: AdamW, gradient clipping and attention.
 
-Each is brought to the form in which trainers ask for it (see `Accelerator.kernel`).
+Each is adapted to the form of its operation (see `OPERATIONS`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ATTENTION = "gaudi_fused_sdpa"
 """FusedSDPA's name among transformers' attention implementations."""
 
 _LACKING = ("position_bias", "s_aux", "softcap")
-"""What transformers may hand to an attention implementation and FusedSDPA does not take."""
+"""Features that transformers may pass to an attention implementation and FusedSDPA lacks."""
 
 
 def runtime(module: str) -> Any:
-    """A module of Gaudi's PyTorch bridge."""
+    """Import a module of Gaudi's PyTorch bridge."""
     return importlib.import_module(f"{info.RUNTIME}.torch.{module}")
 
 
@@ -45,19 +45,20 @@ def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], 
 
 
 def fused_adamw(accelerator: Accelerator) -> Any:
-    """Gaudi's FusedAdamW, whatever DeepSpeed makes of the parameter groups; a constructor like torch's AdamW."""
+    """Return Gaudi's FusedAdamW, adapted to DeepSpeed's parameter groups; a constructor like torch's AdamW."""
     fused: Any = runtime("hpex.optimizers").FusedAdamW
 
     class FusedAdamW(fused):
         """Steps one group at a time, with a step count for each parameter as in torch's AdamW.
 
-        ZeRO-3 hands over one shard a step and leaves the other groups empty. Gaudi's own cannot take an empty group,
-        and counts steps by group: a group of several shards would run ahead of its bias correction.
+        ZeRO-3 passes one shard per step and leaves the other groups empty. Gaudi's class fails on an empty group and
+        counts steps by group, so that the bias correction of a group with several shards would be wrong.
         """
 
         param_groups: list[dict[str, Any]]
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            """Update the parameters."""
             loss = closure() if closure else None
             groups = self.param_groups
             try:
@@ -89,7 +90,7 @@ FUSED_ADAMW = KernelImpl(
 
 
 def fused_clip_norm(accelerator: Accelerator) -> Any:
-    """Gaudi's FusedClipNorm as a function like torch's `clip_grad_norm_`."""
+    """Return Gaudi's FusedClipNorm as a function like torch's `clip_grad_norm_`."""
 
     def clip(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         parameters = list(parameters)
@@ -104,7 +105,7 @@ def fused_clip_norm(accelerator: Accelerator) -> Any:
 
 @functools.cache
 def _clipper(fused: Any, max_norm: float, dtype: torch.dtype) -> Any:
-    """One object for all steps: making it copies `max_norm` to the device, in the dtype of the parameter shown."""
+    """Return one object for all steps: its construction copies `max_norm` to the device, in the parameter's dtype."""
     return fused([torch.empty(0, dtype=dtype)], max_norm)
 
 
@@ -121,7 +122,7 @@ FUSED_CLIP_NORM = KernelImpl(
 
 
 def fused_sdpa(accelerator: Accelerator) -> str:
-    """Gaudi's FusedSDPA, registered with transformers."""
+    """Register Gaudi's FusedSDPA with transformers and return its name."""
     fused = runtime("hpex.kernels").FusedSDPA
 
     def attend(
@@ -135,8 +136,11 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         is_causal: bool | None = None,
         **features: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [B, H, T, D], key and value [B, G, S, D] (the kernel itself groups the H heads over G), mask
-        [B, 1 or H, T, S] -> [B, T, H, D]."""
+        """Attend as transformers calls it.
+
+        query [B, H, T, D], key and value [B, G, S, D] (the kernel itself groups the H heads over G), mask
+        [B, 1 or H, T, S] -> [B, T, H, D].
+        """
         for feature in _LACKING:
             if features.get(feature) is not None:
                 raise AcceleratorError(f"attention {ATTENTION}: FusedSDPA has no {feature}; use a model without it")
@@ -153,7 +157,7 @@ def fused_sdpa(accelerator: Accelerator) -> str:
 
 
 def _beyond_fused_sdpa(model: Any) -> str:
-    """What a model hands to its attention that FusedSDPA has not; told by its configuration and its code."""
+    """Return which features FusedSDPA lacks for a model, according to its configuration and its code."""
     lacking = portable.handed_over(model, _LACKING)
     return f"FusedSDPA has no {', '.join(lacking)}" if lacking else ""
 

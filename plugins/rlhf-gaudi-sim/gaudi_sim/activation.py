@@ -33,6 +33,7 @@ class Finder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the shim for the bridge's name."""
         if name != RUNTIME:
             return None
         source = _SHIM / "__init__.py"

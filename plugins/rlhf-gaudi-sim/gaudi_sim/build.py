@@ -160,6 +160,6 @@ def _path_with_scripts() -> Iterator[None]:
 def _library_paths() -> tuple[list[str], list[str]]:
     """Folders of code that is never named as a cause, and of installed packages, named where nothing else is."""
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
-    own = [str(SOURCES.parent), sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")]
+    unnamed = [str(SOURCES.parent), sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")]
     frameworks = [os.path.join(folder, name) for folder in packages for name in FRAMEWORKS]
-    return [path + os.sep for path in (*own, *frameworks)], [path + os.sep for path in packages]
+    return [path + os.sep for path in (*unnamed, *frameworks)], [path + os.sep for path in packages]

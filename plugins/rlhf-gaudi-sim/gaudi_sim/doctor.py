@@ -47,6 +47,7 @@ class StageReport:
 
     @property
     def stable(self) -> bool:
+        """Whether nothing is compiled or read late."""
         return not self.late and not self.breaks
 
 
@@ -215,9 +216,9 @@ def _print(reports: Sequence[StageReport]) -> None:
     for report in reports:
         late = f"compiled after step {report.warm_up}"
         for what, events in ((late, report.late), ("reads a value inside a step", report.breaks)):
-            for line, found in _by_line(events).items():
-                times = f" ({len(found)} times)" if len(found) > 1 else ""
-                typer.echo(f"{report.stage}: {line}{times} {what}: {found[0]['difference']}")
+            for line, same in _by_line(events).items():
+                times = f" ({len(same)} times)" if len(same) > 1 else ""
+                typer.echo(f"{report.stage}: {line}{times} {what}: {same[0]['difference']}")
         if report.unrecorded:
             typer.echo(f"{report.stage}: steps of generation are not recorded, so they are slower: {report.unrecorded}")
 

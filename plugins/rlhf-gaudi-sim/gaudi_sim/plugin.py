@@ -30,6 +30,7 @@ _refusal = _activate()
 
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
+    """Offer no backend; fail if the simulation was requested and cannot be installed."""
     if _refusal:  # raised here and not on import: the plugin stays, and can object to the run below
         raise _refusal
     return []
@@ -37,7 +38,7 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
 
 @hookimpl
 def rlhf_check_run(accelerator: Accelerator, run: Mapping[str, Any]) -> Iterable[Problem]:
-    """A run that asked for a simulation must not go to a real card instead."""
+    """Object to a run that requested a simulation and would get a real card instead."""
     if _refusal:
         reason, _, remedy = str(_refusal).partition("; ")
         yield Problem(reason, remedy)

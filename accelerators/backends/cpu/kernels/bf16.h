@@ -1,4 +1,4 @@
-// Numbers in bf16: read as sixteen of float32, computed with, and rounded again. AVX512-BF16 is needed.
+// Numbers in bf16: read as sixteen float32 numbers, computed with, and rounded. Needs AVX512-BF16.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -16,14 +16,14 @@ static inline __m256i narrowed(__m512 numbers) { return (__m256i)_mm512_cvtneps_
 
 static inline void store(bf16 *to, __m512 numbers) { _mm256_storeu_si256((void *)to, narrowed(numbers)); }
 
-static inline __m512 rounded(__m512 numbers) // as bf16 would hold them
+static inline __m512 rounded(__m512 numbers) // to bf16 and back
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(numbers)), 16));
 }
 
 static inline __m512 exponential(__m512 x) // relative error below 2e-7
 {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x); // which is x where x is no number
+    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x); // returns x if x is NaN
     x = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 rest = _mm512_sub_ps(x, whole);

@@ -1,6 +1,6 @@
-"""C code of the cpu backend: compiled by the machine's own compiler, for its own processor, when it is first wanted.
+"""C code of the cpu backend, compiled on first use by the machine's compiler for its processor.
 
-That takes half a second; what comes out is kept among the user's cached files, by its source, compiler and processor.
+That takes half a second. The user's cache keeps the result by source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pathlib import Path
 from accelerators.backends.cpu import info
 
 NEEDED = "avx512_bf16"
-"""What the processor has to have for all of it."""
+"""The extension that all of the code needs."""
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 
 
 class NotCompiled(Exception):
-    """Why there is no library, in a line."""
+    """The library cannot be compiled or loaded; the message is one line."""
 
 
 def why_not(load: Callable[[], ctypes.CDLL], without: str) -> str:
-    """Why the functions that `load` gives cannot be used; empty where they can.
+    """Return why the functions that `load` returns cannot be used; "" if they can.
 
     Args:
-        without: what is worse if there is no compiler.
+        load: loads the library.
+        without: the disadvantage if there is no compiler.
     """
     import torch
 
@@ -52,31 +53,31 @@ def why_not(load: Callable[[], ctypes.CDLL], without: str) -> str:
 
 @cache
 def compiled(name: str) -> ctypes.CDLL:
-    """The functions in a C file of this package; OpenMP is that of torch, and so are its threads.
+    """Return the functions in a C file of this package, which share torch's OpenMP and its threads.
 
     Raises:
-        NotCompiled: there is no compiler, or it does not take the file.
+        NotCompiled: there is no compiler, or it refuses the file.
     """
-    import torch  # noqa: F401  its OpenMP is loaded first: one of another name would bring threads of its own
+    import torch  # noqa: F401  its OpenMP is loaded first: another copy would have separate threads
 
     source = Path(__file__).with_name(name)
     command = find_compiler()
     version = _run([*command, "--version"])
-    texts = [each.read_text() for each in (source, *sorted(source.parent.glob("*.h")))]
-    known = (*texts, version, *command, *FLAGS, *sorted(info.cpu_flags()))
-    key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
-    kept = folder() / f"{source.stem}-{key}.so"
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, version, *command, *FLAGS, *sorted(info.cpu_flags()))
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    library = folder() / f"{source.stem}-{key}.so"
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        if not kept.exists():
-            _compile(command, source, kept)
-        return ctypes.CDLL(str(kept))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        if not library.exists():
+            _compile(command, source, library)
+        return ctypes.CDLL(str(library))
     except OSError as error:
-        raise NotCompiled(f"{kept} cannot be written or loaded ({error})") from error
+        raise NotCompiled(f"{library} cannot be written or loaded ({error})") from error
 
 
 def folder() -> Path:
-    """Where compiled files are kept: XDG_CACHE_HOME, or ~/.cache.
+    """Return the folder of compiled files, in XDG_CACHE_HOME or ~/.cache.
 
     Raises:
         NotCompiled: the user has no home.
@@ -88,25 +89,25 @@ def folder() -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The command of the C compiler: CC, or the first there is.
+    """Return the command of the C compiler: CC, or the first of gcc, cc and clang in PATH.
 
     Raises:
-        NotCompiled: there is none.
+        NotCompiled: none is installed.
     """
     if chosen := os.environ.get("CC", "").split():
         return chosen
     for name in ("gcc", "cc", "clang"):
-        if found := shutil.which(name):
-            return [found]
+        if path := shutil.which(name):
+            return [path]
     raise NotCompiled("there is no C compiler on the PATH (gcc, cc or clang)")
 
 
 def _compile(command: list[str], source: Path, target: Path) -> None:
-    """Whole or not at all: ranks of one machine may do it at a time."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        _run([*command, *FLAGS, str(source), "-o", str(made)])
-        made.replace(target)
+    """Write the library in one step: several ranks of a machine may do so at the same time."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        output = Path(temporary) / target.name
+        _run([*command, *FLAGS, str(source), "-o", str(output)])
+        output.replace(target)
 
 
 def _run(command: list[str]) -> str:
@@ -115,7 +116,7 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(f"{command[0]} does not run ({error})") from error
     if done.returncode:
-        said = (done.stderr.strip() or "no word of why").splitlines()
-        line = next((line for line in said if "error" in line), said[0])
+        lines = (done.stderr.strip() or "no message").splitlines()
+        line = next((line for line in lines if "error" in line), lines[0])
         raise NotCompiled(f"{command[0]} fails: {line}")
     return done.stdout

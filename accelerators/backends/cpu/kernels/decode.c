@@ -1,8 +1,8 @@
-// One token more for each row: the decoder layers of models like Llama, in bf16, on processors with AVX512-BF16.
+// One more token for each row: the decoder layers of models like Llama, in bf16, on processors with AVX512-BF16.
 //
-// A step reads every weight once and does little with it. Weights are therefore kept in the order in which they are
-// read (`pack`), and all layers are one call: whatever runs in between would find the caches full of weights. Arrays
-// are bf16 and lie row after row; sums are float32. `decode.py` is the caller, and says what is asked of the sizes.
+// A step reads every weight once. Weights are therefore stored in the order in which they are read (`pack`), and all
+// layers are one call: code in between would run with caches full of weights. Arrays are bf16 in row-major order; sums
+// are float32. `decode.py` is the caller and checks the sizes.
 
 #include <omp.h>
 
@@ -20,7 +20,7 @@ typedef struct {
 
 static inline long smaller(long a, long b) { return a < b ? a : b; }
 
-// Sixteen by sixteen pairs of numbers, columns for rows: blocks off the diagonal change places, small ones first.
+// Transpose 16 x 16 pairs of numbers: blocks off the diagonal are exchanged, small ones first.
 static inline void transpose(__m512i *rows)
 {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -40,7 +40,7 @@ static inline void transpose(__m512i *rows)
     }
 }
 
-// `packed` begins at a multiple of 64 bytes: it is written past the caches, which it would not fit in.
+// `packed` starts at a multiple of 64 bytes, for stores that bypass the caches.
 void pack(const bf16 *weight, long outputs, long inputs, bf16 *packed)
 {
 #pragma omp parallel for schedule(static)
@@ -58,8 +58,8 @@ void pack(const bf16 *weight, long outputs, long inputs, bf16 *packed)
         }
 }
 
-// Inside a parallel region: rows of `inputs` numbers, `stride` apart. Threads share the inputs, for rows lie side by
-// side in what is spread.
+// Inside a parallel region: spread rows of `inputs` numbers, `stride` apart. Threads share the inputs, because spread
+// rows are adjacent.
 static void spread_all(const bf16 *from, long rows, long stride, long inputs, bf16 *spreaded)
 {
 #pragma omp for schedule(static)
@@ -68,7 +68,7 @@ static void spread_all(const bf16 *from, long rows, long stride, long inputs, bf
             spread(spreaded + row / ROWS * ROWS * inputs, row % ROWS, input, widened(from + row * stride + input));
 }
 
-// Inside a parallel region: to [rows, outputs] = spread rows times a weight, + bias and + `residual` where there are.
+// Inside a parallel region: to [rows, outputs] = spread rows times a weight, + bias and + `residual` unless NULL.
 static void product(const bf16 *spreaded, long rows, long inputs, const bf16 *packed, long outputs, const bf16 *bias,
                     const bf16 *residual, bf16 *to)
 {
@@ -80,7 +80,7 @@ static void product(const bf16 *spreaded, long rows, long inputs, const bf16 *pa
                 const bf16 *panel = packed + output * inputs, *other = both ? panel + LANES * inputs : 0;
                 __m512 sums[2][2 * ROWS];
                 multiply(here, spreaded + first * inputs, panel, other, inputs, sums);
-                for (long row = 0; row < here; row++) // a whole line of the cache at a time
+                for (long row = 0; row < here; row++) // one cache line at a time
                     for (long side = 0; side <= both; side++) {
                         const long column = output + side * LANES, place = (first + row) * outputs + column;
                         __m512 sum = sums[side][row];
@@ -103,7 +103,7 @@ void linear(const bf16 *from, long rows, long inputs, const bf16 *packed, long o
     }
 }
 
-// Inside a parallel region. Each thread finds out the scales of all rows: that is quicker than to wait for others.
+// Inside a parallel region. Each thread computes the scales of all rows, which is faster than waiting for the others.
 static void norm(const bf16 *from, long rows, long size, float epsilon, const bf16 *weight, bf16 *spreaded)
 {
     for (long first = 0; first < rows; first += ROWS) {
@@ -137,8 +137,8 @@ static void rotate(bf16 *head, long size, const bf16 *cosine, const bf16 *sine, 
     }
 }
 
-// The sum of each of sixteen registers, in the order of these. Two at a time become one, which keeps of each lane and
-// the one `width` away what belongs to it: the first where that bit of the lane is 0, the second where it is 1.
+// The sums of sixteen registers, in their order. Pairs of registers become one register: each lane adds itself and the
+// lane `width` away, of the first register if that bit of the lane is 0, of the second if it is 1.
 static inline __m512 sums_of(__m512 *rows)
 {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -155,8 +155,8 @@ static inline __m512 sums_of(__m512 *rows)
     return rows[0];
 }
 
-// `count` heads of one row that share keys and values: in place of each query, the mean of `values` by the softmax of
-// scale * query keys + mask. `room`: [count, columns rounded up to LANES].
+// `count` heads of one row that share keys and values: replace each query by the mean of `values`, weighted by the
+// softmax of scale * query keys + mask. `room`: [count, columns rounded up to LANES].
 static inline __attribute__((always_inline)) void attend(const int count, bf16 *queries, const bf16 *keys,
                                                          const bf16 *values, const bf16 *mask, long columns, long size,
                                                          float scale, float *room)
@@ -168,35 +168,35 @@ static inline __attribute__((always_inline)) void attend(const int count, bf16 *
         float *scores = room + head * width;
         __m512 most = _mm512_set1_ps(-__builtin_inff()), all = _mm512_setzero_ps();
         for (long column = 0; column < columns; column += LANES) {
-            const long left = smaller(columns - column, LANES);
-            const __mmask16 there = (1u << left) - 1;
+            const long lanes = smaller(columns - column, LANES);
+            const __mmask16 valid = (1u << lanes) - 1;
             __m512 sums[LANES];
-            for (long each = 0; each < LANES; each++) {
-                sums[each] = _mm512_setzero_ps();
-                for (long number = 0; number < size && each < left; number += 2 * LANES) {
-                    const bf16 *key = keys + (column + each) * size + number;
+            for (long lane = 0; lane < LANES; lane++) {
+                sums[lane] = _mm512_setzero_ps();
+                for (long number = 0; number < size && lane < lanes; number += 2 * LANES) {
+                    const bf16 *key = keys + (column + lane) * size + number;
                     if (!head) _mm_prefetch((const char *)(key + 32 * size), _MM_HINT_T0);
-                    if (!head) _mm_prefetch((const char *)(values + (column + each) * size + number), _MM_HINT_T0);
-                    sums[each] = _mm512_dpbf16_ps(sums[each], (__m512bh)_mm512_loadu_si512(query + number),
+                    if (!head) _mm_prefetch((const char *)(values + (column + lane) * size + number), _MM_HINT_T0);
+                    sums[lane] = _mm512_dpbf16_ps(sums[lane], (__m512bh)_mm512_loadu_si512(query + number),
                                                   (__m512bh)_mm512_loadu_si512(key));
                 }
             }
-            const __m512i added = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask ? there : 0, mask + column));
-            const __m512 found = _mm512_fmadd_ps(_mm512_set1_ps(scale), sums_of(sums),
+            const __m512i added = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask ? valid : 0, mask + column));
+            const __m512 numbers = _mm512_fmadd_ps(_mm512_set1_ps(scale), sums_of(sums),
                                                  _mm512_castsi512_ps(_mm512_slli_epi32(added, 16)));
-            most = _mm512_mask_max_ps(most, there, most, found);
-            _mm512_storeu_ps(scores + column, _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), there, found));
+            most = _mm512_mask_max_ps(most, valid, most, numbers);
+            _mm512_storeu_ps(scores + column, _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), valid, numbers));
         }
         most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
         for (long column = 0; column < columns; column += LANES) {
-            const __m512 found = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + column), most));
-            _mm512_storeu_ps(scores + column, found);
-            all = _mm512_add_ps(all, found);
+            const __m512 numbers = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + column), most));
+            _mm512_storeu_ps(scores + column, numbers);
+            all = _mm512_add_ps(all, numbers);
         }
         shares[head] = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(all));
     }
     for (long number = 0; number < size; number += 2 * LANES) {
-        __m512 sums[TOGETHER][2][2]; // of even and of odd columns: each addition waits for the one before
+        __m512 sums[TOGETHER][2][2]; // of even and of odd columns, because each addition waits for the previous one
         for (int head = 0; head < count; head++)
             for (int part = 0; part < 4; part++) sums[head][part / 2][part % 2] = _mm512_setzero_ps();
         for (long column = 0; column < columns; column += 2)
@@ -217,7 +217,7 @@ static inline __attribute__((always_inline)) void attend(const int count, bf16 *
 // layers
 
 // Inside a parallel region: hidden [rows, hidden], cosine and sine [rows, size] -> qkv [rows, heads + 2 groups, size],
-// rotated; keys and values also go to where they are kept, [rows, groups, size] with strides of rows and groups.
+// rotated; keys and values are also copied to the cache, [rows, groups, size] with strides of rows and groups.
 static void before_attention(const Layer *layer, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine,
                              bf16 *qkv, bf16 *keys, bf16 *values, long row_stride, long group_stride, bf16 *spreaded)
 {
@@ -238,7 +238,7 @@ static void before_attention(const Layer *layer, const bf16 *hidden, long rows, 
         }
 }
 
-// Inside a parallel region: hidden, qkv as above, of which the queries are used up, keys and values
+// Inside a parallel region: hidden, qkv as above (its queries are overwritten), keys and values
 // [rows, groups, columns, size], mask [rows, columns], added to scores, or NULL -> to [rows, hidden].
 static void after_attention(const Layer *layer, const bf16 *hidden, long rows, bf16 *qkv, const bf16 *keys,
                             const bf16 *values, long row_stride, long group_stride, long columns, const bf16 *mask,
@@ -247,8 +247,8 @@ static void after_attention(const Layer *layer, const bf16 *hidden, long rows, b
     const long size = layer->size, heads = layer->heads, width = heads * size, all = heads + 2 * layer->groups;
     const long shared = heads / layer->groups;
 #pragma omp for schedule(static)
-    for (long each = 0; each < rows * layer->groups; each++) {
-        const long row = each / layer->groups, group = each % layer->groups;
+    for (long pair = 0; pair < rows * layer->groups; pair++) {
+        const long row = pair / layer->groups, group = pair % layer->groups;
         const long kept = row * row_stride + group * group_stride;
         for (long head = 0; head < shared; head += TOGETHER) {
             bf16 *queries = qkv + (row * all + group * shared + head) * size;
@@ -264,7 +264,7 @@ static void after_attention(const Layer *layer, const bf16 *hidden, long rows, b
     spread_all(qkv, rows, all * size, width, spreaded);
     product(spreaded, rows, width, layer->out, layer->hidden, layer->out_bias, hidden, to);
     norm(to, rows, layer->hidden, layer->epsilon, layer->mlp_norm, spreaded);
-    // The gate and what it lets through are computed at a time: neither is written down.
+    // The gate and its input are computed together; neither is written to memory.
     bf16 *gated = spreaded + (rows + ROWS - 1) / ROWS * ROWS * layer->hidden;
 #pragma omp for schedule(static)
     for (long output = 0; output < layer->inner; output += LANES)
@@ -282,11 +282,11 @@ static void after_attention(const Layer *layer, const bf16 *hidden, long rows, b
     product(gated, rows, layer->inner, layer->down, layer->hidden, 0, to, to);
 }
 
-// `count` layers one after the other: hidden [rows, hidden], cosine and sine [rows, size], mask [rows, columns] or NULL
+// `count` layers in turn: hidden [rows, hidden], cosine and sine [rows, size], mask [rows, columns] or NULL
 // -> to [rows, hidden]. `kept`: keys and values of each layer in turn, [rows, groups, columns, size] with strides of
-// rows and groups, of which column `place` is written first.
-// Room for numbers on the way: qkv [rows, heads + 2 groups, size]; `spreaded`: rows, rounded up to ROWS, of
-// heads * size or hidden + inner numbers, whichever are more; `rooms` [threads, TOGETHER, columns + LANES].
+// rows and groups; column `place` is written first.
+// Temporary memory: qkv [rows, heads + 2 groups, size]; `spreaded`: rows, rounded up to ROWS, of
+// the larger of heads * size and hidden + inner numbers; `rooms` [threads, TOGETHER, columns + LANES].
 void decode(const Layer *layers, long count, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine,
             const bf16 *mask, bf16 *const *kept, long row_stride, long group_stride, long place, long columns, bf16 *to,
             bf16 *qkv, bf16 *spreaded, float *rooms)
@@ -294,10 +294,10 @@ void decode(const Layer *layers, long count, const bf16 *hidden, long rows, cons
 #pragma omp parallel
     {
         begin_products();
-        for (long each = 0; each < count; each++) {
-            const Layer *layer = layers + each;
-            const bf16 *from = each ? to : hidden;
-            bf16 *keys = kept[2 * each], *values = kept[2 * each + 1];
+        for (long number = 0; number < count; number++) {
+            const Layer *layer = layers + number;
+            const bf16 *from = number ? to : hidden;
+            bf16 *keys = kept[2 * number], *values = kept[2 * number + 1];
             const long at = place * layer->size;
             before_attention(layer, from, rows, cosine, sine, qkv, keys + at, values + at, row_stride, group_stride,
                              spreaded);

@@ -1,13 +1,13 @@
-"""A step of generation on a CPU: the decoder layers of models like Llama, as one call of our own C code.
+"""A step of generation on a CPU: the decoder layers of models like Llama, as one call of C code.
 
-Generation reads all weights for a token of each row. oneDNN's products leave half of the memory's speed unused then,
-and the 25 small operators of a layer take as long as its products. `decode.c` has both; everything else is packed for
-oneDNN (`packed.py`), and computed as before: prompts, other models, other numbers, gradients.
+Generation reads all weights for one token of each row. oneDNN's products then use half of the memory's bandwidth, and
+the 25 small operators of a layer take as long as its products. `decode.c` computes both; everything else (prompts,
+other models, other dtypes, gradients) is packed for oneDNN (`packed.py`) or computed as before.
 
-Keys and values are written by `decode.c` too, into caches that say where. Such a cache has a method
+`decode.c` also writes keys and values into caches that say where. Such a cache has a method
     room() -> (kept, place) or None
-with `kept` the keys and values of each layer in turn, [rows, groups, columns, head size] and alike in strides, the same
-list as long as these are the same tensors; and `place`, the column of the token at hand, which is not written again.
+`kept` is the list of keys and values of each layer in turn, [rows, groups, columns, head size] with equal strides; it
+is the same list as long as it contains the same tensors. `place` is the column of the current token.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from accelerators.backends.cpu.kernels.layers import SILU, part, replaced
 from accelerators.types import KernelImpl, Support
 
 NUMBERS = 32
-"""Sizes are multiples of this: as many bf16 numbers are in a register."""
+"""Sizes are multiples of this number of bf16 numbers in a register."""
 
 ROWS, LANES, TOGETHER = 16, 16, 4
-"""Rows that are multiplied at a time, numbers of a register, and heads that are computed at a time; as in decode.c."""
+"""Rows multiplied at a time, float32 numbers of a register, and heads computed at a time; as in decode.c."""
 
 MOST = 512
-"""Rows up to which a product of `decode.c` is the faster one. Two cores of an AMD EPYC, a weight [3072, 576] that is in
-no cache, us of it, of oneDNN's with packed weights, and without: 81, 143 and 199 for 16 rows, 266, 316 and 382 for 64,
-1,050, 1,030 and 1,112 for 256, 8,600, 7,670 and 8,210 for 2,048. Of an Intel Xeon with AMX: 136, 175 and 281 for 16,
+"""Largest number of rows for products of `decode.c`. Time of a weight [3072, 576] that is in no cache, on two cores of
+an AMD EPYC, in us (decode.c, oneDNN with packed weights, oneDNN): 81, 143 and 199 for 16 rows, 266, 316 and 382 for 64,
+1,050, 1,030 and 1,112 for 256, 8,600, 7,670 and 8,210 for 2,048. On an Intel Xeon with AMX: 136, 175 and 281 for 16,
 229, 241 and 395 for 64, 511, 382 and 594 for 256, 884, 669 and 891 for 512."""
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Layer(ctypes.Structure):
 def _functions() -> ctypes.CDLL:
     functions = compiler.compiled("decode.c")
     if functions.amx() < 0:
-        raise compiler.NotCompiled("the system keeps this process from the processor's AMX")
+        raise compiler.NotCompiled("the system does not let this process use AMX")
     functions.pack.argtypes = [_pointer, _long, _long, _pointer]
     functions.linear.argtypes = [_pointer, _long, _long, _pointer, _long, *[_pointer] * 3]
     functions.decode.argtypes = [_pointer, _long, _pointer, _long, *[_pointer] * 4, *[_long] * 4, *[_pointer] * 4]
@@ -68,46 +68,46 @@ def _functions() -> ctypes.CDLL:
 
 
 def prepare(module: nn.Module, keep: bool) -> Restore:
-    """As `packed.prepare`; where weights are kept, decoder layers and the output layer go through `decode.c`."""
-    layers = [each for each in module.modules() if part(each) == "DecoderLayer"] if keep else []
-    why = _obstacle(layers)
-    own: list[nn.Module] = []
+    """Prepare a module like `packed.prepare`; if weights are kept, `decode.c` computes decoder and output layers."""
+    layers = [layer for layer in module.modules() if part(layer) == "DecoderLayer"] if keep else []
+    reason = _obstacle(layers)
+    prepared: list[nn.Module] = []
     with ExitStack() as undo, torch.no_grad():
-        if layers and not why:
+        if layers and not reason:
             stack = _Stack(layers)
             for number, layer in enumerate(layers):
                 packed.put(layer, partial(stack.forward, number), undo)
             for linear, weight in stack.weights:
                 packed.put(linear, _Linear(linear, weight), undo)
-            own += layers
+            prepared += layers
             output = getattr(module, "lm_head", None)
             if output is not None and not _linear_obstacle(output):
                 packed.put(output, _Linear(output, _packed(output)), undo)
-                own.append(output)
-        undo.callback(packed.prepare(module, keep, apart=own))
+                prepared.append(output)
+        undo.callback(packed.prepare(module, keep, apart=prepared))
         restore = undo.pop_all().close
     if layers:
-        found = f"not computed by decode.c: {why}" if why else "computed by decode.c"
-        logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), found)
+        state = f"not computed by decode.c: {reason}" if reason else "computed by decode.c"
+        logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), state)
     return restore
 
 
 def _obstacle(layers: Sequence[Any]) -> str:
-    """Why decoder layers are computed as they were; empty where `decode.c` does it."""
-    if why := next(filter(None, map(_layer_obstacle, layers)), ""):
-        return why
-    if [each.self_attn.layer_idx for each in layers] != list(range(len(layers))):
-        return "they are not those of one model, from the first on"
+    """Return why `decode.c` cannot compute these decoder layers; "" if it can."""
+    if reason := next(filter(None, map(_layer_obstacle, layers)), ""):
+        return reason
+    if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
+        return "they are not the layers of one model in order"
     if layers and layers[0].self_attn.config.num_hidden_layers < len(layers):
-        return "the model leaves some of them out"
+        return "the model skips some of them"
     sizes = [
         (attention.head_dim, attention.q_proj.out_features, attention.k_proj.out_features)
-        for attention in (each.self_attn for each in layers)
+        for attention in (layer.self_attn for layer in layers)
     ]
     if len(set(sizes)) > 1:
-        return "they differ in their heads"
-    windows = {getattr(each.self_attn, "sliding_window", None) for each in layers}
-    return "they look at different columns" if len(windows) > 1 else ""
+        return "their heads differ"
+    windows = {getattr(layer.self_attn, "sliding_window", None) for layer in layers}
+    return "their attention windows differ" if len(windows) > 1 else ""
 
 
 def _layer_obstacle(layer: Any) -> str:
@@ -119,59 +119,59 @@ def _layer_obstacle(layer: Any) -> str:
         return f"attention is {config._attn_implementation}, not {ATTENTION}"
     if config.hidden_act not in SILU:
         return f"its gate is {config.hidden_act}, not silu"
-    if any(each._forward_hooks or each._forward_pre_hooks for each in layer.modules() if each is not layer):
-        return "something listens to its parts"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules() if module is not layer):
+        return "its parts have hooks"
     linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if why := next(filter(None, map(_linear_obstacle, linear)), ""):
-        return why
-    if len({each.bias is None for each in linear[:3]}) > 1 or any(each.bias is not None for each in linear[4:]):
-        return "a layer has a bias where those of its family have none"
+    if reason := next(filter(None, map(_linear_obstacle, linear)), ""):
+        return reason
+    if len({module.bias is None for module in linear[:3]}) > 1 or any(module.bias is not None for module in linear[4:]):
+        return "a layer has a bias that its family does not have"
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
     if any(part(norm) != "RMSNorm" or norm.weight.dtype != torch.bfloat16 for norm in norms):
         return "its norms are not those of its family in bf16"
-    if any(size % NUMBERS for size in (attention.head_dim, *(each.in_features for each in linear))):
+    if any(size % NUMBERS for size in (attention.head_dim, *(module.in_features for module in linear))):
         return f"a size is no multiple of {NUMBERS}"
     return ""
 
 
 def _linear_obstacle(layer: nn.Module) -> str:
-    """Why the weight of a linear layer cannot be packed here; empty where it can."""
+    """Return why the weight of a linear layer cannot be packed here; "" if it can."""
     if not isinstance(layer, nn.Linear):
-        return f"a {type(layer).__name__} multiplies by itself"
-    if why := packed.obstacle(layer):
-        return f"a layer is {why}"
+        return f"a {type(layer).__name__} has its own product"
+    if reason := packed.obstacle(layer):
+        return f"a layer is {reason}"
     if layer.weight.dtype != torch.bfloat16:
         return f"its numbers are {str(layer.weight.dtype).removeprefix('torch.')}"
     return "" if layer.in_features % NUMBERS == layer.out_features % ROWS == 0 else f"a size is no multiple of {ROWS}"
 
 
 def _packed(*layers: nn.Linear) -> Tensor:
-    """The weights of layers that read one input, in the order of decode.c."""
+    """Return the weights of layers that read the same input, in the order of decode.c."""
     inputs = layers[0].in_features
-    room = torch.empty(sum(layer.out_features for layer in layers), inputs, dtype=torch.bfloat16)
-    for layer, own in zip(layers, room.split([layer.out_features for layer in layers])):
+    weights = torch.empty(sum(layer.out_features for layer in layers), inputs, dtype=torch.bfloat16)
+    for layer, block in zip(layers, weights.split([layer.out_features for layer in layers])):
         weight = layer.weight.detach().contiguous()
-        _functions().pack(weight.data_ptr(), layer.out_features, inputs, own.data_ptr())
-    return room
+        _functions().pack(weight.data_ptr(), layer.out_features, inputs, block.data_ptr())
+    return weights
 
 
 def _spread(rows: int, inputs: int) -> Tensor:
-    """Room for rows of a product, as decode.c wants them."""
+    """Return memory for the rows of a product, in the order of decode.c."""
     return torch.empty(-(-rows // ROWS) * ROWS * inputs, dtype=torch.bfloat16)
 
 
 def _is_read(hidden: Tensor) -> bool:
-    """Whether numbers are bf16 and nobody wants a gradient."""
+    """Return whether numbers are bf16 and need no gradient."""
     return hidden.dtype == torch.bfloat16 and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
 class _Stack:
-    """The forward passes of decoder layers with packed weights: the first computes all, the others pass that on.
+    """The forward passes of decoder layers with packed weights: the first computes all, the others return its result.
 
     Attributes:
-        weights: their linear layers, each with its part of the packed weights.
+        weights: the linear layers, each with its part of the packed weights.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -181,35 +181,35 @@ class _Stack:
         self._layers = (_Layer * len(layers))(*map(self._read, layers))
         first = self._layers[0]
         self._size, self._heads, self._groups = first.size, first.heads, first.groups
-        self._widest = max(max(each.heads * each.size, each.hidden + each.inner) for each in self._layers)
+        self._widest = max(max(layer.heads * layer.size, layer.hidden + layer.inner) for layer in self._layers)
         self._functions = _functions()
         self._kept: list[Tensor] = []
         self._known = False
         self._passed: Tensor | None = None
 
     def _read(self, layer: Any) -> _Layer:
-        """Pack the weights of a layer."""
+        """Return a layer in the form of decode.c, with packed weights."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv, others = _packed(*siblings), (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        own = {each: _packed(each) for each in others}
-        sizes = [each.out_features for each in siblings]
-        self.weights += [*zip(siblings, qkv.split(sizes)), *own.items()]
-        biases = [each.bias for each in siblings if each.bias is not None]
+        packed_weights = {linear: _packed(linear) for linear in others}
+        sizes = [linear.out_features for linear in siblings]
+        self.weights += [*zip(siblings, qkv.split(sizes)), *packed_weights.items()]
+        biases = [linear.bias for linear in siblings if linear.bias is not None]
         tensors: dict[str, Tensor | None] = {
             "norm": layer.input_layernorm.weight,
             "qkv": qkv,
             "qkv_bias": torch.cat(biases) if biases else None,
             "query_norm": attention.q_norm.weight if hasattr(attention, "q_norm") else None,
             "key_norm": attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-            "out": own[attention.o_proj],
+            "out": packed_weights[attention.o_proj],
             "out_bias": attention.o_proj.bias,
             "mlp_norm": layer.post_attention_layernorm.weight,
-            "gate": own[mlp.gate_proj],
-            "up": own[mlp.up_proj],
-            "down": own[mlp.down_proj],
+            "gate": packed_weights[mlp.gate_proj],
+            "up": packed_weights[mlp.up_proj],
+            "down": packed_weights[mlp.down_proj],
         }
-        self._tensors += [tensor for tensor in tensors.values() if tensor is not None]  # C holds none of them
+        self._tensors += [tensor for tensor in tensors.values() if tensor is not None]  # decode.c has pointers only
         return _Layer(
             hidden=mlp.gate_proj.in_features,
             heads=attention.q_proj.out_features // attention.head_dim,
@@ -222,18 +222,18 @@ class _Stack:
         )
 
     def forward(self, number: int, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        """What layer `number` gives: hidden states [B, T, hidden] -> [B, T, hidden]."""
+        """Return the output of layer `number`: hidden states [B, T, hidden] -> [B, T, hidden]."""
         passed, self._passed = self._passed, None
         if number == 0:
-            found = None if others else self._computed(hidden_states, **named)
+            output = None if others else self._computed(hidden_states, **named)
         else:
-            found = passed if hidden_states is passed else None
-        if found is None:
+            output = passed if hidden_states is passed else None
+        if output is None:
             plain: Tensor = self._plain[number](hidden_states, *others, **named)
             return plain
         if number + 1 < len(self._plain):
-            self._passed = found
-        return found
+            self._passed = output
+        return output
 
     def _computed(
         self,
@@ -244,7 +244,7 @@ class _Stack:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor | None:
-        """What comes out of the last layer; None where that is no step of decoding, or somebody listens in between."""
+        """Return the output of the last layer; None if this is no decoding step, or if a layer has hooks."""
         mask, room = attention_mask, getattr(past_key_values, "room", None)
         if (
             room is None
@@ -254,14 +254,14 @@ class _Stack:
             or position_embeddings[0].dtype != torch.bfloat16
             or (mask is not None and (mask.dtype != torch.bfloat16 or mask.shape[1] != 1))
             or not _is_read(hidden)
-            or any(each._forward_hooks or each._forward_pre_hooks for each in self._modules)
+            or any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
         ):
             return None
         rows, (kept, place) = len(hidden), room() or ([], 0)
         if not kept or not self._fits(kept, rows) or not 0 <= place < kept[0].shape[2]:
             return None
         first, columns = kept[0], kept[0].shape[2]
-        cosine, sine = (each.expand(rows, 1, self._size).contiguous() for each in position_embeddings)
+        cosine, sine = (module.expand(rows, 1, self._size).contiguous() for module in position_embeddings)
         if mask is not None:
             mask = mask.expand(rows, 1, 1, columns).contiguous()
         hidden, output = hidden.contiguous(), torch.empty_like(hidden)
@@ -276,15 +276,16 @@ class _Stack:
         return output
 
     def _fits(self, kept: list[Tensor], rows: int) -> bool:
-        """Whether `decode.c` can write to what a cache keeps."""
+        """Return whether `decode.c` can write to the tensors of a cache."""
         if kept is not self._kept:
             first = kept[0]
             shape = first.shape[0], self._groups, first.shape[2], self._size
             self._known = len(kept) == 2 * len(self._layers) and all(
-                (each.dtype, each.shape, each.stride()) == (torch.bfloat16, shape, first.stride()) for each in kept
+                (tensor.dtype, tensor.shape, tensor.stride()) == (torch.bfloat16, shape, first.stride())
+                for tensor in kept
             )
             self._known &= first.stride()[2:] == (self._size, 1)
-            self._kept, self._pointers = kept, (_pointer * len(kept))(*(each.data_ptr() for each in kept))
+            self._kept, self._pointers = kept, (_pointer * len(kept))(*(tensor.data_ptr() for tensor in kept))
         return self._known and len(kept[0]) == rows
 
 
@@ -312,22 +313,22 @@ class _Linear:
 
 @cache
 def supported(accelerator: object) -> Support:
-    """Whether the processor multiplies bf16, a compiler is there, and a product is right."""
-    if why := compiler.why_not(_functions, "generation takes about twice as long"):
-        return Support(False, why)
+    """Test that the processor multiplies bf16, that a compiler is installed, and that a product is right."""
+    if reason := compiler.why_not(_functions, "generation takes about twice as long"):
+        return Support(False, reason)
     weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).bfloat16()
-    layer = nn.utils.skip_init(nn.Linear, 64, 48, bias=False, dtype=torch.bfloat16)  # which draws no random numbers
+    layer = nn.utils.skip_init(nn.Linear, 64, 48, bias=False, dtype=torch.bfloat16)  # draws no random numbers
     inputs = torch.linspace(1, -1, 21 * 64).cos().view(21, 64).bfloat16()
     with torch.no_grad():
         layer.weight.copy_(weight)
-        found = _Linear(layer, _packed(layer))(inputs)
+        product = _Linear(layer, _packed(layer))(inputs)
     exact = inputs.double() @ weight.double().T
-    if not torch.allclose(found.double(), exact, rtol=0, atol=0.01 * exact.abs().max().item()):
+    if not torch.allclose(product.double(), exact, rtol=0, atol=0.01 * exact.abs().max().item()):
         return Support(False, "the compiled products are wrong here")
     if not (onednn := packed.supported(accelerator)):
         return onednn
-    needed = f"{compiler.NEEDED} and amx_bf16" if _functions().amx() else compiler.NEEDED
-    return Support(True, f"all decoder layers in one call, compiled for {needed}; the rest packed for oneDNN")
+    features = f"{compiler.NEEDED} and amx_bf16" if _functions().amx() else compiler.NEEDED
+    return Support(True, f"all decoder layers in one call, compiled for {features}; the rest packed for oneDNN")
 
 
 DECODE = KernelImpl(

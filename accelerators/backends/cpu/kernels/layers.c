@@ -1,10 +1,10 @@
-// Layers of training that change no shape, in bf16: each is one pass over memory, forward and backward.
+// Layers of training that change no shape, in bf16, each in one pass over memory, forward and backward.
 
 #include <omp.h>
 
 #include "bf16.h"
 
-// from [rows, size] -> to [rows, size], and the scale of each row, which the way back needs.
+// from [rows, size] -> to [rows, size], and the scale of each row for the backward pass.
 void norm(const bf16 *from, long rows, long size, float epsilon, const bf16 *weight, bf16 *to, float *scales)
 {
 #pragma omp parallel for schedule(static)
@@ -15,14 +15,14 @@ void norm(const bf16 *from, long rows, long size, float epsilon, const bf16 *wei
     }
 }
 
-// Gradients: of_to [rows, size] -> of_from [rows, size] and of_weight [threads, size], which is 0 and
-// whose sum is then the weight's.
+// Gradients: of_to [rows, size] -> of_from [rows, size] and of_weight [threads, size], which starts at 0 and whose sum
+// is the gradient of the weight.
 void norm_backward(const bf16 *of_to, const bf16 *from, const float *scales, long rows, long size, const bf16 *weight,
                    bf16 *of_from, float *of_weight)
 {
 #pragma omp parallel
     {
-        float *own = of_weight + omp_get_thread_num() * size;
+        float *sums = of_weight + omp_get_thread_num() * size;
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++) {
             const bf16 *x = from + row * size, *given = of_to + row * size;
@@ -31,8 +31,8 @@ void norm_backward(const bf16 *of_to, const bf16 *from, const float *scales, lon
             for (long column = 0; column < size; column += LANES) {
                 const __m512 gradient = widened(given + column), numbers = widened(x + column);
                 along = _mm512_fmadd_ps(_mm512_mul_ps(gradient, widened(weight + column)), numbers, along);
-                const __m512 sum = _mm512_loadu_ps(own + column);
-                _mm512_storeu_ps(own + column, _mm512_fmadd_ps(gradient, _mm512_mul_ps(numbers, scale), sum));
+                const __m512 sum = _mm512_loadu_ps(sums + column);
+                _mm512_storeu_ps(sums + column, _mm512_fmadd_ps(gradient, _mm512_mul_ps(numbers, scale), sum));
             }
             const float cube = scales[row] * scales[row] * scales[row];
             const __m512 less = _mm512_set1_ps(_mm512_reduce_add_ps(along) * cube / size);

@@ -1,8 +1,9 @@
-"""Layers that a CPU computes in one pass over memory: RMSNorm, and a gate by SiLU, of models like Llama.
+"""Layers that a CPU computes in one pass over memory: RMSNorm and SiLU gates of models like Llama.
 
-Plain, a norm is eight passes, and keeps its input in float32 and twice in bf16 for the backward pass; a gate is two and
-keeps a third number. `layers.c` has both forward and backward, and keeps what flows in. Two cores of an AMD EPYC, PPO
-of SmolLM2-135M's shape, 16 x (16 + 32) tokens: 2.97 s a step and 5.9 GiB, plain 3.30 s and 6.4 GiB.
+A plain norm takes eight passes and saves its input in float32 and twice in bf16 for the backward pass; a plain gate
+takes two passes and saves a third tensor. `layers.c` computes both, forward and backward, and saves only the inputs.
+PPO with SmolLM2-135M's shape, 16 x (16 + 32) tokens, on two cores of an AMD EPYC: 2.97 s a step and 5.9 GiB, plain
+3.30 s and 6.4 GiB.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from accelerators.backends.cpu.kernels import compiler
 from accelerators.types import KernelImpl, Support
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Families of transformers whose layers are known here: RMSNorm, rotary positions, a gate by SiLU."""
+"""Families of transformers with RMSNorm, rotary positions and a SiLU gate."""
 
 SILU = ("silu", "swish")
-"""Its names in transformers' configurations."""
+"""Names of SiLU in transformers' configurations."""
 
 LANES = 16
 """Sizes are multiples of this; as in bf16.h."""
 
 
 def part(module: nn.Module) -> str:
-    """What a module is in transformers' own code of a family, e.g. "RMSNorm"; empty for all others."""
+    """Return the role of a module in transformers' code of a family, e.g. "RMSNorm"; "" for other modules."""
     kind = type(module)
     for family, name in FAMILIES.items():
         if kind.__module__ == f"transformers.models.{family}.modeling_{family}" and kind.__name__.startswith(name):
@@ -39,21 +40,23 @@ def part(module: nn.Module) -> str:
 
 
 def fuse(module: nn.Module) -> None:
-    """Have the layers of a module that are known compute what they did in one pass; see `Accelerator.kernel`.
+    """Let the known layers of a module compute in one pass; see operation `fused_layers`.
 
-    Other numbers than bf16 are computed as before, and so is what somebody has given a forward pass of its own.
+    Other dtypes than bf16 are computed as before, and modules whose forward pass was replaced stay unchanged.
     """
-    for each in module.modules():
-        if replaced(each):
+    for part_module in module.modules():
+        if replaced(part_module):
             continue
-        if (kind := part(each)) == "RMSNorm":
-            vars(each)["forward"] = types.MethodType(_norm, each)  # a copy of the module gets a method of its own
-        elif kind == "MLP" and each.config.hidden_act in SILU:
-            vars(each)["forward"] = types.MethodType(_mlp, each)
+        if (kind := part(part_module)) == "RMSNorm":
+            vars(part_module)["forward"] = types.MethodType(
+                _norm, part_module
+            )  # a copy of the module gets its own method
+        elif kind == "MLP" and part_module.config.hidden_act in SILU:
+            vars(part_module)["forward"] = types.MethodType(_mlp, part_module)
 
 
 def replaced(module: nn.Module) -> bool:
-    """Whether somebody else has given a module a forward pass of its own."""
+    """Return whether other code has replaced a module's forward pass."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) not in (_norm, _mlp)
 
@@ -139,14 +142,14 @@ class _Gate(torch.autograd.Function):
 
 @cache
 def supported(accelerator: object) -> Support:
-    """Whether the processor has the instructions, a compiler is there, and a norm is right."""
-    if why := compiler.why_not(_functions, "training is a tenth slower and needs more memory"):
-        return Support(False, why)
+    """Test that the processor has the instructions, that a compiler is installed, and that a norm is right."""
+    if reason := compiler.why_not(_functions, "training is a tenth slower and needs more memory"):
+        return Support(False, reason)
     numbers = torch.linspace(-3, 2, 5 * 64).sin().view(5, 64).bfloat16()
     with torch.no_grad():
-        found = _RMSNorm.apply(numbers, torch.ones(64, dtype=torch.bfloat16), 0.0)
+        normed = _RMSNorm.apply(numbers, torch.ones(64, dtype=torch.bfloat16), 0.0)
     exact = numbers.double() / numbers.double().square().mean(-1, keepdim=True).sqrt()
-    if not torch.allclose(found.double(), exact, rtol=0.01, atol=0.001):
+    if not torch.allclose(normed.double(), exact, rtol=0.01, atol=0.001):
         return Support(False, "the compiled layers are wrong here")
     return Support(True, f"RMSNorm and gates by SiLU in one pass, compiled for {compiler.NEEDED}")
 

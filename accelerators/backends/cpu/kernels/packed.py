@@ -1,10 +1,11 @@
-"""Weights of linear layers for a phase of reading on a CPU: in oneDNN's own order, siblings as one product.
+"""Weights of linear layers for inference on a CPU: in oneDNN's order, siblings as one product.
 
-A module whose weights will not change for a while flows in; its linear layers get another `forward`, which multiplies
-with packed weights, and a function comes out that puts everything back. The modules stay the same objects.
+`prepare` gives the linear layers of a module another `forward`, which multiplies with packed weights, and returns a
+function that restores everything. The modules stay the same objects.
 
 On two cores of an AMD EPYC with avx512_bf16, weights [576, 1536] and [49152, 576] take 79 and 3,630 us for 16 rows in
-bf16, packed 49 and 1,590; q, k and v of 576 columns 77 us, as one packed product 35; 1,649 and 1,430 us for 768 rows.
+bf16, packed 49 and 1,590; q, k and v of 576 columns take 77 us, as one packed product 35 (for 768 rows 1,649
+and 1,430).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch.nn.functional import linear
 from accelerators.types import KernelImpl, Support
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers side by side that read one tensor, in the families of transformers that do not fuse them."""
+"""Names of layers that read the same tensor, in the families of transformers that do not fuse them."""
 
 SMALLEST = 2**16
-"""Numbers of a product's weight from which packing pays: with fewer, the call itself takes the time."""
+"""Smallest weight of a product for which packing pays; for smaller ones the call itself dominates."""
 
 ROWS = 16
-"""What oneDNN is told of the inputs. Told 1, 16, 64 or 768 it was equally quick with 1 to 4,096 of them."""
+"""Rows of inputs, a hint for oneDNN. With 1, 16, 64 or 768 it was equally fast for 1 to 4,096 rows."""
 
 Product = Callable[[Tensor], Tensor]
 Restore = Callable[[], None]
@@ -38,44 +39,47 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(module: nn.Module, keep: bool, apart: Iterable[nn.Module] = ()) -> Restore:
-    """Have the linear layers of a module multiply with packed weights; see `Accelerator.kernel`.
+    """Let the linear layers of a module multiply with packed weights; see operation `inference_weights`.
 
-    Where gradients are wanted, under autocast, and for inputs of another type, a layer computes what it did before.
+    With gradients, under autocast, and for inputs of another dtype, a layer computes as before.
 
     Args:
-        keep: weights stay where they are too, and siblings are fused: that pays for few rows. Else the packed weight, a
-            tensor of oneDNN's without a storage, takes the place of a layer's own, unless another layer has that too.
-        apart: parts of the module that are left alone.
+        module: the module.
+        keep: keep the weights too, and fuse siblings, which pays for few rows. Otherwise the packed weight, a tensor of
+            oneDNN without a storage, replaces the layer's weight, unless another layer shares it.
+        apart: parts of the module to skip.
     """
     plain: Counter[str] = Counter()
-    met = {id(part) for each in apart for part in each.modules()}
+    seen = {id(part) for module_apart in apart for part in module_apart.modules()}
     layers = products = 0
     with ExitStack() as undo, torch.no_grad():
-        for product in _products(module, keep, plain, met):
+        for product in _products(module, keep, plain, seen):
             _pack(product, keep, undo)
             layers, products = layers + len(product), products + 1
         restore = undo.pop_all().close
-    left = ", ".join(f"{count} {why}" for why, count in plain.items()) or "none"
+    skipped = ", ".join(f"{count} {why}" for why, count in plain.items()) or "none"
     name = type(module).__name__
-    logger.debug("%s: %d linear layers packed as %d products; left as they are: %s", name, layers, products, left)
+    logger.debug("%s: %d linear layers packed as %d products; unchanged: %s", name, layers, products, skipped)
     return restore
 
 
-def _products(module: nn.Module, keep: bool, plain: Counter[str], met: set[int]) -> Iterator[list[nn.Linear]]:
-    """The linear layers that are packed, in lists of those that are one product; others are counted as `plain`, and
-    those whose ids are `met` already are passed over."""
+def _products(module: nn.Module, keep: bool, plain: Counter[str], seen: set[int]) -> Iterator[list[nn.Linear]]:
+    """Yield the linear layers to pack, in lists that form one product.
+
+    `plain` counts other layers by reason; modules whose ids are in `seen` are skipped.
+    """
     uses = Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
     for path, parent in module.named_modules():
         children = {name: getattr(child, "base_layer", child) for name, child in parent.named_children()}  # peft's
-        found = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
+        linears = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
         layers: dict[str, nn.Linear] = {}
-        for name, layer in found.items():
-            if id(layer) in met or ".lora_" in path:
+        for name, layer in linears.items():
+            if id(layer) in seen or ".lora_" in path:
                 continue
-            met.add(id(layer))
+            seen.add(id(layer))
             shared = not keep and uses[id(layer._parameters.get("weight"))] > 1
-            if why := "with weights of others" if shared else obstacle(layer):
-                plain[why] += 1
+            if reason := "with shared weights" if shared else obstacle(layer):
+                plain[reason] += 1
             else:
                 layers[name] = layer
         fused = [[layers.pop(name) for name in names] for names in SIBLINGS if keep and _are_alike(layers, names)]
@@ -87,25 +91,25 @@ def _products(module: nn.Module, keep: bool, plain: Counter[str], met: set[int])
 
 
 def obstacle(layer: nn.Linear) -> str:
-    """Why a layer is not packed; empty where it can be."""
+    """Return why a layer cannot be packed; "" if it can."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
-        return "with a product of their own"
+        return "with another forward pass"
     weight = layer._parameters.get("weight")
     if weight is None or type(weight.data) is not Tensor or weight.shape != (layer.out_features, layer.in_features):
-        return "without a whole weight"  # sharded, or none of plain numbers
+        return "without a whole weight"  # sharded, or not plain numbers
     if weight.dtype not in _dtypes() or weight.device.type != "cpu":
         return f"in {weight.dtype} on {weight.device}"
     return ""
 
 
 def _are_alike(layers: Mapping[str, nn.Linear], names: Sequence[str]) -> bool:
-    """Whether all the layers are there, and can be one product."""
+    """Return whether all the layers exist and can be one product."""
     kinds = {(layers[name].in_features, layers[name].weight.dtype) for name in names if name in layers}
     return len(kinds) == 1 and all(name in layers for name in names)
 
 
 def _pack(layers: Sequence[nn.Linear], keep: bool, undo: ExitStack) -> None:
-    """Have `layers` multiply with packed weights as one product; what takes that back is added to `undo`."""
+    """Let `layers` multiply with packed weights as one product; `undo` receives the callbacks that restore them."""
     if len(layers) > 1:
         siblings = _Siblings(layers)
         for number, layer in enumerate(layers):
@@ -119,18 +123,18 @@ def _pack(layers: Sequence[nn.Linear], keep: bool, undo: ExitStack) -> None:
         def plain(input: Tensor) -> Tensor:
             return linear(input, packed.to_dense(), bias)
 
-        def give_back() -> None:
+        def restore_weight() -> None:
             parameter.data = packed.to_dense()
             layer._parameters["weight"] = parameter
 
-        undo.callback(give_back)
+        undo.callback(restore_weight)
         layer._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
         parameter.data = parameter.new_empty(0)
     _put(layer, lambda input: _multiplied(input, packed, bias), plain, undo)
 
 
 def _put(layer: nn.Linear, product: Product, plain: Product, undo: ExitStack) -> None:
-    """Have a layer compute `product` where it is only read, and `plain` elsewhere."""
+    """Let a layer compute `product` in inference, and `plain` otherwise."""
     dtype = layer.weight.dtype
 
     def forward(input: Tensor) -> Tensor:
@@ -142,16 +146,16 @@ def _put(layer: nn.Linear, product: Product, plain: Product, undo: ExitStack) ->
 
 
 def put(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    """Give a module a forward pass of its own, until it is taken back."""
+    """Replace a module's forward pass until `undo` runs."""
     vars(module)["forward"] = forward
     undo.callback(vars(module).__delitem__, "forward")
 
 
 class _Siblings:
-    """Layers that read one tensor: the first that is called with it computes for all, the others take their parts.
+    """Layers that read the same tensor: the first call with it computes for all, the others return their parts.
 
-    A part is only given for the same object, unchanged since. Where one has not taken its part when another tensor
-    comes, they read different ones: each multiplies by itself from then on.
+    A part is only valid for the same, unchanged tensor object. If another tensor comes before all parts are taken, the
+    layers read different tensors, and each multiplies separately from then on.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -168,8 +172,8 @@ class _Siblings:
         self._parts: dict[int, Tensor] = {}
 
     def part(self, number: int, input: Tensor) -> Tensor:
-        """What the layer of this number gives; a view of what they all give."""
-        if self._apart or input.is_inference():  # which counts no changes
+        """Return the output of the layer of this number; a view of the common product."""
+        if self._apart or input.is_inference():  # it has no version counter
             return self._plain[number](input)
         known = input is self._input and input._version == self._version
         if not known or number not in self._parts:
@@ -185,7 +189,7 @@ class _Siblings:
 
 
 def _reordered(weight: Tensor) -> Tensor:
-    """A weight [out, in] in oneDNN's order; torch 2.13 calls it so for its own compiler (`_inductor`)."""
+    """Return a weight [out, in] in oneDNN's order, by the operator that torch 2.13 uses in `_inductor`."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS)
     return packed
 
@@ -197,13 +201,13 @@ def _multiplied(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _dtypes() -> tuple[torch.dtype, ...]:
-    """Numbers that oneDNN multiplies on this processor."""
+    """Return the dtypes that oneDNN multiplies on this processor."""
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
 
 
 def supported(accelerator: object) -> Support:
-    """Whether torch has these operators here, and they are right: they are no public ones, so both are tried."""
+    """Test that torch has these private operators here, and that they are right."""
     if not torch.backends.mkldnn.is_available():
         return Support(False, f"torch {torch.__version__} is built without oneDNN")
     weight = torch.linspace(-1, 1, 48 * 40).sin().view(48, 40)
@@ -217,7 +221,7 @@ def supported(accelerator: object) -> Support:
             if not close or not torch.equal(packed.to_dense(), weight.to(dtype)):
                 return Support(False, f"torch {torch.__version__} multiplies packed {dtype} weights wrongly here")
     except (AttributeError, RuntimeError, TypeError) as error:
-        return Support(False, f"torch {torch.__version__} packs weights in another way than is known here ({error})")
+        return Support(False, f"torch {torch.__version__} packs weights in an unknown way ({error})")
     numbers = " and ".join("bf16" if dtype is torch.bfloat16 else "fp32" for dtype in _dtypes())
     return Support(True, f"{numbers} in the order that oneDNN multiplies fastest; q-k-v and gate-up as one product")
 

@@ -1,7 +1,7 @@
-// Products of a few rows with a packed weight, in bf16: by AMX where the processor has it, else by AVX512-BF16.
+// Products of a few rows with a packed weight, in bf16: by AMX if the processor has it, else by AVX512-BF16.
 //
 // A weight [outputs, inputs] is packed as panels of LANES outputs: pair by pair of inputs, two numbers of each output.
-// What it is multiplied with is spread: blocks of ROWS rows, in the order that the instructions want.
+// The other factor is spread: blocks of ROWS rows, in the order of the instructions.
 
 #include "bf16.h"
 
@@ -12,10 +12,10 @@ enum { ROWS = 16 }; // of a block
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// A tile has sixteen rows of 64 bytes: of a panel, as many pairs of inputs; of a block, 32 inputs of as many rows.
-enum { TILE = 32, PANELS = 2 }; // PANELS: those that blocks meet before the next blocks come
+// A tile has sixteen rows of 64 bytes: 16 pairs of inputs of a panel, or 32 inputs of 16 rows of a block.
+enum { TILE = 32, PANELS = 2 }; // PANELS: panels per block before the next block
 
-// Whether AMX is used: 1, or -1 where the system keeps it from this process.
+// Return 1 if AMX is used, -1 if the system does not let this process use it.
 int amx(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) ? -1 : 1; }
 
 static inline void begin_products(void) // on each thread
@@ -30,14 +30,14 @@ static inline void begin_products(void) // on each thread
 
 static inline void end_products(void) { _tile_release(); }
 
-static inline void spread(bf16 *block, long row, long input, __m512 numbers) // of one row, LANES from `input` on
+static inline void spread(bf16 *block, long row, long input, __m512 numbers) // LANES numbers of one row, from `input`
 {
     store(block + input / TILE * TILE * ROWS + row * TILE + input % TILE, numbers);
 }
 
-// One block or two, of `rows`, times a panel and times another where there is one: LANES outputs of each row.
-// Tiles: 0 to 3 are sums, 4 and 5 of the blocks, 6 and 7 of the panels. Several sums at a time, for an addition waits
-// for the one before, and a tile that is read is used twice.
+// One or two blocks of `rows`, times a panel and another unless NULL: LANES outputs of each row.
+// Tiles: 0 to 3 are sums, 4 and 5 blocks, 6 and 7 panels. Several sums at a time, because an addition waits for the
+// previous one and each loaded tile is used twice.
 static void multiply(long rows, const bf16 *blocks, const bf16 *panel, const bf16 *other, long inputs,
                      __m512 sums[2][2 * ROWS])
 {
@@ -69,8 +69,8 @@ static void multiply(long rows, const bf16 *blocks, const bf16 *panel, const bf1
 #else
 
 enum {
-    PANELS = 3,  // those that blocks meet before the next blocks come
-    AHEAD = 8192 // bytes: weights are asked for so early, for the processor's own guess comes late (1.4 times as slow)
+    PANELS = 3,  // panels per block before the next block
+    AHEAD = 8192 // bytes to prefetch weights, because the processor's own prefetch is late (1.4 times as slow)
 };
 
 int amx(void) { return 0; }
@@ -80,7 +80,7 @@ static inline void begin_products(void) {}
 static inline void end_products(void) {}
 
 // A block is spread pair by pair of inputs, two numbers of each row.
-static inline void spread(bf16 *block, long row, long input, __m512 numbers) // of one row, LANES from `input` on
+static inline void spread(bf16 *block, long row, long input, __m512 numbers) // LANES numbers of one row, from `input`
 {
     const __m256i pairs = _mm256_set_epi32(7 * ROWS, 6 * ROWS, 5 * ROWS, 4 * ROWS, 3 * ROWS, 2 * ROWS, ROWS, 0);
     _mm256_i32scatter_epi32((int *)block + input / 2 * ROWS + row, pairs, narrowed(numbers), 4);
@@ -106,14 +106,14 @@ MULTIPLY(8)
 MULTIPLY(12)
 MULTIPLY(16)
 
-// One block or two, of `rows`, times a panel and times another where there is one: LANES outputs of each row.
+// One or two blocks of `rows`, times a panel and another unless NULL: LANES outputs of each row.
 static void multiply(long rows, const bf16 *blocks, const bf16 *panel, const bf16 *other, long inputs,
                      __m512 sums[2][2 * ROWS])
 {
     for (int side = 0; side < (other ? 2 : 1); side++)
         for (long first = 0; first < rows; first += ROWS) {
-            const long left = rows - first;
-            (left <= 4 ? multiply_4 : left <= 8 ? multiply_8 : left <= 12 ? multiply_12 : multiply_16)(
+            const long rest = rows - first;
+            (rest <= 4 ? multiply_4 : rest <= 8 ? multiply_8 : rest <= 12 ? multiply_12 : multiply_16)(
                 blocks + first * inputs, side ? other : panel, inputs / 2, sums[side] + first);
         }
 }

@@ -63,30 +63,37 @@ class Work(dist.Work):
         self._results = results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all collectives."""
         return all(work.wait(timeout) for work in self._works)
 
     def synchronize(self) -> None:
+        """Wait for all collectives."""
         self.wait()
 
     def is_completed(self) -> bool:
+        """Return whether all collectives have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
+        """Return whether all collectives have succeeded."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
+        """Return the first error; None if there is none."""
         return next((error for work in self._works if (error := work.exception())), None)
 
     def source_rank(self) -> int:
-        """The sender, of a message received from any."""
+        """Return the sender of a message that was received from any rank."""
         return self._works[0]._source_rank()
 
     _source_rank = source_rank
 
     def result(self) -> list[torch.Tensor]:
+        """Return the results on the device."""
         return self._results
 
     def get_future(self) -> torch.futures.Future:
+        """Return a future of the results."""
         self.wait()
         future = torch.futures.Future(devices=[torch.device("hpu", 0)])
         future.set_result(self._results)
@@ -115,6 +122,7 @@ class ProcessGroup(dist.ProcessGroup):
         return Work(list(works), [tensor for work in works for tensor in work.result()])
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
         # Without the device that the options name: it would be ours, which gloo does not know.
         return self._gloo.barrier(dist.BarrierOptions())
 

@@ -17,7 +17,7 @@ class FusedSDPA:
         scale: float | None = None,
         /,
     ) -> torch.Tensor:
-        """query [B, H, T, D], key and value [B, G, S, D], a mask to add [B, 1 or H, T, S] -> [B, H, T, D]."""
+        """Attend: query [B, H, T, D], key and value [B, G, S, D], mask to add [B, 1 or H, T, S] -> [B, H, T, D]."""
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )

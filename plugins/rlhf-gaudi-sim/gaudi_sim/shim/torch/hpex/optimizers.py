@@ -27,6 +27,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters."""
         loss = closure() if closure else None
         for group in self.param_groups:
             _step([parameter for parameter in group["params"] if parameter.grad is not None], group, self.state)
