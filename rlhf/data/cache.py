@@ -136,7 +136,7 @@ class StageCache:
             [_report(values, table) for values in said["reports"]],
             said["prompt_format"],
             tuple(said["end_ids"]),
-            dict(zip((source.from_anywhere() for source in sources), said["fingerprints"], strict=True)),
+            dict(zip((source.absolute_name() for source in sources), said["fingerprints"], strict=True)),
         )
 
     def _write(self, folder: Path, show: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the stages train on: examples of token ids, one kind for each stage, and how long their parts are."""
+"""The examples that stages train on, as token ids: one class per kind of stage, and the lengths of their parts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class NumberedPair(Pair):
-    """A pair that is known by a number while it is shuffled."""
+    """A pair with a number that identifies it after shuffling."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to answer (stage ppo)."""
+    """A prompt to complete (stage ppo)."""
 
     prompt_ids: list[int]
     row: Row
@@ -49,7 +49,7 @@ Example = Demonstration | Pair | Prompt
 
 
 class NumberedPairs(Sequence[Example]):
-    """Pairs, each with its number: its place among them, counted from `first`."""
+    """Pairs with their numbers: their indices in this sequence, counted from `first`."""
 
     def __init__(self, pairs: Sequence[Example], first: int = 0) -> None:
         self._pairs, self._first = pairs, first
@@ -58,58 +58,58 @@ class NumberedPairs(Sequence[Example]):
         return len(self._pairs)
 
     @overload
-    def __getitem__(self, at: int) -> NumberedPair: ...
+    def __getitem__(self, index: int) -> NumberedPair: ...
 
     @overload
-    def __getitem__(self, at: slice) -> list[NumberedPair]: ...
+    def __getitem__(self, index: slice) -> list[NumberedPair]: ...
 
-    def __getitem__(self, at: int | slice) -> NumberedPair | list[NumberedPair]:
-        if isinstance(at, slice):
-            return [self[place] for place in range(len(self))[at]]
-        place = range(len(self))[at]
-        return NumberedPair(**vars(self._pairs[place]), number=self._first + place)
+    def __getitem__(self, index: int | slice) -> NumberedPair | list[NumberedPair]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(len(self))[index]]
+        position = range(len(self))[index]
+        return NumberedPair(**vars(self._pairs[position]), number=self._first + position)
 
 
 def token_parts(example: Example) -> list[tuple[str, list[int]]]:
-    """The parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs."""
-    found = [("prompt", example.prompt_ids)]
+    """Return the parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs."""
+    parts = [("prompt", example.prompt_ids)]
     if isinstance(example, Demonstration):
-        found += [("completion", example.completion_ids)]
+        parts += [("completion", example.completion_ids)]
     elif isinstance(example, Pair):
-        found += [("chosen", example.chosen_ids), ("rejected", example.rejected_ids)]
-    return found
+        parts += [("chosen", example.chosen_ids), ("rejected", example.rejected_ids)]
+    return parts
 
 
 TokenCounts = dict[str, "array[int]"]
-"""Of each part, the tokens that each example has of it."""
+"""Name of a part -> number of its tokens in each example."""
 
 
 def count_tokens(examples: Iterable[Example]) -> TokenCounts:
-    """How long the parts of each example are; where examples are stored, without a look at their tokens."""
+    """Return the lengths of the parts of each example; for stored examples, without reading their tokens."""
     if isinstance(examples, HasTokenCounts):
         return examples.token_counts()
-    found: TokenCounts = {}
+    counts: TokenCounts = {}
     for example in examples:
-        add_token_counts(found, example)
-    return found
+        add_token_counts(counts, example)
+    return counts
 
 
 def add_token_counts(counts: TokenCounts, example: Example) -> None:
-    """Count one example more."""
+    """Append the lengths of one more example."""
     for name, ids in token_parts(example):
         counts.setdefault(name, array("i")).append(len(ids))
 
 
 @runtime_checkable
 class HasTokenCounts(Protocol):
-    """Examples that know how long they are."""
+    """Examples that know their lengths."""
 
     def token_counts(self) -> TokenCounts:
-        """Of each part, the tokens that each example has of it, in their order."""
+        """Return the number of tokens of each part, in the order of the examples."""
 
 
 def length_quantiles(counts: TokenCounts, *shares: float) -> dict[str, tuple[int, ...]]:
-    """Tokens of each part: the smallest length that at least each share of the examples does not exceed."""
+    """Return for each part the smallest lengths that at least these shares of the examples do not exceed."""
     ranked = {name: sorted(lengths) for name, lengths in counts.items()}
     return {
         name: tuple(lengths[quantile_index(len(lengths), share)] for share in shares)
@@ -118,12 +118,12 @@ def length_quantiles(counts: TokenCounts, *shares: float) -> dict[str, tuple[int
 
 
 def median_index(counts: TokenCounts) -> int:
-    """The place of an example of median length."""
+    """Return the index of an example of median length."""
     totals = [sum(lengths) for lengths in zip(*counts.values(), strict=True)]
     ranked = sorted(range(len(totals)), key=totals.__getitem__)
     return ranked[quantile_index(len(ranked), 0.5)]
 
 
 def quantile_index(count: int, share: float) -> int:
-    """The place, in sorted order, of the first of `count` that at least `share` of them do not exceed."""
+    """Return the index, in sorted order, of the first of `count` values that at least `share` of them do not exceed."""
     return max(math.ceil(share * count) - 1, 0)

@@ -1,4 +1,9 @@
-"""The known formats of data sets, recognized by their columns alone; `ColumnsConfig` names columns that differ."""
+"""The columns of a source: the known formats, nested columns, and data sets whose columns are known by name.
+
+`recognize_columns` matches the columns of a source to the known formats; `ColumnsConfig` names columns that differ.
+`flatten_nested_columns` turns `question.full_text` and `answers.0.text` into columns. `known.yaml` lists data sets
+that need no mapping in a recipe.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +30,20 @@ PROMPTS = ("prompt", "question", "instruction")
 RESPONSES = ("response", "completion", "answer", "output")
 CONVERSATIONS = ("messages", "conversations")
 
+Values = dict[str, Any]
+"""A record: column -> value."""
+
+_MAX_KEYS = 12  # keys of an object that a message lists
+
 
 @dataclass(frozen=True)
 class ColumnMapping:
-    """The column that holds each field of a row, None where the source has no such column; and how they are read.
+    """The column of each field of a row (None: the source has no such column), and how the columns are read.
 
     Attributes:
-        decision: what says which of `first` and `second` is preferred.
-        clean: what is taken out of the replies.
-        led: all replies of the source begin with the assistant's name, which is no part of them.
+        preference: the rule that decides which of `first` and `second` is preferred.
+        clean: kinds of text that are removed from the replies.
+        speaker_in_replies: all replies of the source begin with the assistant's name, which is removed.
     """
 
     prompt: str | None = None
@@ -46,59 +56,59 @@ class ColumnMapping:
     margin: str | None = None
     messages: str | None = None
     text: str | None = None
-    decision: PreferenceRule | None = None
+    preference: PreferenceRule | None = None
     clean: tuple[Cleaning, ...] = ()
-    led: bool = False
+    speaker_in_replies: bool = False
 
     @property
     def replies(self) -> tuple[str, ...]:
-        """The columns that hold replies."""
-        named = (self.chosen, self.rejected, self.first, self.second, self.response)
-        return tuple(filter(None, named))
+        """The columns with replies."""
+        return tuple(filter(None, (self.chosen, self.rejected, self.first, self.second, self.response)))
 
     def __str__(self) -> str:
-        """`prompt: question, chosen: better, ...`: what is read as what."""
+        """Return `prompt: question, chosen: better, ...`."""
         fields = ("prompt", "input", "response", "chosen", "rejected", "first", "second", "margin", "messages", "text")
-        parts = [f"{field}: {name}" for field in fields if (name := getattr(self, field))]
-        parts += [f"preferred: {self.decision}"] if self.decision else []
-        taken = [*self.clean, *(["speaker"] if self.led and "speaker" not in self.clean else [])]
-        return ", ".join(parts + [f"without {name}" for name in taken])
+        clauses = [f"{field}: {name}" for field in fields if (name := getattr(self, field))]
+        clauses += [f"preferred: {self.preference}"] if self.preference else []
+        strips_speaker = self.speaker_in_replies and "speaker" not in self.clean
+        removed = [*self.clean, *(["speaker"] if strips_speaker else [])]
+        return ", ".join(clauses + [f"without {name}" for name in removed])
 
 
 def recognize_columns(
-    found: Collection[str], names: ColumnsConfig, source: str, prefer: PreferenceLabelConfig | None = None
+    present: Collection[str], names: ColumnsConfig, source: str, prefer: PreferenceLabelConfig | None = None
 ) -> ColumnMapping:
-    """Match the columns of a source to the known formats; `names` wins over the usual column names.
+    """Match the columns of a source to the known formats; `names` overrides the usual column names.
 
     Raises:
-        DataError: a named column is missing, no format fits the columns found, or one of them looks as if it decided
-            which reply is preferred, and `prefer` does not say.
+        DataError: a named column is missing, no format fits the columns, or a column looks like a preference label
+            and `prefer` does not mention it.
     """
-    listed = ", ".join(sorted(found)) or "none"
+    listed = ", ".join(sorted(present)) or "none"
     named = names.named()
     prefer = prefer or PreferenceLabelConfig()
     for key, name in list_named_columns(names, prefer).items():
-        if name not in found:
+        if name not in present:
             raise DataError(f"{source}: no column {name!r} ({key}); found: {listed}")
     if names.text:
         return ColumnMapping(text=names.text)
 
-    def first(field: str, *usual: str) -> str | None:
-        return named.get(field) or next((name for name in usual if name in found), None)
+    def find_column(field: str, *usual: str) -> str | None:
+        return named.get(field) or next((name for name in usual if name in present), None)
 
-    prompt = first("prompt", *PROMPTS)
-    response = first("response", *RESPONSES)
-    messages = first("messages", *CONVERSATIONS)
-    chosen, rejected = first("chosen", "chosen"), first("rejected", "rejected")
+    prompt = find_column("prompt", *PROMPTS)
+    response = find_column("response", *RESPONSES)
+    messages = find_column("messages", *CONVERSATIONS)
+    chosen, rejected = find_column("chosen", "chosen"), find_column("rejected", "rejected")
     if names.first:
-        chosen = rejected = None  # what decides has been named
+        chosen = rejected = None  # `first`, `second` and `prefer` replace them
     if messages and (response or chosen or names.first) and "messages" not in named:
-        messages = None  # the conversation once more, beside the columns that say which reply is which
+        messages = None  # it repeats the conversation of the columns with the replies
     if messages and "prompt" not in named:
-        prompt = None  # its first message once more
+        prompt = None  # it repeats the first message
     columns = ColumnMapping(
         prompt=prompt,
-        input="input" if prompt == "instruction" and "input" in found else None,
+        input="input" if prompt == "instruction" and "input" in present else None,
         response=response,
         chosen=chosen,
         rejected=rejected,
@@ -109,68 +119,69 @@ def recognize_columns(
     )
     if columns.margin and not (columns.chosen or columns.first):
         raise DataError(
-            f"{source}: columns.margin is for pairs of replies, and there are none; name their columns too "
-            "(chosen and rejected, or first and second), or leave it out"
+            f"{source}: columns.margin needs pairs of replies, and this source has none; name their columns too "
+            "(chosen and rejected, or first and second), or remove columns.margin"
         )
     if (columns.chosen is None) != (columns.rejected is None):
         missing = "rejected" if columns.rejected is None else "chosen"
         raise DataError(
-            f"{source}: a preference needs a column {missing!r} too; found: {listed}; see columns.{missing}"
+            f"{source}: a preference needs a column {missing!r} too; found: {listed}; set columns.{missing}"
         )
     if not (columns.prompt or columns.messages or columns.chosen or columns.first):
-        if "text" in found:
+        if "text" in present:
             raise DataError(
                 f"{source}: a text alone does not say where its prompt ends; give prompt and response, or set "
-                f"columns.text to learn all of it in SFT; found: {listed}"
+                f"columns.text to train on all of it in SFT; found: {listed}"
             )
-        raise DataError(f"{source}: no known format fits its columns; found: {listed}; known: {FORMATS}; see `columns`")
-    _check_decided(columns, prefer, found, source)
+        raise DataError(f"{source}: no known format fits its columns; found: {listed}; known: {FORMATS}; set `columns`")
+    _check_preference(columns, prefer, present, source)
     return columns
 
 
 def list_named_columns(names: ColumnsConfig, prefer: PreferenceLabelConfig) -> dict[str, str]:
-    """Key of the settings -> the column that it names."""
+    """Return config key -> the column that it names."""
     keys = {f"columns.{field}": name for field, name in names.named().items()}
     if prefer.label:
         keys["prefer.label"] = prefer.label
-    return keys | {f"prefer.scores.{place}": name for place, name in enumerate(prefer.scores or ())}
+    return keys | {f"prefer.scores.{index}": name for index, name in enumerate(prefer.scores or ())}
 
 
-def _check_decided(columns: ColumnMapping, prefer: PreferenceLabelConfig, found: Collection[str], source: str) -> None:
-    """Raise `DataError` where it is not said, or said twice, which of two replies is preferred."""
+def _check_preference(
+    columns: ColumnMapping, prefer: PreferenceLabelConfig, present: Collection[str], source: str
+) -> None:
+    """Raise `DataError` if the preferred reply is not specified, or specified twice."""
     if prefer.names_columns != bool(columns.first):
         raise DataError(
-            f"{source}: `prefer` decides between columns.first and columns.second; give all three, or none of them"
+            f"{source}: `prefer` decides between columns.first and columns.second; set all three, or none of them"
         )
     named = {name for name in vars(columns).values() if isinstance(name, str)}
     used = named | {name.split(".")[0] for name in named}
     replies = (columns.chosen, columns.rejected)
-    if columns.chosen and not prefer.nothing and (name := find_unused_label(found, used, replies)):
+    if columns.chosen and not prefer.nothing and (name := find_unused_label(present, used, replies)):
         raise DataError(
-            f"{source}: {name} looks like what decides which reply is preferred, and would not be asked; name it in "
-            "`prefer` (and the replies in columns.first, columns.second), or set prefer: none if it does not decide"
+            f'{source}: column "{name}" looks like a preference label but would be ignored; name it in `prefer` (and '
+            "the replies in columns.first, columns.second), or set prefer: none"
         )
 
 
-Values = dict[str, Any]
-_MOST = 12  # keys of an object that are named
-
-
 def flatten_nested_columns(
-    records: Sequence[Values | None], found: Collection[str], names: Mapping[str, str], source: str
+    records: Sequence[Values | None], present: Collection[str], names: Mapping[str, str], source: str
 ) -> list[Values | None]:
-    """The records with a column for each nested one in `names`; absent where a record does not reach it.
+    """Add a column to the records for each nested one in `names`, if the record has it.
+
+    A column with exactly that name, dots included, has precedence.
 
     Args:
-        records: None for one that cannot be read.
-        found: the columns of the source.
-        names: key of the settings -> the column that it names.
+        records: None for a record that cannot be read.
+        present: the columns of the source.
+        names: config key -> the column that it names.
+        source: the source, for messages.
 
     Raises:
-        DataError: no record has such a column; it says what is there instead.
+        DataError: no record has such a column; the message says what the records have instead.
     """
-    nested = {name: name.split(".") for name in names.values() if name not in found and name.split(".")[0] in found}
-    if not nested:
+    paths = {name: name.split(".") for name in names.values() if name not in present and name.split(".")[0] in present}
+    if not paths:
         return list(records)
     flat: list[Values | None] = []
     reached = set()
@@ -179,49 +190,49 @@ def flatten_nested_columns(
             flat.append(None)
             continue
         values = dict(record)
-        for name, parts in nested.items():
-            there, value = _follow(record, parts)
-            if there:
+        for name, path in paths.items():
+            exists, value = _follow_path(record, path)
+            if exists:
                 reached.add(name)
                 values[name] = value
         flat.append(values)
     for key, name in names.items():
-        if name in nested and name not in reached:
-            whole = (record for record in records if record is not None)
-            holder = next((record for record in whole if record.get(nested[name][0]) is not None), {})
-            raise DataError(f"{source}: no column {name!r} ({key}); {_instead(holder, nested[name])}")
+        if name in paths and name not in reached:
+            readable = (record for record in records if record is not None)
+            example = next((record for record in readable if record.get(paths[name][0]) is not None), {})
+            raise DataError(f"{source}: no column {name!r} ({key}); {_describe_path_end(example, paths[name])}")
     return flat
 
 
-def _follow(value: Any, parts: Sequence[str]) -> tuple[bool, Any]:
-    """(whether the path leads somewhere, what is there)."""
-    for part in parts:
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-        elif isinstance(value, list | tuple) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
+def _follow_path(value: Any, path: Sequence[str]) -> tuple[bool, Any]:
+    """Return (True if the path exists, the value at its end)."""
+    for key in path:
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
         else:
             return False, None
     return True, value
 
 
-def _instead(value: Any, parts: Sequence[str]) -> str:
-    """What is found at the last place that the path leads to."""
-    at = next(length for length in range(len(parts) - 1, -1, -1) if _follow(value, parts[:length])[0])
-    place, (_, held) = ".".join(parts[:at]) or parts[0], _follow(value, parts[:at])
-    if isinstance(held, Mapping) and held:
-        keys = [str(key) for key in held]
-        more = f" and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
-        return f"{place} holds {', '.join(keys[:_MOST])}{more}"
-    if isinstance(held, list | tuple) and held:
-        return f"{place} is a list of {len(held)}, counted from 0"
-    if isinstance(held, list | tuple | Mapping):
-        return f"{place} is empty"
-    return f"{place} is {'text' if isinstance(held, str) else describe_type(held)}"
+def _describe_path_end(value: Any, path: Sequence[str]) -> str:
+    """Describe the last value on the path that exists."""
+    depth = next(length for length in range(len(path) - 1, -1, -1) if _follow_path(value, path[:length])[0])
+    name, (_, last) = ".".join(path[:depth]) or path[0], _follow_path(value, path[:depth])
+    if isinstance(last, Mapping) and last:
+        keys = [str(key) for key in last]
+        hidden = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+        return f"{name} has the keys {', '.join(keys[:_MAX_KEYS])}{hidden}"
+    if isinstance(last, list | tuple) and last:
+        return f"{name} is a list of {len(last)} (the first is 0)"
+    if isinstance(last, list | tuple | Mapping):
+        return f"{name} is empty"
+    return f"{name} is {'text' if isinstance(last, str) else describe_type(last)}"
 
 
 class KnownDataset(ConfigModel):
-    """How a data set of a known name is read; the fields are explained in `known.yaml`."""
+    """How a data set with a known name is read; `known.yaml` explains the fields."""
 
     name: str
     path: str | None = None
@@ -234,17 +245,18 @@ class KnownDataset(ConfigModel):
 
 
 def find_known_dataset(name: str) -> KnownDataset | None:
-    """What is known of a hub name, or of a folder here whose path ends in one; letter case does not count."""
+    """Return the entry of a hub name, or of a local folder whose path ends with one; letter case does not matter."""
     path = Path(name)
-    here = is_path(name)
-    if here and not path.is_dir():
+    is_local = is_path(name)
+    if is_local and not path.is_dir():
         return None
-    ends = ["/".join(path.parts[-2:]), *([path.name] if here else [])]  # mkqa-Chinese is nobody's
-    return next((found for end in ends if (found := load_known_datasets().get(end.casefold()))), None)
+    endings = ["/".join(path.parts[-2:]), *([path.name] if is_local else [])]  # mkqa-Chinese has no owner
+    datasets = load_known_datasets()
+    return next((entry for ending in endings if (entry := datasets.get(ending.casefold()))), None)
 
 
 @cache
 def load_known_datasets() -> dict[str, KnownDataset]:
-    """All of `known.yaml`, by names without letter case."""
+    """Load `known.yaml`; the keys are casefolded names."""
     entries = parse_yaml(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
     return {name.casefold(): KnownDataset(name=name, **entry) for name, entry in entries.items()}

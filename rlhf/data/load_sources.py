@@ -1,6 +1,7 @@
-"""The sources of a run, each read once: `read_sources` gives the rows, what was left out of them, and fingerprints.
+"""Load the sources of a run, each once: the parsed rows, the reasons for dropped rows, and fingerprints.
 
-A `DataConfig` and the stages that need data go in; no tokenizer is needed. `rlhf.data.stage_dataset` takes it on.
+`read_sources` takes a `DataConfig` and the stages that need data; no tokenizer is needed. `rlhf.data.stage_dataset`
+builds the stages' data sets from the rows.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 
 PROGRESS_MIN_ROWS = 20_000
-"""Rows from which on a pass over them takes long enough to show how far it is."""
-_PACE = 1000  # rows between two counts
-_LABEL = "label"  # of a single reply, as sets for KTO have it
+"""Number of rows from which a pass over them shows a progress bar."""
+_PROGRESS_INTERVAL = 1000  # rows between two updates of the bar
+_LABEL = "label"  # the column of data sets for KTO that marks single replies as good or bad
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What is read, and how, as the settings say it: two that are equal have the same rows."""
+    """A source and how it is read, as the settings say it: equal specifications have the same rows."""
 
     path: str
     subset: str | None
@@ -51,54 +52,54 @@ class SourceSpec:
     clean: tuple[Cleaning, ...] | None
 
     @classmethod
-    def trained(cls, dataset: DatasetConfig) -> SourceSpec:
-        """The source that stages train on."""
-        return cls._of(dataset, dataset.path, dataset.subset, dataset.split, dataset.revision, dataset.limit)
+    def for_training(cls, dataset: DatasetConfig) -> SourceSpec:
+        """Return the source that stages train on."""
+        return cls._from_config(dataset, dataset.path, dataset.subset, dataset.split, dataset.revision, dataset.limit)
 
     @classmethod
-    def held_out(cls, dataset: DatasetConfig) -> SourceSpec:
-        """The source that is named for evaluation."""
+    def for_evaluation(cls, dataset: DatasetConfig) -> SourceSpec:
+        """Return the source that the data set names for evaluation."""
         path = str(dataset.heldout)
         entry = find_known_dataset(path)
         split = dataset.heldout_split or (entry and entry.heldout_split) or "test"
-        return cls._of(dataset, path, dataset.heldout_subset, split, dataset.heldout_revision, None)
+        return cls._from_config(dataset, path, dataset.heldout_subset, split, dataset.heldout_revision, None)
 
     @classmethod
-    def _of(
+    def _from_config(
         cls, dataset: DatasetConfig, path: str, subset: str | None, split: str, revision: str | None, limit: int | None
     ) -> SourceSpec:
-        part = split if has_splits(path) else None
-        return cls(path, subset, part, revision, limit, dataset.columns, dataset.prefer, dataset.clean)
+        used_split = split if has_splits(path) else None
+        return cls(path, subset, used_split, revision, limit, dataset.columns, dataset.prefer, dataset.clean)
 
-    def with_what_is_known(self) -> tuple[SourceSpec, KnownDataset | None]:
-        """The source with what `known.yaml` says of its name where the settings say nothing, and that."""
+    def apply_known_dataset(self) -> tuple[SourceSpec, KnownDataset | None]:
+        """Return the source, completed with its entry in `known.yaml`, and that entry; the settings have precedence."""
         entry = find_known_dataset(self.path)
         if entry is None:
             return self, None
-        found = self
+        spec = self
         if not is_path(self.path):
-            found = replace(
+            spec = replace(
                 self,
                 path=entry.path or self.path,
                 subset=self.subset or entry.subset,
                 revision=self.revision or entry.revision,
             )
-        if not self.columns.named():  # what decides belongs to the columns that it decides between
+        if not self.columns.named():  # the entry's preference label fits only the entry's columns
             prefer = entry.prefer if self.prefer == PreferenceLabelConfig() else self.prefer
-            found = replace(found, columns=entry.columns, prefer=prefer)
-        return (replace(found, clean=entry.clean) if self.clean is None else found), entry
+            spec = replace(spec, columns=entry.columns, prefer=prefer)
+        return (replace(spec, clean=entry.clean) if self.clean is None else spec), entry
 
-    def from_anywhere(self) -> str:
-        """Its name, from any working directory."""
+    def absolute_name(self) -> str:
+        """Return the source's name, valid in any working directory."""
         return str(replace(self, path=make_absolute(self.path)))
 
     def content(self) -> str:
-        """A digest of what it holds, as `rlhf.data.readers.hash_source`."""
-        found, _ = self.with_what_is_known()
-        return hash_source(found.path, split=found.split or "", subset=found.subset, revision=found.revision)
+        """Return a digest of the source's content; see `rlhf.data.readers.hash_source`."""
+        spec, _ = self.apply_known_dataset()
+        return hash_source(spec.path, split=spec.split or "", subset=spec.subset, revision=spec.revision)
 
     def __str__(self) -> str:
-        named: dict[str, object] = {
+        settings: dict[str, object] = {
             "subset": self.subset,
             "split": self.split,
             "revision": self.revision,
@@ -107,22 +108,22 @@ class SourceSpec:
             **{f"prefer.{key}": value for key, value in self.prefer.model_dump(exclude={"nothing"}).items()},
             "clean": self.clean,
         }
-        parts = [f"{key} {value}" for key, value in named.items() if value]
-        return f"{self.path} ({', '.join(parts)})" if parts else self.path
+        listed = [f"{key} {value}" for key, value in settings.items() if value]
+        return f"{self.path} ({', '.join(listed)})" if listed else self.path
 
 
 @dataclass(frozen=True)
 class ParsedSource:
-    """The rows of a source that are whole and have a prompt, why others are left out, and how they were read."""
+    """The valid rows of a source that have a prompt, the reasons for the others, and how the columns were read."""
 
     rows: list[Row]
     dropped: DropCounts
     how: str = ""
 
     def fingerprint(self) -> dict[str, object]:
-        """`{"rows", "dropped", "digest"}`: counts, and a digest of the rows as training sees them, in their order.
+        """Return `{"rows", "dropped", "digest"}`: counts, and a digest of the rows as training sees them, in order.
 
-        Where the source lies, and how a file ends its lines, does not count.
+        The location of the source and the line endings of a file do not matter.
         """
         digest = hashlib.blake2b(digest_size=16)
         for row in self.rows:
@@ -136,12 +137,12 @@ class ParsedSource:
 
 @dataclass
 class SourceReader:
-    """The rows of sources; each is read when it is first asked for.
+    """The rows of sources; each source is read at its first use.
 
     Attributes:
-        seed: decides the rows of the embedded world.
-        show: tell of reading that takes long.
-        records: keep with each row its record, as the source has it.
+        seed: selects the rows of the embedded world.
+        show: show the progress of long reads.
+        records: keep each row's record, with the columns of the source.
     """
 
     seed: int
@@ -150,38 +151,40 @@ class SourceReader:
     _read: dict[SourceSpec, ParsedSource] = field(default_factory=dict)
 
     def __getitem__(self, source: SourceSpec) -> ParsedSource:
-        """The rows of a source.
+        """Return the rows of a source.
 
         Raises:
-            DataError: it cannot be read, or its columns are of no known format.
+            DataError: the source cannot be read, or its columns have no known format.
         """
         if source not in self._read:
-            self._read[source] = _rows(source, self.seed, self.show, self.records)
+            self._read[source] = _parse_source(source, self.seed, self.show, self.records)
         return self._read[source]
 
     def fingerprints(self) -> dict[str, dict[str, object]]:
-        """The fingerprint of every source that was read, by its name and, where it has those, subset and split.
+        """Return the fingerprint of every source that was read, by its name with subset and split.
 
-        Paths are absolute: a run may go on from another working directory.
+        Paths are absolute, because a run may be resumed from another working directory.
         """
-        return {source.from_anywhere(): rows.fingerprint() for source, rows in self._read.items()}
+        return {source.absolute_name(): parsed.fingerprint() for source, parsed in self._read.items()}
 
 
 def read_sources(
     config: DataConfig, stages: Sequence[Stage], *, seed: int, show: bool = False, records: bool = False
 ) -> SourceReader:
-    """Read what `stages` need, each source once.
+    """Read the sources that `stages` need, each once.
 
     Args:
-        seed: decides the rows of the embedded world.
-        show: tell of reading that takes long; True on the one rank that talks.
-        records: keep with each row its record, for reward functions.
+        config: the data sets and their stages.
+        stages: the stages that will train.
+        seed: selects the rows of the embedded world.
+        show: show the progress of long reads; True on the rank that prints.
+        records: keep each row's record, for reward functions.
 
     Raises:
-        DataError: a stage has no source or no share, or a source cannot be read or is of no known format.
+        DataError: a stage has no source or no share, or a source cannot be read or has no known format.
     """
     needed = dict.fromkeys(source for stage in stages for source in list_stage_sources(config, stage))
-    for source in needed:  # before the first of them is read, which may take long
+    for source in needed:  # before the first read, which may take long
         check_source_exists(source.path)
     sources = SourceReader(seed, show, records)
     for source in needed:
@@ -190,10 +193,10 @@ def read_sources(
 
 
 def list_stage_datasets(config: DataConfig, stage: Stage) -> list[DatasetConfig]:
-    """The data sets that a stage trains on; at least one.
+    """Return the data sets that a stage trains on, at least one.
 
     Raises:
-        DataError: none is for this stage, or it has no share of them.
+        DataError: no data set is for this stage, or the stage has no share of the rows.
     """
     datasets = [dataset for dataset in config.datasets if share_of(stage) in dataset.stages]
     if not datasets:
@@ -204,19 +207,20 @@ def list_stage_datasets(config: DataConfig, stage: Stage) -> list[DatasetConfig]
 
 
 def list_stage_sources(config: DataConfig, stage: Stage) -> list[SourceSpec]:
-    """What a stage trains on, its held-out sources and, where it has such, all that these must not share with.
+    """Return a stage's training sources, its held-out sources and, with those, the sources they must not overlap.
 
     Raises:
-        DataError: the stage has no source, or no share of them.
+        DataError: the stage has no source, or no share of the rows.
     """
     datasets = list_stage_datasets(config, stage)
-    named = [SourceSpec.held_out(dataset) for dataset in datasets if dataset.heldout is not None]
-    others = [dataset for dataset in config.datasets if share_of(stage) not in dataset.stages] if named else []
-    return list(dict.fromkeys([*map(SourceSpec.trained, datasets), *named, *map(SourceSpec.trained, others)]))
+    heldout = [SourceSpec.for_evaluation(dataset) for dataset in datasets if dataset.heldout is not None]
+    others = [dataset for dataset in config.datasets if share_of(stage) not in dataset.stages] if heldout else []
+    train, other_train = map(SourceSpec.for_training, datasets), map(SourceSpec.for_training, others)
+    return list(dict.fromkeys([*train, *heldout, *other_train]))
 
 
-def _rows(asked: SourceSpec, seed: int, show: bool, keep: bool) -> ParsedSource:
-    source, entry = asked.with_what_is_known()
+def _parse_source(spec: SourceSpec, seed: int, show: bool, keep_records: bool) -> ParsedSource:
+    source, entry = spec.apply_known_dataset()
     with console.status(f"reading {source.path}") if show else nullcontext():
         records = read_records(
             source.path,
@@ -228,57 +232,59 @@ def _rows(asked: SourceSpec, seed: int, show: bool, keep: bool) -> ParsedSource:
         )
     values = [record.values for record in records]
     try:
-        values, columns = _recognized(source, values)
+        values, columns = _map_columns(source, values)
     except DataError as error:
-        if entry is None or asked.columns.named():
+        if entry is None or spec.columns.named():
             raise
-        raise DataError(f"{error}; {entry.name} is read so unless data.datasets.*.columns says otherwise") from error
+        raise DataError(
+            f"{error}; known.yaml gives the columns of {entry.name}; set data.datasets.*.columns to override it"
+        ) from error
     rows: list[Row] = []
     dropped: DropCounts = {}
-    with progress(len(records), f"reading {source.path}", enabled=show and len(records) >= PROGRESS_MIN_ROWS) as bar:
-        for number, (record, found) in enumerate(zip(records, values, strict=True), start=1):
+    shows_bar = show and len(records) >= PROGRESS_MIN_ROWS
+    with progress(len(records), f"reading {source.path}", enabled=shows_bar) as bar:
+        for number, (record, flat) in enumerate(zip(records, values, strict=True), start=1):
             try:
-                if columns is None or found is None:
+                if columns is None or flat is None:
                     raise RejectedRecordError(record.fault or EMPTY_PROMPT)
-                row = parse_record(found, columns, record.source)
-                rows.append(replace(row, record=record.values) if keep and record.values else row)
+                row = parse_record(flat, columns, record.source)
+                rows.append(replace(row, record=record.values) if keep_records and record.values else row)
             except RejectedRecordError as error:
                 add_drop(dropped, error.reason, record.source)
-            if not number % _PACE:
-                bar.advance(_PACE)
-        bar.advance(len(records) % _PACE)
-    by = f"as {entry.name} is known: " if entry and not asked.columns.named() else ""
-    return ParsedSource(rows, dropped, f"{by}{columns}" if columns else "")
+            if not number % _PROGRESS_INTERVAL:
+                bar.advance(_PROGRESS_INTERVAL)
+        bar.advance(len(records) % _PROGRESS_INTERVAL)
+    origin = f"like the known data set {entry.name}: " if entry and not spec.columns.named() else ""
+    return ParsedSource(rows, dropped, f"{origin}{columns}" if columns else "")
 
 
-def _recognized(source: SourceSpec, records: list[Values | None]) -> tuple[list[Values | None], ColumnMapping | None]:
-    """The records, nested columns laid flat, and what their columns are; None where there are none.
+def _map_columns(source: SourceSpec, records: list[Values | None]) -> tuple[list[Values | None], ColumnMapping | None]:
+    """Return the records with nested columns flattened, and their column mapping; None if there are no columns.
 
     Raises:
-        DataError: the columns are of no known format, or not those that the settings name.
+        DataError: the columns have no known format, or lack one that the settings name.
     """
-    records = flatten_nested_columns(
-        records, _names(records), list_named_columns(source.columns, source.prefer), source.path
-    )
-    whole = [record for record in records if record is not None]
-    found = _names(records)
-    if not found:
+    names = list_named_columns(source.columns, source.prefer)
+    records = flatten_nested_columns(records, _list_columns(records), names, source.path)
+    readable = [record for record in records if record is not None]
+    present = _list_columns(records)
+    if not present:
         return records, None
-    columns = recognize_columns(found, source.columns, source.path, source.prefer)
-    alone = columns.replies == (columns.response,) != (_LABEL,)
-    if alone and _LABEL in found and not source.prefer.nothing:
-        check_no_reply_label(whole, _LABEL, source.path)
-    texts = (record[name] for record in whole for name in columns.replies if isinstance(record.get(name), str))
+    columns = recognize_columns(present, source.columns, source.path, source.prefer)
+    has_single_replies = columns.replies == (columns.response,) != (_LABEL,)
+    if has_single_replies and _LABEL in present and not source.prefer.nothing:
+        check_no_reply_label(readable, _LABEL, source.path)
+    texts = (record[name] for record in readable for name in columns.replies if isinstance(record.get(name), str))
     replies = (text for text in texts if text.strip())
-    some = next(replies, None)
+    first = next(replies, None)
     return records, replace(
         columns,
-        decision=resolve_preference_rule(source.prefer, whole, source.path),
+        preference=resolve_preference_rule(source.prefer, readable, source.path),
         clean=source.clean or (),
-        led=some is not None and starts_with_speaker(some) and all(map(starts_with_speaker, replies)),
+        speaker_in_replies=first is not None and starts_with_speaker(first) and all(map(starts_with_speaker, replies)),
     )
 
 
-def _names(records: list[Values | None]) -> list[str]:
-    """The columns of all records, in the order in which they are first met."""
+def _list_columns(records: list[Values | None]) -> list[str]:
+    """Return the columns of all records, in order of their first appearance."""
     return list(dict.fromkeys(name for record in records for name in record or ()))

@@ -1,7 +1,7 @@
-"""Which of two replies is preferred: a label says so, or two scores do.
+"""The preferred one of two replies, by a label or by two scores.
 
-`decision` makes of the settings what decides in a source; its `first_is_better` says it of a record. `overlooked`
-finds a column that looks as if it decided and was not asked.
+`resolve_preference_rule` builds a source's rule from the settings; the rule's `first_is_better` decides a record.
+`find_unused_label` finds a column that looks like a preference label and is not used.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from rlhf.config.data import PreferenceLabelConfig, normalize_label
 from rlhf.data.report import EQUAL_SCORES, UNUSABLE_LABEL, UNUSABLE_SCORE
 from rlhf.errors import DataError
 
-_DECIDING = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}
-_DECIDING |= {"better_response_id", "better_response", "preferred_response", "preferred_id", "human_preference"}
-_DECIDING |= {f"score_{name}" for name in ("0", "1", "2", "a", "b")}
-# Where the replies' columns are not called chosen and rejected, their names do not say it: any of these words counts.
-_TELLING = {"label", "labels", "prefer", "preferred", "preference", "winner", "win", "choice", "better", "best"}
-_TELLING |= {"safer", "vote", "votes", "score", "scores", "rating", "ratings", "rank", "ranks", "ranking"}
+_LABEL_NAMES = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}
+_LABEL_NAMES |= {"better_response_id", "better_response", "preferred_response", "preferred_id", "human_preference"}
+_LABEL_NAMES |= {f"score_{name}" for name in ("0", "1", "2", "a", "b")}
+# Any of these words counts if the replies' columns are not called chosen and rejected, which would rank them already.
+_LABEL_WORDS = {"label", "labels", "prefer", "preferred", "preference", "winner", "win", "choice", "better", "best"}
+_LABEL_WORDS |= {"safer", "vote", "votes", "score", "scores", "rating", "ratings", "rank", "ranks", "ranking"}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_SHOWN = 5  # labels that are listed
+_MAX_LABELS = 5  # labels that a message lists
 
 
 class NoPreferenceError(Exception):
-    """A record that prefers neither reply; `reason` is what the data report counts."""
+    """A record prefers neither reply; the data report counts `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -43,15 +43,15 @@ class LabelRule:
     second: str
 
     def first_is_better(self, record: Mapping[str, Any]) -> bool:
-        """Raises `Undecided` where the value is neither."""
+        """Return True if the label names the first reply; raise `NoPreferenceError` if it names neither."""
         value = normalize_label(record.get(self.column))
-        if not value or value not in (self.first, self.second):  # an empty one is no label
+        if not value or value not in (self.first, self.second):  # an empty value is not a label
             raise NoPreferenceError(UNUSABLE_LABEL)
         return bool(value == self.first)
 
     def __str__(self) -> str:
-        second = f", second where {self.second}" if self.second else ""
-        return f"{self.column} (first where {self.first}{second})"
+        second = f", second if {self.second}" if self.second else ""
+        return f"{self.column} (first if {self.first}{second})"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class ScoreRule:
     second: str
 
     def first_is_better(self, record: Mapping[str, Any]) -> bool:
-        """Raises `Undecided` where the scores are equal, or one is no number."""
-        first, second = _number(record.get(self.first)), _number(record.get(self.second))
+        """Compare the scores; raise `NoPreferenceError` if they are equal or one is not a number."""
+        first, second = _parse_score(record.get(self.first)), _parse_score(record.get(self.second))
         if first == second:
             raise NoPreferenceError(EQUAL_SCORES)
         return first > second
@@ -78,61 +78,65 @@ PreferenceRule = LabelRule | ScoreRule
 def resolve_preference_rule(
     prefer: PreferenceLabelConfig, records: Iterable[Mapping[str, Any]], source: str
 ) -> PreferenceRule | None:
-    """What decides between the two replies of a source's records; None: nothing does.
+    """Return the rule that decides between the two replies of a source's records, or None.
 
     Raises:
-        DataError: the label's value for the second reply is not given, and there are several other values than the
-            first reply's, or that is in no record.
+        DataError: no record has the label's value for the first reply, or prefer.second is missing and ambiguous.
     """
     if prefer.scores:
         return ScoreRule(*prefer.scores)
     if prefer.label is None or prefer.first is None:
         return None
-    found = dict.fromkeys(
-        normalize_label(record.get(prefer.label)) for record in records if _is_label(record, prefer.label)
+    labels = dict.fromkeys(
+        normalize_label(record.get(prefer.label)) for record in records if _has_label(record, prefer.label)
     )
-    others = [value for value in found if value != prefer.first]
-    listed = ", ".join(map(str, list(found)[:_SHOWN])) or "nothing"
-    if prefer.first not in found and (prefer.second is None or prefer.second not in found):
-        raise DataError(f"{source}: {prefer.label} is nowhere {prefer.first} (prefer.first); found: {listed}")
+    others = [value for value in labels if value != prefer.first]
+    listed = ", ".join(map(str, list(labels)[:_MAX_LABELS])) or "nothing"
+    if prefer.first not in labels and (prefer.second is None or prefer.second not in labels):
+        raise DataError(
+            f'{source}: column "{prefer.label}" never equals {prefer.first} (prefer.first); found: {listed}; set '
+            "prefer.first to one of its values"
+        )
     if prefer.second is None and len(others) > 1:
         raise DataError(
-            f"{source}: {prefer.label} has several values beside {prefer.first}; found: {listed}; say in "
-            "prefer.second which is that of the second reply (others are left out)"
+            f'{source}: column "{prefer.label}" has several values other than {prefer.first}; found: {listed}; set '
+            "prefer.second to the value of the second reply (rows with other values are left out)"
         )
     return LabelRule(prefer.label, prefer.first, prefer.second or next(iter(others), ""))
 
 
-def find_unused_label(found: Collection[str], used: Collection[str], replies: Collection[str | None]) -> str | None:
-    """A column that looks as if it decided a preference and that nothing uses.
+def find_unused_label(present: Collection[str], used: Collection[str], replies: Collection[str | None]) -> str | None:
+    """Return a column that looks like a preference label and is not used, or None.
 
     Args:
+        present: the columns of the source.
+        used: the columns that the mapping names.
         replies: the columns of the preferred and the other reply.
     """
-    unused = [name for name in found if name not in used]
-    clear = (name for name in unused if name.lower() in _DECIDING)
-    likely = (name for name in unused if not _TELLING.isdisjoint(map(str.lower, _WORD.findall(name))))
-    return next(clear, None) or (None if set(replies) == {"chosen", "rejected"} else next(likely, None))
+    unused = [name for name in present if name not in used]
+    certain = (name for name in unused if name.lower() in _LABEL_NAMES)
+    likely = (name for name in unused if not _LABEL_WORDS.isdisjoint(map(str.lower, _WORD.findall(name))))
+    return next(certain, None) or (None if set(replies) == {"chosen", "rejected"} else next(likely, None))
 
 
 def check_no_reply_label(records: Iterable[Mapping[str, Any]], column: str, source: str) -> None:
-    """Raise `DataError` where a column says by true and false which single replies are wanted: SFT would learn all."""
-    labels = {normalize_label(record.get(column)) for record in records if _is_label(record, column)}
+    """Raise `DataError` if a true/false column marks single replies as good or bad: SFT would train on all of them."""
+    labels = {normalize_label(record.get(column)) for record in records if _has_label(record, column)}
     if labels and labels <= {"true", "false"}:
         raise DataError(
-            f"{source}: {column} looks as if it told wanted replies from others, and would not be asked; leave those "
-            "others out, or set prefer: none if it does not"
+            f'{source}: column "{column}" looks as if it separates good replies from bad ones but would be ignored; '
+            "remove the bad replies, or set prefer: none"
         )
 
 
-def _is_label(record: Mapping[str, Any], column: str) -> bool:
-    """Whether a record has a label; an empty cell of a table may be None, NaN or an empty text."""
+def _has_label(record: Mapping[str, Any], column: str) -> bool:
+    """Return True if a record has a label; an empty cell of a table may be None, NaN or an empty text."""
     value = record.get(column)
     return normalize_label(value) not in ("", "nan", "NaN") and isinstance(value, bool | int | float | str)
 
 
 def parse_finite(value: Any) -> float | None:
-    """The number that a value is, or that its text says; None where it is none."""
+    """Return a value, or a text, as a finite number; None if it is not one."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -140,7 +144,7 @@ def parse_finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _number(value: Any) -> float:
+def _parse_score(value: Any) -> float:
     number = parse_finite(value)
     if number is None:
         raise NoPreferenceError(UNUSABLE_SCORE)

@@ -92,7 +92,7 @@ def read_rows(
         return EvaluationRows([_document(source)], report)
     rows: list[Row] = []
     read = read_sources(config.data, [stage], seed=config.seed, show=show)
-    for found in (read[SourceSpec.trained(dataset)] for dataset in config.data.datasets):
+    for found in (read[SourceSpec.for_training(dataset)] for dataset in config.data.datasets):
         rows += found.rows
         for reason, (number, where) in found.dropped.items():
             add_drop(report.dropped, reason, where, number)
@@ -204,7 +204,7 @@ def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Drop
     read = SourceReader(config.seed, show)
     rows: list[Row] = []
     dropped: DropCounts = {}
-    for found in (read[SourceSpec.trained(dataset)] for dataset in config.data.datasets):
+    for found in (read[SourceSpec.for_training(dataset)] for dataset in config.data.datasets):
         for reason, (number, where) in found.dropped.items():
             add_drop(dropped, reason, where, number)
         for row in found.rows:

@@ -127,7 +127,7 @@ class SupervisedTrainer:
     def summarize(self) -> dict[str, Any]:
         """Log what was saved and return the summary's entries about the model and the data."""
         log_outputs(self.context, self.engine)
-        return {"parameters": self.engine.parameter_counts, **self._data.written}
+        return {"parameters": self.engine.parameter_counts, **self._data.summary}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the engine: nothing."""

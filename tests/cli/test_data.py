@@ -76,13 +76,11 @@ def test_a_stage_shows_its_rows_their_lengths_and_one_as_the_model_sees_it(recip
         "train": source["train"],
         "heldout": source["heldout"],
     }
-    assert source["read_as"] == (
-        "prompt: prompt, first: a, second: b, preferred: labels (first where 1, second where 0)"
-    )
+    assert source["read_as"] == ("prompt: prompt, first: a, second: b, preferred: labels (first if 1, second if 0)")
     assert source["rows"] == 10 and source["share"] == 5
     unsaid = sum(dropped["rows"] for dropped in source["dropped"])
     assert source["train"] + source["heldout"] + unsaid == 5
-    assert {dropped["reason"] for dropped in source["dropped"]} <= {"no preference: its label is neither of the two"}
+    assert {dropped["reason"] for dropped in source["dropped"]} <= {"no preference: the label matches neither reply"}
     assert set(source["tokens"]) == {"prompt", "chosen", "rejected"}
     assert set(source["tokens"]["prompt"]) == {"p50", "p90", "p99", "max"}
     prompt, chosen, rejected = source["example"]["parts"]
@@ -119,7 +117,7 @@ def test_people_read_the_same(recipe: Path) -> None:
         "(at most 40)",
         "<eos> [learned]",
         "reward model",
-        "read as prompt: prompt, first: a, second: b, preferred: labels (first where 1, second where 0)",
+        "read as prompt: prompt, first: a, second: b, preferred: labels (first if 1, second if 0)",
         "tokens ... ",
         "'<assistant>' | '",
         "'<eos>'",

@@ -98,7 +98,7 @@ def test_a_check_tokenizes_a_sample_and_all_rows_only_where_that_shows_too_few(
     data = check_stage(config, stage, tokenizer, seed=0, sources=sources)
     assert sum(tokenized) == CHECK_SAMPLE == len(data.train) + len(data.heldout)
     assert data.reports[0].unseen == 4 * CHECK_SAMPLE
-    assert "of a sample; 1024 more not looked at" in str(data.reports[0])
+    assert "of a sample; 1024 more not examined" in str(data.reports[0])
 
     tokenized.clear()
     prompts = ["a" * 40] * 5 * CHECK_SAMPLE + ["first?", "second?"]

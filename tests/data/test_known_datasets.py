@@ -256,7 +256,7 @@ def test_what_the_settings_say_wins(hub: dict[str, Any]) -> None:
 def test_columns_of_ones_own_put_what_decides_aside_and_that_is_told(hub: dict[str, Any]) -> None:
     hub["rows"]["stanfordnlp/SHP"] = rows_of("stanfordnlp/SHP")[0]
     by_hand = {"prompt": "history", "chosen": "human_ref_A", "rejected": "human_ref_B"}
-    with pytest.raises(DataError, match="stanfordnlp/SHP: labels looks like what decides"):
+    with pytest.raises(DataError, match='stanfordnlp/SHP: column "labels" looks like a preference label'):
         read(path="stanfordnlp/SHP", columns=by_hand)
 
 
@@ -264,9 +264,10 @@ def test_it_is_said_how_a_source_is_read(hub: dict[str, Any]) -> None:
     hub["rows"] = {"stanfordnlp/SHP": rows_of("stanfordnlp/SHP")[0], "openai/webgpt_comparisons": [webgpt(1.0)]}
     how = [next(iter(read(path=name)[0]._read.values())).how for name in hub["rows"]]
     assert how == [
-        "as stanfordnlp/SHP is known: prompt: history, first: human_ref_A, second: human_ref_B, "
-        "preferred: labels (first where 1, second where 0)",
-        "as openai/webgpt_comparisons is known: prompt: question.full_text, first: answer_0, second: answer_1, "
+        "like the known data set stanfordnlp/SHP: prompt: history, first: human_ref_A, second: human_ref_B, "
+        "preferred: labels (first if 1, second if 0)",
+        "like the known data set openai/webgpt_comparisons: prompt: question.full_text, first: answer_0, "
+        "second: answer_1, "
         "preferred: the higher of score_0, score_1, without citations",
     ]
 
@@ -291,8 +292,8 @@ def test_a_set_that_has_other_columns_now_says_who_wants_those(hub: dict[str, An
     with pytest.raises(DataError) as error:
         read(path="stanfordnlp/SHP")
     assert str(error.value) == (
-        "stanfordnlp/SHP: no column 'history' (columns.prompt); found: chosen, prompt, rejected; stanfordnlp/SHP is "
-        "read so unless data.datasets.*.columns says otherwise"
+        "stanfordnlp/SHP: no column 'history' (columns.prompt); found: chosen, prompt, rejected; known.yaml gives "
+        "the columns of stanfordnlp/SHP; set data.datasets.*.columns to override it"
     )
 
 

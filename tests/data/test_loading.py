@@ -91,7 +91,7 @@ def test_held_out_prompts_that_a_stage_trains_on_are_left_out_of_ppo(
     sources = {"path": elsewhere, "stages": ["sft"]}, {"path": pairs, "heldout": held, "stages": ["ppo"]}
     data = load(tokenizer, *sources, stage="ppo")
     assert keys(data.heldout) == {"new?"}
-    assert data.reports[-1].dropped == {"prompt trained on": (2, "held.jsonl:1")}
+    assert data.reports[-1].dropped == {"prompt also in the training data": (2, "held.jsonl:1")}
 
 
 def test_held_out_rows_that_a_stage_trains_on_are_left_out_and_their_prompts_with_other_replies_are_not(
@@ -104,14 +104,14 @@ def test_held_out_rows_that_a_stage_trains_on_are_left_out_and_their_prompts_wit
     sources = {"path": elsewhere, "stages": ["sft"]}, {"path": pairs, "heldout": held, "stages": ["reward"]}
     reward = load(tokenizer, *sources, stage="reward")
     assert [example.row.chosen for example in reward.heldout] == ["another"]
-    assert reward.reports[-1].dropped == {"trained on": (2, "held.jsonl:1")}
+    assert reward.reports[-1].dropped == {"also in the training data": (2, "held.jsonl:1")}
     both = {"path": elsewhere, "stages": ["reward"]}, {"path": pairs, "heldout": held, "stages": ["sft"]}
     sft = load(tokenizer, *both, stage="sft")
     assert [example.row.response for example in sft.heldout] == [mirrored["chosen"]]
 
 
 def test_a_held_out_source_that_is_all_trained_on_is_an_error(tokenizer: Any, pairs: str) -> None:
-    with pytest.raises(DataError, match="no usable row: 100 trained on"):
+    with pytest.raises(DataError, match="no usable row: 100 also in the training data"):
         load(tokenizer, {"path": pairs, "heldout": pairs})
 
 

@@ -48,10 +48,10 @@ def test_a_row_that_the_path_does_not_reach_lacks_the_value_and_others_do_not(tm
 @pytest.mark.parametrize(
     ("value", "path", "found"),
     [
-        ({"id": 1, "full_text": "a"}, "question.text", "question holds id, full_text"),
-        ({"a": {"b": "c"}}, "question.a.text", "question.a holds b"),
-        (["a", "b"], "question.2", "question is a list of 2, counted from 0"),
-        (["a", "b"], "question.text", "question is a list of 2, counted from 0"),
+        ({"id": 1, "full_text": "a"}, "question.text", "question has the keys id, full_text"),
+        ({"a": {"b": "c"}}, "question.a.text", "question.a has the keys b"),
+        (["a", "b"], "question.2", "question is a list of 2 (the first is 0)"),
+        (["a", "b"], "question.text", "question is a list of 2 (the first is 0)"),
         ([], "question.0", "question is empty"),
         ("a", "question.text", "question is text"),
         ([{"text": 3}], "question.0.text.now", "question.0.text is a number"),

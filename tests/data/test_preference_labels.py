@@ -60,7 +60,7 @@ def test_a_label_decides(tmp_path: Path, prefer: dict[str, Any], values: list[An
 def test_labels_that_say_nothing_are_counted_and_leave_no_preference(tmp_path: Path) -> None:
     rows = [{"labels": value} for value in (1, 0, "tie", None, [1])]
     prefer = {"label": "labels", "first": 1, "second": 0}
-    reason = "no preference: its label is neither of the two"
+    reason = "no preference: the label matches neither reply"
     neither = (None, None, reason)
     expected = [A_WINS, B_WINS, neither, neither, neither]
     assert preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer=prefer) == expected
@@ -68,16 +68,16 @@ def test_labels_that_say_nothing_are_counted_and_leave_no_preference(tmp_path: P
 
 def test_without_the_second_value_a_label_has_two(tmp_path: Path) -> None:
     rows = [{"labels": value} for value in ("a", "b", "tie")]
-    with pytest.raises(DataError, match=r"labels has several .* beside a; found: a, b, tie; say in prefer.second"):
+    with pytest.raises(DataError, match=r'"labels" has several .* than a; found: a, b, tie; set prefer.second'):
         preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer={"label": "labels", "first": "a"})
-    with pytest.raises(DataError, match=r"labels is nowhere x \(prefer.first\); found: a, b, tie$"):
+    with pytest.raises(DataError, match=r'"labels" never equals x \(prefer.first\); found: a, b, tie;'):
         preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer={"label": "labels", "first": "x"})
 
 
 def test_an_empty_cell_is_no_second_label(tmp_path: Path) -> None:
     rows = [{"x": value} for value in (1.0, float("nan"), None, " ", "nan")]
     found = preferred(tmp_path / "rows.jsonl", rows, columns=PAIR, prefer={"label": "x", "first": 1})
-    assert found == [A_WINS, *[(None, None, "no preference: its label is neither of the two")] * 4]
+    assert found == [A_WINS, *[(None, None, "no preference: the label matches neither reply")] * 4]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_an_empty_cell_is_no_second_label(tmp_path: Path) -> None:
         ((-0.5, 0.5), B_WINS),
         (("10", "9"), A_WINS),  # as numbers: as texts, 9 were higher
         ((0.0, 0), (None, None, "no preference: equal scores")),
-        ((None, 1), (None, None, "no preference: a score is no number")),
-        (("nan", 1), (None, None, "no preference: a score is no number")),
-        ((True, 0), (None, None, "no preference: a score is no number")),
+        ((None, 1), (None, None, "no preference: a score is not a number")),
+        (("nan", 1), (None, None, "no preference: a score is not a number")),
+        ((True, 0), (None, None, "no preference: a score is not a number")),
     ],
 )
 def test_the_higher_score_decides(tmp_path: Path, scores: tuple[Any, Any], expected: tuple[Any, ...]) -> None:
@@ -119,9 +119,9 @@ def test_a_tie_is_left_out_with_its_reason_and_its_prompt_is_one_to_answer(token
 )
 def test_what_looks_like_deciding_is_never_ignored(tmp_path: Path, name: str) -> None:
     by_hand = {"columns": {"chosen": "a", "rejected": "b"}}
-    with pytest.raises(DataError, match=rf"rows.jsonl: {name} looks like what decides .* `prefer` .* prefer: none"):
+    with pytest.raises(DataError, match=rf'column "{name}" looks like a preference label .* `prefer` .* prefer: none'):
         preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand)
-    with pytest.raises(DataError, match=f"{name} looks like"):
+    with pytest.raises(DataError, match=f'"{name}" looks like'):
         preferred(tmp_path / "rows.jsonl", [{"chosen": "A", "rejected": "B", name: 1}])
     assert preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand, prefer="none") == [A_WINS]
 
@@ -133,7 +133,7 @@ def test_where_the_columns_do_not_say_which_is_better_another_that_may_is_not_ig
     tmp_path: Path, name: str
 ) -> None:
     by_hand = {"columns": {"chosen": "a", "rejected": "b"}}
-    with pytest.raises(DataError, match=rf"rows.jsonl: {name} looks like what decides .* prefer: none"):
+    with pytest.raises(DataError, match=rf'rows.jsonl: column "{name}" looks like a preference label .* prefer: none'):
         preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand)
     assert preferred(tmp_path / "rows.jsonl", [{name: 1}], **by_hand, prefer="none") == [A_WINS]
     said = [{"chosen": "A", "rejected": "B", name: 1, "labelling_model": "m"}]
@@ -172,7 +172,7 @@ def test_a_label_of_single_replies_is_not_ignored(tmp_path: Path, values: Any, d
         return [row.response for row in found.rows]
 
     if decides:
-        with pytest.raises(DataError, match=r"rows.jsonl: label looks as if it told wanted .* prefer: none"):
+        with pytest.raises(DataError, match=r'rows.jsonl: column "label" looks as if .* prefer: none'):
             replies({})
     assert replies({}, prefer="none") == ["r", "r"]
     if isinstance(values[0], str):
@@ -253,7 +253,7 @@ def test_a_margin_that_is_no_number_costs_the_reward_model_its_row_and_no_other_
         row["by"] = "?"
     none = dataset | {"path": write(tmp_path / "none.jsonl", rows), "stages": ["reward"]}
     config = DataConfig(datasets=[none])
-    with pytest.raises(DataError, match=r"90 margin is no number of 0 or more .*; write the margins as numbers, or"):
+    with pytest.raises(DataError, match=r"90 margin is not a number of 0 or more .*; write the margins as numbers, or"):
         load_stage(config, "reward", tokenizer, seed=0)
 
 

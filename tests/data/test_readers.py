@@ -130,13 +130,13 @@ def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (
             {"subset": "main", "split": "dev"},
-            "org/name: no split 'dev'; found: test, train; set `split`, or `heldout_split` where",
+            "org/name: no split 'dev'; found: test, train; set `split`, or `heldout_split` for",
         ),
         (
             {"subset": "other"},
-            "org/name: no subset 'other'; found: main, socratic; set `subset`, or `heldout_subset` where",
+            "org/name: no subset 'other'; found: main, socratic; set `subset`, or `heldout_subset` for",
         ),
-        ({}, "org/name: has subsets; found: main, socratic; set `subset`, or `heldout_subset` where"),
+        ({}, "org/name: has subsets; found: main, socratic; set `subset`, or `heldout_subset` for"),
     ],
 )
 def test_the_parts_of_a_hub_data_set_are_named_where_one_is_not_there(
@@ -166,7 +166,7 @@ def test_files_have_no_subsets_and_no_revisions(tmp_path: Path, key: str) -> Non
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]), encoding="utf-8")
     for source in (str(path), "world"):
-        with pytest.raises(DataError, match=f"has no {key}s, hub data sets have; leave {key} 'main' out"):
+        with pytest.raises(DataError, match=f"only hub data sets have {key}s, got {key} 'main'"):
             read_records(source, **{key: "main"})  # type: ignore[arg-type]
 
 
@@ -193,11 +193,11 @@ def test_a_limit_draws_rows_from_the_whole_source_in_its_order(tmp_path: Path) -
     [
         (
             "Dataset scripts are no longer supported, but found name.py",
-            "org/name: comes with a loading script, which is not run; set `revision` to refs/convert/parquet",
+            "org/name: needs a loading script, which rlhf does not run; set `revision` to refs/convert/parquet",
         ),
         (
             "Revision 'v1' doesn't exist for dataset 'org/name'",
-            "org/name: no revision 'v1'; set `revision`, or `heldout_revision` where",
+            "org/name: no revision 'v1'; set `revision`, or `heldout_revision` for",
         ),
     ],
 )

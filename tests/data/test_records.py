@@ -174,7 +174,7 @@ def test_unusable_records_are_rejected_with_a_reason(record: dict[str, Any], rea
 
 
 def test_a_text_alone_says_what_can_be_done() -> None:
-    with pytest.raises(DataError, match=r"where its prompt ends; give .*, or set columns.text to learn"):
+    with pytest.raises(DataError, match=r"where its prompt ends; give .*, or set columns.text to train"):
         recognize_columns(["text"], ColumnsConfig(), "rows.json")
     assert recognize_columns(["text", "prompt"], ColumnsConfig(), "rows.json").prompt == "prompt"
 

@@ -43,8 +43,12 @@ SHORT = {"prompt": "cow", "response": "moo", "chosen": "moo", "rejected": "baa"}
     [
         ("sft", [SHORT | {"prompt": "a" * n} for n in (40, 60)], "; raise data.max_prompt_length$"),
         ("sft", [SHORT | {"response": "a" * n} for n in (40, 60)], "; raise data.max_completion_length$"),
-        ("reward", [{"prompt": "a", "response": "b"}] * 2, r"data.datasets.\*.stages: leave reward out of this source"),
-        ("sft", [{"prompt": "a"}], r"; name the column of the replies in data.datasets.\*.columns.response, or leave"),
+        ("reward", [{"prompt": "a", "response": "b"}] * 2, r"remove reward from this source's data.datasets.\*.stages"),
+        (
+            "sft",
+            [{"prompt": "a"}],
+            r"; name the column with the replies in data.datasets.\*.columns.response, or remove",
+        ),
         (
             "reward",
             [SHORT | {"rejected": ""}],
@@ -54,12 +58,12 @@ SHORT = {"prompt": "cow", "response": "moo", "chosen": "moo", "rejected": "baa"}
         (
             "sft",
             [SHORT | {"response": "moo<eos>"}],
-            "take the tokenizer's control tokens out of the replies, or set data.",
+            "remove the tokenizer's control tokens from the replies, or set data.",
         ),
-        ("ppo", [{"prompt": ""}], r"; name the column that holds the prompt in data.datasets.\*.columns.prompt$"),
-        ("ppo", ['{"prompt": a}', '{"prompt": b}'], "; write one JSON object a line$"),
+        ("ppo", [{"prompt": ""}], r"; name the column with the prompt in data.datasets.\*.columns.prompt$"),
+        ("ppo", ['{"prompt": a}', '{"prompt": b}'], "; write one JSON object per line$"),
         ("ppo", ['"a"', '"b"'], '2 not an object .*; write each row as an object, {"prompt": ...}$'),
-        ("ppo", [], "it has no rows; add some, or leave it out of data.datasets"),
+        ("ppo", [], "it has no rows; add some, or remove it from data.datasets"),
         # The reasons that dominate, at most two of them, speak; the same advice is given once.
         (
             "sft",
@@ -135,5 +139,5 @@ def test_of_many_reasons_the_most_frequent_are_named(tokenizer: Any, tmp_path: P
     with pytest.raises(DataError) as error:
         load(tokenizer, {"path": path, "stages": ["ppo"]}, stage="ppo")
     assert "no usable row: 3 not readable as JSON (first: rows.jsonl:51), 1 messages: unknown role" in str(error.value)
-    assert ", and 45 reasons more; " in str(error.value)
+    assert ", and 45 more reasons; " in str(error.value)
     assert len(str(error.value)) < 600

@@ -56,7 +56,7 @@ def test_empty_texts_are_counted(tokenizer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["reward", "ppo"])
 def test_no_other_stage_takes_texts(tokenizer: Any, tmp_path: Path, stage: Stage) -> None:
-    with pytest.raises(DataError, match=r"no usable row: \d+ text without a prompt .*leave all but sft out of this"):
+    with pytest.raises(DataError, match=r"\d+ text without a prompt .*data.datasets.\*.stages to sft alone"):
         load(tokenizer, tmp_path, TEXTS, stage, stages=["sft", stage], data={"stage_split": "0:1:1"})
 
 

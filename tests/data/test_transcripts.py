@@ -94,7 +94,9 @@ def test_other_replies_keep_what_they_begin_with(prompt: str, replies: tuple[str
 
 def test_where_all_replies_of_a_source_begin_with_the_name_none_keeps_it() -> None:
     record = {"prompt": "Hi", "chosen": "Assistant: a", "rejected": "Assistant: b"}
-    row = parse_record(record, ColumnMapping(prompt="prompt", chosen="chosen", rejected="rejected", led=True), "")
+    row = parse_record(
+        record, ColumnMapping(prompt="prompt", chosen="chosen", rejected="rejected", speaker_in_replies=True), ""
+    )
     assert (row.prompt, row.chosen, row.rejected) == (prompt_of("Hi"), "a", "b")
 
 

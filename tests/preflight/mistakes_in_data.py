@@ -102,7 +102,7 @@ def damaged_saved_folder(bench: Bench) -> tuple[list[str], list[str]]:
 
 @mistake
 def a_subset_of_a_file(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(data__datasets__0__subset="english"), ["has no subsets", "'english'"]
+    return settings(data__datasets__0__subset="english"), ["only hub data sets have subsets", "'english'"]
 
 
 @mistake
@@ -137,7 +137,7 @@ def a_text_alone(bench: Bench) -> tuple[list[str], list[str]]:
 def a_margin_between_nothing(bench: Bench) -> tuple[list[str], list[str]]:
     path = bench.jsonl(*({"prompt": f"cow {n}", "response": "moo", "by": 1} for n in range(40)))
     found = [*for_ppo(path), "--set", "data.datasets.1.columns={margin: by}"]
-    return found, ["columns.margin is for pairs of replies, and there are none"]
+    return found, ["columns.margin needs pairs of replies"]
 
 
 def _pairs(bench: Bench, **columns: Any) -> Path:
@@ -160,41 +160,41 @@ def nothing_inside_a_column(bench: Bench) -> tuple[list[str], list[str]]:
     path = bench.jsonl(*({"question": {"full_text": f"p {n}", "id": n}, "response": "r"} for n in range(40)))
     columns = "{prompt: question.text}"
     found = [*for_ppo(path), "--set", f"data.datasets.1.columns={columns}"]
-    return found, ["no column 'question.text' (columns.prompt); question holds full_text, id"]
+    return found, ["no column 'question.text' (columns.prompt); question has the keys full_text, id"]
 
 
 @mistake
 def what_decides_between_nothing(bench: Bench) -> tuple[list[str], list[str]]:
     path = _pairs(bench, chosen="x", rejected="y", labels=[0, 1])
     found = for_reward_with(path, prefer="{label: labels, first: 1}")
-    return found, ["`prefer` decides between columns.first and columns.second; give all three"]
+    return found, ["`prefer` decides between columns.first and columns.second; set all three"]
 
 
 @mistake
 def a_label_that_is_ignored(bench: Bench) -> tuple[list[str], list[str]]:
     path = _pairs(bench, labels=[0, 1])
     found = for_reward_with(path, columns="{chosen: a, rejected: b}")
-    return found, ["labels looks like what decides which reply is preferred", "`prefer`", "prefer: none"]
+    return found, ['column "labels" looks like a preference label', "`prefer`", "prefer: none"]
 
 
 @mistake
 def a_label_of_single_replies(bench: Bench) -> tuple[list[str], list[str]]:
     path = _pairs(bench, label=[True, False])
-    return for_reward_with(path, columns="{response: a}"), ["label looks as if it told wanted replies from others"]
+    return for_reward_with(path, columns="{response: a}"), ['column "label" looks as if it separates good replies']
 
 
 @mistake
 def a_label_of_three_values(bench: Bench) -> tuple[list[str], list[str]]:
     path = _pairs(bench, winner=["a", "b", "tie"])
     found = for_reward_with(path, columns=PAIR, prefer="{label: winner, first: a}")
-    return found, ["winner has several values beside a; found: a, b, tie; say in prefer.second"]
+    return found, ['"winner" has several values other than a; found: a, b, tie; set prefer.second']
 
 
 @mistake
 def a_label_without_the_value(bench: Bench) -> tuple[list[str], list[str]]:
     path = _pairs(bench, labels=[0, 1])
     found = for_reward_with(path, columns=PAIR, prefer="{label: labels, first: A}")
-    return found, ["labels is nowhere A (prefer.first); found: 0, 1"]
+    return found, ['"labels" never equals A (prefer.first); found: 0, 1']
 
 
 @mistake
@@ -203,18 +203,21 @@ def a_known_name_with_other_columns(bench: Bench) -> tuple[list[str], list[str]]
 
     path = bench.folder / "stanfordnlp" / "SHP"
     Dataset.from_list([{"prompt": f"p {n}"} for n in range(40)]).save_to_disk(path)
-    return for_ppo(path), ["no column 'history' (columns.prompt); found: prompt", "stanfordnlp/SHP is read so unless"]
+    return for_ppo(path), [
+        "no column 'history' (columns.prompt); found: prompt",
+        "known.yaml gives the columns of stanfordnlp/SHP",
+    ]
 
 
 @mistake
 def a_revision_of_a_file(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(data__datasets__0__revision="main"), ["has no revisions", "'main'"]
+    return settings(data__datasets__0__revision="main"), ["only hub data sets have revisions", "'main'"]
 
 
 @mistake
 def no_preferences(bench: Bench) -> tuple[list[str], list[str]]:
     path = bench.jsonl(*({"prompt": f"p {n}", "response": "r"} for n in range(40)))
-    return for_reward(path), ["reward:", "no usable row", "no preference (first: rows.jsonl:", "leave reward out"]
+    return for_reward(path), ["reward:", "no usable row", "no preference (first: rows.jsonl:", "remove reward"]
 
 
 @mistake
@@ -249,4 +252,8 @@ def too_few_prompts(bench: Bench) -> tuple[list[str], list[str]]:
 
 @mistake
 def nothing_new_in_the_held_out_source(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(data__datasets__0__heldout=bench.rows), ["no usable row", "trained on", "data.datasets.*.heldout"]
+    return settings(data__datasets__0__heldout=bench.rows), [
+        "no usable row",
+        "also in the training data",
+        "data.datasets.*.heldout",
+    ]

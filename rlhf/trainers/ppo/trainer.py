@@ -503,7 +503,7 @@ class PPOTrainer:
         """Log what was saved and return the summary's entries about models and data."""
         log_outputs(self.context, self.actor)
         counts = {name: engine.parameter_counts for name, engine in self.engines.items()}
-        return {"parameters": counts, **self.data.written}
+        return {"parameters": counts, **self.data.summary}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the engines."""
