@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from rlhf.data.completions import completion_ids, completion_texts
+from rlhf.data.batches import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.data.prompt_encoding import encode_conversation, encode_replies, make_conversation_row
 from rlhf.data.records import Message

@@ -1,10 +1,9 @@
-"""Rows of text in, batches of tokens out: sources, stage splits, tokenization, collation.
+"""From rows of text to batches of tokens: sources, stage splits, tokenization, collation.
 
-`rlhf.data.load_sources` reads the sources; `rlhf.data.stage_dataset.load_stage` is the one entry that the stages
-call, and
-`check_stage` beside it what is asked before; `rlhf.data.cache` keeps what it gives, tokenized once, for all ranks and
-the next run; `rlhf.data.batches` turns examples into tensors. This package imports neither torch nor datasets until a
-function needs them.
+`rlhf.data.load_sources` reads the sources. `rlhf.data.stage_dataset` has `load_stage`, which the stages call, and
+`check_stage`, which preflight calls. `rlhf.data.cache` stores tokenized examples for all ranks and for later runs.
+`rlhf.data.batches` turns examples into tensors. Apart from it, no module imports torch or datasets before a function
+needs them.
 """
 
 from rlhf.data.records import Message, Row

@@ -1,14 +1,14 @@
-"""From examples to tensors: padding (collation), and each rank's share of every global batch.
+"""From examples to tensors and back: padding (collation), each rank's share of a global batch, completions as text.
 
-Every batch of a loader has the same number of rows: rows that only fill it up carry a mask of 0. Masks come
-from lengths, never from token values, because the pad token may equal the end-of-sequence token.
+Every batch of a loader has the same number of rows: filler rows have a mask of 0. Masks come from lengths, never
+from token values, because the pad token may equal the end-of-sequence token.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,19 +32,22 @@ def collate_sft(
     """Pad demonstrations on the right.
 
     Args:
-        examples: B of them; the first `real` count (default: all), the others only fill the batch up.
-        maximum: the most tokens a row may have, prompt and completion together.
-        loss_on: tokens that are targets: those of the completion, or all but the first.
+        examples: B examples.
+        real: number of real examples, which come first; the others are fillers. None: all are real.
+        policy: rounds lengths up to the shapes that the accelerator prefers.
+        maximum: maximum length of a row in tokens, prompt and completion together.
+        pad_token_id: token of the padding.
+        loss_on: tokens that are targets: the completion's, or all but the first of the row.
 
     Returns:
-        input_ids, attention_mask (int64) and loss_mask (bool), all [B, T]; loss_mask marks tokens to be predicted.
-        Where shapes may be any, also targets (int64) [N]: the places of these among the B * T, row by row.
+        input_ids, attention_mask (int64) and loss_mask (bool), all [B, T]; loss_mask marks the target tokens.
+        If the policy is dynamic, also targets (int64) [N]: indices of the targets in the flattened [B * T].
     """
     rows = [example.prompt_ids + example.completion_ids for example in examples]
     input_ids, attention_mask = pad_right(rows, policy, maximum, pad_token_id)
-    first = [max(len(example.prompt_ids), 1) if loss_on == "completion" else 1 for example in examples]
-    loss_mask = torch.arange(input_ids.shape[1]) >= torch.tensor(first)[:, None]
-    loss_mask &= attention_mask.bool() & _real(examples, real)[:, None]
+    first_targets = [max(len(example.prompt_ids), 1) if loss_on == "completion" else 1 for example in examples]
+    loss_mask = torch.arange(input_ids.shape[1]) >= torch.tensor(first_targets)[:, None]
+    loss_mask &= attention_mask.bool() & _real_mask(examples, real)[:, None]
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
     return batch | {"targets": loss_mask.flatten().nonzero().flatten()} if policy.kind == "dynamic" else batch
 
@@ -56,7 +59,7 @@ def collate_reward(
 
     Returns:
         input_ids, attention_mask (int64), both [2B, T]: B rows with the chosen reply, then B with the rejected;
-        pair_mask (bool) [B]: False for pairs that only fill the batch up; margins (float32) [B].
+        pair_mask (bool) [B]: False for filler pairs; margins (float32) [B].
     """
     rows = [example.prompt_ids + example.chosen_ids for example in examples]
     rows += [example.prompt_ids + example.rejected_ids for example in examples]
@@ -64,7 +67,7 @@ def collate_reward(
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "pair_mask": _real(examples, real),
+        "pair_mask": _real_mask(examples, real),
         "margins": torch.tensor([example.row.margin or 0.0 for example in examples]),
     }
 
@@ -81,13 +84,17 @@ def collate_dpo(
     """Pad prompts on the left and replies on the right, so that replies begin in one column; the chosen ones first.
 
     Args:
-        examples: B of them; the first `real` count (default: all), the others only fill the batch up.
-        prompt, completion: the most tokens either may have.
+        examples: B examples.
+        real: number of real examples, which come first; the others are fillers. None: all are real.
+        policy: rounds lengths up to the shapes that the accelerator prefers.
+        prompt: maximum length of a prompt in tokens.
+        completion: maximum length of a reply in tokens.
+        pad_token_id: token of the padding.
 
     Returns:
         input_ids, attention_mask (int64), both [2B, P + A]: B rows with the chosen reply, then B with the rejected;
-        completion_mask (bool) [2B, A]: the reply's tokens; number (int64) [B]; pair_mask (bool) [B]: False for pairs
-        that only fill the batch up.
+        completion_mask (bool) [2B, A]: the reply's tokens; number (int64) [B]; pair_mask (bool) [B]: False for filler
+        pairs.
     """
     prompts = [example.prompt_ids[::-1] for example in examples] * 2
     replies = [example.chosen_ids for example in examples] + [example.rejected_ids for example in examples]
@@ -98,7 +105,7 @@ def collate_dpo(
         "attention_mask": torch.cat([before_mask.flip(1), after_mask], 1),
         "completion_mask": after_mask.bool(),
         "number": torch.tensor([example.number for example in examples]),
-        "pair_mask": _real(examples, real),
+        "pair_mask": _real_mask(examples, real),
     }
 
 
@@ -108,24 +115,28 @@ def collate_ppo(
     """Pad prompts on the left, so that completions begin in one column.
 
     Returns:
-        prompt_ids, prompt_mask (int64), both [B, P]; row_mask (bool) [B]: False for rows that only fill the batch up.
+        prompt_ids, prompt_mask (int64), both [B, P]; row_mask (bool) [B]: False for filler rows.
     """
     rows = [example.prompt_ids[::-1] for example in examples]
     prompt_ids, prompt_mask = pad_right(rows, policy, maximum, pad_token_id)
-    return {"prompt_ids": prompt_ids.flip(1), "prompt_mask": prompt_mask.flip(1), "row_mask": _real(examples, real)}
+    return {
+        "prompt_ids": prompt_ids.flip(1),
+        "prompt_mask": prompt_mask.flip(1),
+        "row_mask": _real_mask(examples, real),
+    }
 
 
 class Batches(Generic[E]):
-    """Global batches in a seeded order, reshuffled every epoch; `step` gives one rank its share.
+    """Global batches in a seeded order, reshuffled every epoch; `step` returns one rank's share of a batch.
 
-    Global batch k holds positions k * batch_size to (k + 1) * batch_size of the epoch's order. Rank r takes the
-    r-th of `world_size` equal slices and cuts it, in order, into micro-batches: whatever the number of ranks and
-    micro-batches, a step sees the same rows. The last batch of an epoch is filled up with masked rows or, where
-    batches are `endless`, with the first rows of the next epoch.
+    Global batch k contains positions k * batch_size to (k + 1) * batch_size of the epoch's order. Rank r takes the
+    r-th of `world_size` equal slices and cuts it, in order, into micro-batches: a step sees the same rows for any
+    number of ranks and micro-batches. The last batch of an epoch is completed with masked filler rows or, if batches
+    are `endless`, with the first rows of the next epoch.
 
-    Where `length` says how long an example is, the rows of a global batch are sorted, the longest first, and dealt
-    out: micro-batch m of every rank has rows of like length, which need little padding and keep no rank waiting.
-    Without `shuffle`, so is the whole epoch.
+    If a function `length` of examples is given, the rows of a global batch are sorted, the longest first, and dealt
+    out to the ranks: micro-batch m of every rank has rows of similar length, which need little padding and keep no
+    rank waiting. Without `shuffle`, the whole epoch is sorted.
     """
 
     def __init__(
@@ -155,27 +166,27 @@ class Batches(Generic[E]):
         self._order: list[int] = []
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """Return the number of steps in an epoch."""
         return -(-len(self._examples) // self._batch_size)
 
     @property
     def rows(self) -> int:
-        """Examples in an epoch."""
+        """Number of examples in an epoch."""
         return len(self._examples)
 
     def examples(self, index: int) -> list[E]:
-        """The real examples of global batch `index`, over all ranks."""
+        """Return the real examples of global batch `index`, over all ranks."""
         rows, size = len(self._examples), self._batch_size
         if self._endless:
-            return [self._example(*divmod(place, rows)) for place in range(index * size, (index + 1) * size)]
-        epoch, position = divmod(index, len(self))
-        return [self._example(epoch, place) for place in range(position * size, min((position + 1) * size, rows))]
+            return [self._example(*divmod(position, rows)) for position in range(index * size, (index + 1) * size)]
+        epoch, step = divmod(index, len(self))
+        return [self._example(epoch, position) for position in range(step * size, min((step + 1) * size, rows))]
 
     def share(self, index: int) -> list[E]:
-        """The real examples of global batch `index` that this rank has, in the order of their rows."""
+        """Return this rank's real examples of global batch `index`, in the order of their rows."""
         return self.examples(index)[self._share.start : self._share.stop]
 
-    def _example(self, epoch: int, place: int) -> E:
+    def _example(self, epoch: int, position: int) -> E:
         if epoch != self._epoch:
             self._order = list(range(len(self._examples)))
             if self._shuffle:
@@ -183,28 +194,28 @@ class Batches(Generic[E]):
             elif self._length:
                 self._order = _longest_first(self._order, [self._length(example) for example in self._examples])
             self._epoch = epoch
-        return self._examples[self._order[place]]
+        return self._examples[self._order[position]]
 
     def step(self, index: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
+        """Return this rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
         rows, size = self.examples(index), self._micro_batch_size
-        places: Sequence[int] = self._share
+        positions: Sequence[int] = self._share
         if self._length:
             rows = _longest_first(rows, [self._length(row) for row in rows])
-            places = range(self._rank, self._batch_size, self._world_size)
+            positions = range(self._rank, self._batch_size, self._world_size)
         real, rows = len(rows), rows + rows[-1:] * (self._batch_size - len(rows))
-        parts = (places[start : start + size] for start in range(0, len(places), size))
-        return [self._collate([rows[n] for n in part], sum(n < real for n in part)) for part in parts]
+        slices = (positions[start : start + size] for start in range(0, len(positions), size))
+        return [self._collate([rows[n] for n in part], sum(n < real for n in part)) for part in slices]
 
 
-def tokens_of(example: Demonstration | Pair) -> int:
-    """How long the longest of an example's rows is."""
+def example_length(example: Demonstration | Pair) -> int:
+    """Return the number of tokens of the longest row of an example."""
     replies = (example.chosen_ids, example.rejected_ids) if isinstance(example, Pair) else (example.completion_ids,)
     return len(example.prompt_ids) + max(map(len, replies))
 
 
-def padding(batch: Batch) -> Batch:
-    """Of a batch of demonstrations or pairs: its `positions`, and how many of them hold a token of a real row."""
+def count_padding(batch: Batch) -> Batch:
+    """Count the `positions` of a batch of demonstrations or pairs, and those with a token of a real row: `present`."""
     mask, pairs = batch["attention_mask"], batch.get("pair_mask")
     real = batch["loss_mask"].any(1) if pairs is None else pairs.repeat(2)
     present = (mask * real.unsqueeze(1)).sum()
@@ -214,7 +225,7 @@ def padding(batch: Batch) -> Batch:
 def pad_right(
     rows: Sequence[Sequence[int]], policy: ShapePolicy, maximum: int, pad_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """(token ids, mask of real tokens), both int64 [rows, T]."""
+    """Return (token ids, mask of real tokens), both int64 [rows, T]."""
     lengths = torch.tensor([len(row) for row in rows])
     width = policy.length(int(lengths.max()), maximum)
     ids = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in rows])
@@ -222,8 +233,24 @@ def pad_right(
 
 
 def _longest_first(rows: list[E], lengths: Sequence[int]) -> list[E]:
-    return [rows[place] for place in sorted(range(len(rows)), key=lambda place: -lengths[place])]
+    return [rows[index] for index in sorted(range(len(rows)), key=lambda index: -lengths[index])]
 
 
-def _real(examples: Sequence[object], real: int | None) -> Tensor:
+def _real_mask(examples: Sequence[object], real: int | None) -> Tensor:
     return torch.arange(len(examples)) < (len(examples) if real is None else real)
+
+
+def completion_ids(input_ids: Tensor, action_mask: Tensor) -> list[list[int]]:
+    """Return the completion of each row as token ids; empty for filler rows.
+
+    Args:
+        input_ids: [B, P + A], completions from column P.
+        action_mask: [B, A], 1 on the tokens drawn.
+    """
+    rows = zip(input_ids.tolist(), action_mask.tolist(), strict=True)
+    return [ids[-len(mask) :][: int(sum(mask))] for ids, mask in rows]
+
+
+def completion_texts(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
+    """Return each completion as text, without control tokens."""
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]

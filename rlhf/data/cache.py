@@ -1,9 +1,9 @@
-"""The examples of a stage, tokenized once and kept: in a folder that is named by what they are made of.
+"""Cache the examples of a stage, tokenized once, in a folder named by a digest of their inputs.
 
-`StageCache` has a key: a digest of what the sources hold, the settings, the seed, the tokenizer and the code that makes
-examples. One process of a machine builds the folder (`build`), all open it (`load`); a folder appears whole, and one
-that is damaged is built anew. It lies beside the data sets that the `datasets` package keeps (HF_DATASETS_CACHE, or
-HF_HOME), and may be deleted whenever no run uses it.
+The key of a `StageCache` is a digest of the sources' content, the settings, the seed, the tokenizer and the code that
+makes examples. One process of a machine builds the folder (`build`), all processes open it (`load`); a folder appears
+complete or not at all, and a damaged one is rebuilt. It is next to the data sets that the `datasets` package caches
+(HF_DATASETS_CACHE, or HF_HOME), and may be deleted while no run uses it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _EXAMPLES, _TRAIN, _HELDOUT, _STAGE = "examples.arrow", "train.npy", "heldout.npy", "stage.json"
-_LIBRARIES = ("transformers", "tokenizers", "jinja2")  # which have a part in what the tokens are
-_AT_ONCE = 2**20  # bytes
-_DAMAGED = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged folder raises
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the tokens
+_CHUNK = 2**20  # bytes
+_DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError)  # errors of reading a damaged folder
 
 
 @dataclass(frozen=True)
 class StageCache:
-    """Where the examples of a stage are kept: those that `load_stage` gives with these arguments.
+    """The cached examples of a stage: the result of `load_stage` with these arguments.
 
     Attributes:
+        config: sources, splits and length limits.
+        stage: the stage.
+        tokenizer: the model's tokenizer.
+        seed: determines splits and order.
+        end_ids: tokens that end a reply.
         records: each row has its record, for reward functions.
     """
 
@@ -57,49 +62,48 @@ class StageCache:
 
     @classmethod
     def of(cls, config: Config, stage: Stage, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> StageCache:
-        """That of a stage of a run; `end_ids` end a reply."""
-        judged = stage == "ppo" and bool(config.ppo.reward_functions)
-        return cls(config.data, stage, tokenizer, config.seed, end_ids, records=judged)
+        """Return the cache of a stage of a run."""
+        needs_records = stage == "ppo" and bool(config.ppo.reward_functions)
+        return cls(config.data, stage, tokenizer, config.seed, end_ids, records=needs_records)
 
     @cached_property
     def key(self) -> str:
-        """A digest of all that the examples are made of; the sources are read as bytes.
+        """A digest of all inputs of the examples; the sources are read as bytes.
 
         Raises:
             DataError: a source cannot be read, or the stage has none.
         """
-        made_of = {
-            "code": _code(),
+        inputs = {
+            "code": _code_version(),
             "settings": self.config.model_dump(mode="json", exclude={"pretraining"}),
             "sources": [source.content() for source in list_stage_sources(self.config, self.stage)],
             "stage": self.stage,
             "seed": self.seed,
-            "tokenizer": _saved(self.tokenizer),
+            "tokenizer": _hash_tokenizer(self.tokenizer),
             "end_ids": list(self.end_ids),
             "records": self.records,
         }
-        return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
 
     @cached_property
     def folder(self) -> Path:
-        """Where they are kept, or will be."""
+        """The folder of the examples, which may not exist yet."""
         return find_cache_home() / f"{self.stage}-{self.key}"
 
     def find(self) -> StageData | None:
-        """The examples, where they are kept and whole.
+        """Return the examples if they are cached and complete, else None.
 
         Raises:
             DataError: as `key`.
         """
-        return self.load() if self._is_whole() else None
+        return self.load() if self._is_complete() else None
 
     def build(self, *, show: bool = False) -> str | None:
-        """Keep the examples, unless they are.
-
-        A process that is building the same is waited for.
+        """Write the examples, unless they are cached already; wait for another process that is building the same.
 
         Returns:
-            Why they are not kept, where they cannot be: the folder cannot be written, or rows hold what it cannot.
+            The reason why they cannot be cached (the folder cannot be written, or rows have values that it cannot
+            store), or None.
 
         Raises:
             DataError: as `load_stage`.
@@ -108,22 +112,23 @@ class StageCache:
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             with _alone(self.folder, waiting):
-                if not self._is_whole():
+                if not self._is_complete():
                     with atomic_directory(self.folder) as folder:
                         self._write(folder, show)
         except OSError as error:
-            if self._is_whole():  # in a cache that others fill, which this process may only read
+            if self._is_complete():  # in a shared cache that this process may only read
                 return None
-            return f"{self.folder.parent} cannot be written ({error.strerror or error}); HF_DATASETS_CACHE moves it"
+            reason = error.strerror or error
+            return f"{self.folder.parent} cannot be written ({reason}); set HF_DATASETS_CACHE to another folder"
         except UnstorableRowError as error:
             return str(error)
         return None
 
     def load(self) -> StageData:
-        """The examples of the folder, which `build` has left whole; nothing is read before it is asked for."""
+        """Open the examples in the folder, which `build` has completed; each is read when it is accessed."""
         import numpy as np
 
-        said = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))["said"]
+        metadata = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))["metadata"]
         table = ExampleTable(self.folder / _EXAMPLES, EXAMPLE_TYPES[self.stage])
         train, heldout = (
             StoredExamples(table, np.load(self.folder / name, mmap_mode="r", allow_pickle=False))
@@ -133,10 +138,10 @@ class StageCache:
         return StageData(
             train,
             heldout,
-            [_report(values, table) for values in said["reports"]],
-            said["prompt_format"],
-            tuple(said["end_ids"]),
-            dict(zip((source.absolute_name() for source in sources), said["fingerprints"], strict=True)),
+            [_restore_report(values, table) for values in metadata["reports"]],
+            metadata["prompt_format"],
+            tuple(metadata["end_ids"]),
+            dict(zip((source.absolute_name() for source in sources), metadata["fingerprints"], strict=True)),
         )
 
     def _write(self, folder: Path, show: bool) -> None:
@@ -146,37 +151,38 @@ class StageCache:
         sources = read_sources(config, [stage], seed=self.seed, show=show, records=self.records)
         writer = ExampleWriter(folder / _EXAMPLES, EXAMPLE_TYPES[stage])
         options: dict[str, Any] = {"seed": self.seed, "end_ids": self.end_ids, "sources": sources}
-        chosen = select_examples(config, stage, self.tokenizer, writer.add, **options)
+        selection = select_examples(config, stage, self.tokenizer, writer.add, **options)
         writer.close()
-        for name, places in ((_TRAIN, chosen.train), (_HELDOUT, chosen.heldout)):
-            np.save(folder / name, np.array(places, np.int64))
-        said = {
+        for name, numbers in ((_TRAIN, selection.train), (_HELDOUT, selection.heldout)):
+            np.save(folder / name, np.array(numbers, np.int64))
+        metadata = {
             "reports": [
-                vars(report) | {"example": place} for report, place in zip(chosen.reports, chosen.typical, strict=True)
+                vars(report) | {"example": number}
+                for report, number in zip(selection.reports, selection.typical, strict=True)
             ],
-            "prompt_format": chosen.prompt_format,
-            "end_ids": chosen.end_ids,
+            "prompt_format": selection.prompt_format,
+            "end_ids": selection.end_ids,
             "fingerprints": [sources[source].fingerprint() for source in list_stage_sources(config, stage)],
         }
-        digests = {name: _digest(folder / name) for name in (_EXAMPLES, _TRAIN, _HELDOUT)}
+        digests = {name: _hash_file(folder / name) for name in (_EXAMPLES, _TRAIN, _HELDOUT)}
         if replace(self).key != self.key:
-            raise DataError(f"{stage}: a source of data.datasets was changed while it was read; give the command again")
-        whole = {"said": said, "files": digests, "digest": _digest_of(said)}
-        (folder / _STAGE).write_text(json.dumps(whole), encoding="utf-8")
+            raise DataError(f"{stage}: a source of data.datasets changed while it was read; run the command again")
+        content = {"metadata": metadata, "files": digests, "digest": _hash_json(metadata)}
+        (folder / _STAGE).write_text(json.dumps(content), encoding="utf-8")
 
-    def _is_whole(self) -> bool:
-        """Whether every byte is there that was written."""
+    def _is_complete(self) -> bool:
+        """Return True if every byte is as it was written."""
         try:
-            found = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))
-            if found["digest"] != _digest_of(found["said"]):
+            content = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))
+            if content["digest"] != _hash_json(content["metadata"]):
                 return False
-            return all(_digest(self.folder / name) == digest for name, digest in found["files"].items())
-        except _DAMAGED:
+            return all(_hash_file(self.folder / name) == digest for name, digest in content["files"].items())
+        except _DAMAGE_ERRORS:
             return False
 
 
 def find_cache_home() -> Path:
-    """The folder in which examples are kept: beside the data sets of the `datasets` package."""
+    """Return the folder of all cached examples, next to the data sets of the `datasets` package."""
     from huggingface_hub import constants
 
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser() / "rlhf"
@@ -196,42 +202,42 @@ def _alone(folder: Path, waiting: str) -> Iterator[None]:
 
 
 @cache
-def _code() -> list[str]:
-    """Versions of the libraries, and a digest of this package: another way to make examples makes others."""
-    here = Path(__file__).parent
-    files = sorted(path for path in here.iterdir() if path.suffix in (".py", ".yaml"))
-    own = hashlib.sha256(b"\n".join(path.read_bytes() for path in files)).hexdigest()
-    return [own, *(f"{name} {version(name)}" for name in _LIBRARIES)]
+def _code_version() -> list[str]:
+    """Return the libraries' versions and a digest of this package, because other code may make other examples."""
+    package = Path(__file__).parent
+    files = sorted(path for path in package.iterdir() if path.suffix in (".py", ".yaml"))
+    digest = hashlib.sha256(b"\n".join(path.read_bytes() for path in files)).hexdigest()
+    return [digest, *(f"{name} {version(name)}" for name in _LIBRARIES)]
 
 
-def _saved(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of a tokenizer as it would be saved, chat template included."""
+def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of the files of a saved tokenizer, chat template included."""
     try:
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            return _digest_of([(path.name, _digest(path)) for path in files])
+            return _hash_json([(path.name, _hash_file(path)) for path in files])
     except OSError as error:
         raise DataError(
-            f"the tokenizer cannot be written to a temporary folder ({error}); let TMPDIR name one with room"
+            f"the tokenizer cannot be written to a temporary folder ({error}); set TMPDIR to a folder with free space"
         ) from error
 
 
-def _report(values: dict[str, Any], table: ExampleTable) -> DataReport:
-    """A report as it was before it was written as JSON, which has no tuples."""
-    pairs = {
-        name: {key: tuple(found) for key, found in values[name].items()} for name in ("tokens", "dropped", "lengths")
+def _restore_report(values: dict[str, Any], table: ExampleTable) -> DataReport:
+    """Return a report from its JSON, which has lists for tuples."""
+    tuples = {
+        name: {key: tuple(items) for key, items in values[name].items()} for name in ("tokens", "dropped", "lengths")
     }
-    return DataReport(**values | pairs | {"example": table[values["example"]]})
+    return DataReport(**values | tuples | {"example": table[values["example"]]})
 
 
-def _digest_of(value: Any) -> str:
+def _hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while some := file.read(_AT_ONCE):
-            digest.update(some)
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
     return digest.hexdigest()

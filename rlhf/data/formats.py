@@ -232,7 +232,7 @@ def _describe_path_end(value: Any, path: Sequence[str]) -> str:
 
 
 class KnownDataset(ConfigModel):
-    """How a data set with a known name is read; `known.yaml` explains the fields."""
+    """An entry of `known.yaml`, which explains the fields."""
 
     name: str
     path: str | None = None

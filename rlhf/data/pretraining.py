@@ -1,9 +1,9 @@
-"""Raw text for PPO's pre-training loss (`ppo.ptx_coef`): documents become rows of one length, without padding.
+"""Raw text for PPO's pretraining loss (`ppo.ptx_coef`): documents packed into rows of one length, without padding.
 
-The sources of `data.pretraining` and a tokenizer go in; `Packed` rows of token ids come out. The documents of all
-sources are put in an order drawn from the seed, each ended by the end token, and written one after the other; the whole
-is cut every `length` tokens, as GPT's were (arXiv:2005.14165, appendix B): a row may hold the end of one document and
-the beginning of another, which then sees it. What is lost is the rest of less than a row after the last.
+`pack_documents` takes the sources of `data.pretraining` and a tokenizer, and returns `PackedTokens`. The documents of
+all sources are shuffled by the seed, each ends with the end token, and their concatenation is cut every `length`
+tokens, as for GPT-3 (arXiv:2005.14165, appendix B): a row may contain the end of one document and the beginning of the
+next, which then attends to it. The last tokens, fewer than one row, are dropped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlhf.reporting.console import console
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_AT_ONCE = 1000  # documents tokenized in one call
+_BATCH = 1000  # documents tokenized in one call
 
 
 class PackedTokens(Sequence[list[int]]):
-    """Rows of `length` tokens, cut from one long text of `tokens`."""
+    """Rows of `length` tokens, cut from one long sequence of `tokens`."""
 
     def __init__(self, tokens: array[int], length: int) -> None:
         self._tokens, self.length = tokens, length
@@ -37,88 +37,88 @@ class PackedTokens(Sequence[list[int]]):
     def __len__(self) -> int:
         return len(self._tokens) // self.length
 
-    def __getitem__(self, place: Any) -> Any:
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        return self._tokens[place * self.length : (place + 1) * self.length].tolist()
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._tokens[index * self.length : (index + 1) * self.length].tolist()
 
     @property
     def tokens(self) -> int:
-        """Tokens of the documents, those that are lost with the last of them included."""
+        """Number of tokens of the documents, the dropped ones included."""
         return len(self._tokens)
 
 
 def check_pretraining(config: Config, ranks: int) -> None:
-    """Find out whether PPO's settings and sources of raw text fit together; opens nothing.
+    """Check that PPO's settings and the sources of raw text fit together; no source is opened.
 
     Raises:
-        ConfigError: there is a weight without sources or the reverse, or the rows cannot be divided over `ranks`.
-        DataError: a source is not there.
+        ConfigError: there is a weight without sources or the reverse, or the rows cannot be divided among `ranks`.
+        DataError: a source does not exist.
     """
-    given, wanted = bool(config.data.pretraining), config.ppo.ptx_coef > 0
-    if wanted and not given:
-        raise ConfigError("ppo.ptx_coef: there is no text to learn from; name some in data.pretraining, or set it to 0")
-    if given and not wanted:
-        raise ConfigError("data.pretraining: nothing learns from it; set ppo.ptx_coef, or leave it out")
+    has_sources, has_loss = bool(config.data.pretraining), config.ppo.ptx_coef > 0
+    if has_loss and not has_sources:
+        raise ConfigError("ppo.ptx_coef: there is no text to train on; name some in data.pretraining, or set it to 0")
+    if has_sources and not has_loss:
+        raise ConfigError("data.pretraining: no loss uses it; set ppo.ptx_coef, or remove data.pretraining")
     for source in config.data.pretraining:
         readers.check_source_exists(source.path, "data.pretraining")
-    if wanted:
+    if has_loss:
         config.ppo.pretraining(ranks)
 
 
 def row_length(config: Config) -> int:
-    """Tokens of one row."""
+    """Return the number of tokens of one row."""
     return config.ppo.ptx_length or config.data.max_length
 
 
 def read_documents(config: Config, *, show: bool = False) -> list[str]:
-    """The documents of all sources, in their order.
+    """Return the documents of all sources, in order.
 
     Raises:
-        DataError: a source cannot be read, or has no text in the column that is named.
+        DataError: a source cannot be read, or has no text in the named column.
     """
-    return [text for source in config.data.pretraining for text in _texts(source, config.seed, show)]
+    return [text for source in config.data.pretraining for text in _read_texts(source, config.seed, show)]
 
 
 def fingerprint_documents(documents: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What `run.json` holds of the documents, so that a run does not go on with others; empty where there are none."""
+    """Return the entry of `run.json` that keeps a resumed run from using other documents; empty if there are none."""
     digest = hashlib.blake2b(digest_size=16)
     for text in documents:
         digest.update(f"{len(text)} {text}\n".encode())
-    found = {"rows": len(documents), "dropped": 0, "digest": digest.hexdigest()}
-    return {"data.pretraining": found} if documents else {}
+    entry = {"rows": len(documents), "dropped": 0, "digest": digest.hexdigest()}
+    return {"data.pretraining": entry} if documents else {}
 
 
 def pack_documents(
-    config: Config, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, most: int | None = None
+    config: Config, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_rows: int | None = None
 ) -> PackedTokens:
-    """The documents as rows of `ppo.ptx_length` tokens; of their beginning alone where `most` rows are enough.
+    """Pack the documents into rows of `ppo.ptx_length` tokens; tokenization stops after `max_rows`, if given.
 
     Raises:
-        DataError: they are too few for one update, which has `ppo.ptx_batch_size` different rows.
+        DataError: there are too few tokens for one update, which has `ppo.ptx_batch_size` different rows.
     """
     length, batch = row_length(config), config.ppo.pretraining_rows
     order = random.Random(f"pretraining {config.seed}").sample(documents, len(documents))
     tokens = array("i")
-    for ids in _encoded(order, tokenizer):
+    for ids in _encode(order, tokenizer):
         tokens.extend(ids)
-        if most is not None and len(tokens) >= most * length:
+        if max_rows is not None and len(tokens) >= max_rows * length:
             break
     packed = PackedTokens(tokens, length)
     if len(packed) < batch:
         raise DataError(
-            f"data.pretraining: its {packed.tokens:,} tokens make {len(packed)} rows of {length} (ppo.ptx_length), and "
-            f"an update takes {batch} (ppo.ptx_batch_size); add text, or lower these"
+            f"data.pretraining: {packed.tokens:,} tokens make {len(packed)} rows of {length} (ppo.ptx_length), but an "
+            f"update needs {batch} (ppo.ptx_batch_size); add text, or lower these settings"
         )
     return packed
 
 
-def _encoded(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    for start in range(0, len(documents), _AT_ONCE):
-        yield from encode_documents(tokenizer, documents[start : start + _AT_ONCE])
+def _encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    for start in range(0, len(documents), _BATCH):
+        yield from encode_documents(tokenizer, documents[start : start + _BATCH])
 
 
-def _texts(source: PretrainingConfig, seed: int, show: bool) -> list[str]:
+def _read_texts(source: PretrainingConfig, seed: int, show: bool) -> list[str]:
     with console.status(f"reading {source.path}") if show else nullcontext():
         records = readers.read_records(
             source.path,
@@ -129,13 +129,11 @@ def _texts(source: PretrainingConfig, seed: int, show: bool) -> list[str]:
             seed=seed,
         )
     values = [record.values for record in records if record.values is not None]
-    found = {name for record in values for name in record}
-    if source.text not in found:
-        listed = ", ".join(sorted(found)) or "none"
+    present = {name for record in values for name in record}
+    if source.text not in present:
+        listed = ", ".join(sorted(present)) or "none"
         raise DataError(f"{source.path}: no column {source.text!r} (data.pretraining.*.text); found: {listed}")
     texts = [text for record in values if isinstance(text := record.get(source.text), str) and text.strip()]
     if not texts:
-        raise DataError(
-            f"{source.path}: its column {source.text!r} holds no text; name another in data.pretraining.*.text"
-        )
+        raise DataError(f"{source.path}: column {source.text!r} has no text; name another in data.pretraining.*.text")
     return texts

@@ -1,6 +1,6 @@
-"""A look at what a stage's rows became: how long they are in tokens, and one of them as the model sees it.
+"""Describe the rows of a stage: their lengths in tokens, and one of them as the model sees it.
 
-`described` says all of it as plain values, for JSON and for `rlhf.cli.data` to print.
+`describe_stage` returns plain values, for JSON and for `rlhf.cli.data` to print.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ if TYPE_CHECKING:
 
 
 def summarize_lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
-    """Tokens of each part of the rows, trained on and held out: (median, 95th percentile, longest).
+    """Return the tokens of each part of all rows: (median, 95th percentile, longest).
 
-    Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs. Each number is the
-    length of a row that is there (of an even number of rows, the median is the lower of the middle two).
+    Parts are `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs. Each number is the length of an
+    actual row (for an even number of rows, the median is the lower of the middle two).
     """
-    trained, held = count_tokens(data.train), count_tokens(data.heldout)
-    found = length_quantiles(
-        {name: counts + held.get(name, counts[:0]) for name, counts in trained.items()}, 0.5, 0.95, 1.0
-    )
-    return {name: (median, high, longest) for name, (median, high, longest) in found.items()}
+    train, heldout = count_tokens(data.train), count_tokens(data.heldout)
+    counts = {name: lengths + heldout.get(name, lengths[:0]) for name, lengths in train.items()}
+    quantiles = length_quantiles(counts, 0.5, 0.95, 1.0)
+    return {name: (median, high, longest) for name, (median, high, longest) in quantiles.items()}
 
 
 def decode_median_row(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """A row of median length that is trained on: its parts, decoded from the tokens, control tokens among them."""
+    """Decode the parts of a training row of median length, control tokens included."""
     return [
         (name, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         for name, ids in token_parts(data.train[median_index(count_tokens(data.train))])
@@ -39,9 +38,10 @@ def decode_median_row(data: StageData, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def list_loss_parts(data: StageData, *, loss_on: Literal["completion", "all"] = "completion") -> tuple[str, ...]:
-    """The parts whose tokens carry the loss of SFT, or that of pairs, the reward model's and DPO's; none in PPO.
+    """Return the parts whose tokens are in the loss of SFT, of the reward model or of DPO; none in PPO.
 
     Args:
+        data: the stage's examples.
         loss_on: sft.loss_on.
     """
     first = data.train[0]
@@ -51,24 +51,26 @@ def list_loss_parts(data: StageData, *, loss_on: Literal["completion", "all"] = 
 
 
 def describe_stage(stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Any]:
-    """What a stage gets from its sources: `{"stage", "prompts", "split", "train", "heldout", "sources": [...]}`."""
-    learns = list_loss_parts(data, loss_on=config.sft.loss_on)
+    """Describe the data of a stage: `{"stage", "prompts", "split", "train", "heldout", "sources": [...]}`."""
+    loss_parts = list_loss_parts(data, loss_on=config.sft.loss_on)
     return {
         "stage": stage,
         "prompts": data.prompt_format,
         "split": dict(zip(STAGES, config.data.stage_split, strict=True)),
         "train": len(data.train),
         "heldout": len(data.heldout),
-        "sources": [_source(report, tokenizer, learns, config.data) for report in data.reports],
+        "sources": [_describe_source(report, tokenizer, loss_parts, config.data) for report in data.reports],
     }
 
 
-def _source(
-    report: DataReport, tokenizer: PreTrainedTokenizerBase, learns: tuple[str, ...], config: DataConfig
+def _describe_source(
+    report: DataReport, tokenizer: PreTrainedTokenizerBase, loss_parts: tuple[str, ...], config: DataConfig
 ) -> dict[str, Any]:
     names = [f"p{share * 100:.0f}" if share < 1 else "max" for share in LENGTH_QUANTILES]
-    shown = report.example
-    completion = max_completion_tokens(shown.row, shown.prompt_ids, config) if shown else config.max_completion_length
+    example = report.example
+    completion = (
+        max_completion_tokens(example.row, example.prompt_ids, config) if example else config.max_completion_length
+    )
     return {
         "source": report.source,
         "read_as": report.how,
@@ -82,24 +84,24 @@ def _source(
         ],
         "tokens": {part: dict(zip(names, counts, strict=True)) for part, counts in report.tokens.items()},
         "limits": {part: config.max_prompt_length if part == "prompt" else completion for part in report.tokens},
-        "example": shown
+        "example": example
         and {
-            "row": shown.row.source,
+            "row": example.row.source,
             "parts": [
                 {
                     "part": part,
                     "text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
                     "tokens": [decode_token(tokenizer, token) for token in ids],
-                    "in_loss": part in learns,
+                    "in_loss": part in loss_parts,
                 }
-                for part, ids in token_parts(shown)
+                for part, ids in token_parts(example)
             ],
         },
     }
 
 
 def decode_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """The text of one token, with the space before it that some tokenizers drop where it stands alone."""
+    """Return the text of one token, with the space before it that some tokenizers drop from a single token."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     name = str(tokenizer.convert_ids_to_tokens(token))
     return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text

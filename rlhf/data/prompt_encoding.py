@@ -1,14 +1,14 @@
-"""Text to token ids: a row's prompt and a reply become prompt ids and completion ids.
+"""Tokenize prompts and replies: a row's prompt and a reply become prompt ids and completion ids.
 
-With a chat template the ids are those of the template's own text. Without one, a prompt is its plain text
-(`Row.text`), and the reply follows after a space unless the prompt ends in white space. Either way the
-completion ends with a token that ends generation too, and a beginning-of-sequence token comes once, where the
-tokenizer wants one. A text without a prompt is a completion, and no template has a part in it.
+With a chat template the ids are those of the text that the template writes. Without one, a prompt is its plain text
+(`Row.text`), and the reply follows after a space unless the prompt ends in white space. In both cases the completion
+ends with a token that also ends generation, and a beginning-of-sequence token appears once if the tokenizer adds one.
+A text without a prompt is a completion, and the template does not apply to it.
 
-Tokenizers read the text of a control token (<|im_end|>) as that token. With a chat template only the template may
-write control tokens: contents that hold one could end a reply or forge a turn. In a prompt it is taken apart, as
-plain text; replies that hold one are recognized by `has_control_tokens`. Without a template a prompt is used as it is
-written, control tokens included.
+Tokenizers encode the text of a control token (<|im_end|>) as that token. With a chat template only the template may
+write control tokens: content with one could end a reply or forge a turn. In a prompt, such text is split so that it
+stays plain text; `has_control_tokens` detects it in replies. Without a template a prompt is used as written, control
+tokens included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PromptFormat = Literal["template", "transcript", "plain"]
-"""How a conversation becomes text: by the chat template, as `Human: ... Assistant:`, or a lone message as it is."""
+"""The way a conversation becomes text: the chat template, `Human: ... Assistant:`, or a single message unchanged."""
 
 _PROBE = "a"
 _TAG = re.compile(r"</?\w+>")
@@ -34,63 +34,66 @@ _TAG = re.compile(r"</?\w+>")
 def detect_prompt_format(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool
 ) -> PromptFormat:
-    """What the prompts of most `rows` look like to the model."""
+    """Return the format in which the model sees the prompts of most `rows`."""
     if uses_chat_template(tokenizer, chat_template):
         return "template"
-    transcripts = sum(row.text == format_transcript(row.prompt) for row in rows)
-    return "transcript" if 2 * transcripts > len(rows) else "plain"
+    transcript_count = sum(row.text == format_transcript(row.prompt) for row in rows)
+    return "transcript" if 2 * transcript_count > len(rows) else "plain"
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], form: PromptFormat
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt_format: PromptFormat
 ) -> list[int]:
-    """Prompt ids of a conversation up to where the assistant replies, as rows of that form are trained.
+    """Return the prompt ids of a conversation up to the assistant's reply, encoded as in training with that format.
 
     Raises:
         DataError: the tokenizer's chat template refuses these messages.
     """
-    row = make_conversation_row(messages, form)
-    ids = encode_prompts(tokenizer, [row], chat_template=form == "template")[0]
+    row = make_conversation_row(messages, prompt_format)
+    ids = encode_prompts(tokenizer, [row], chat_template=prompt_format == "template")[0]
     if ids is None:
         roles = ", ".join(message.role for message in messages)
         raise DataError(
-            f"the tokenizer's chat template refuses the roles {roles}; change them or set data.chat_template=false"
+            f"the tokenizer's chat template refuses the roles {roles}; change them, or set data.chat_template=false"
         )
     return ids
 
 
-def make_conversation_row(messages: Sequence[Message], form: PromptFormat) -> Row:
-    """A conversation that no data set holds, as a row of that form."""
-    text = format_transcript(messages) if form == "transcript" else format_plain_prompt(messages)
+def make_conversation_row(messages: Sequence[Message], prompt_format: PromptFormat) -> Row:
+    """Return a row for a conversation that is not from a data set."""
+    text = format_transcript(messages) if prompt_format == "transcript" else format_plain_prompt(messages)
     return Row(tuple(messages), text, None, None, None, "")
 
 
-def _apart(found: re.Match[str]) -> str:
-    """The text of a control token with a space in it, which makes it plain text; of one character, the space alone."""
-    token = found[0]
+def _split_token(match: re.Match[str]) -> str:
+    """Return the text of a control token with a space in it, which makes it plain text; a single character is lost."""
+    token = match[0]
     return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
 
 
-def _disarmed(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chat_template: bool) -> Sequence[Row]:
-    """The rows, control tokens that someone has written in their prompts taken apart where a template writes these."""
+def _split_control_tokens(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chat_template: bool
+) -> Sequence[Row]:
+    """Return the rows with the control tokens in their prompts split, if a template is used."""
     if not uses_chat_template(tokenizer, chat_template):
         return rows
     control = compile_control_tokens(tokenizer)
     return [
-        replace(row, prompt=tuple(Message(m.role, control.sub(_apart, m.content)) for m in row.prompt)) for row in rows
+        replace(row, prompt=tuple(Message(m.role, control.sub(_split_token, m.content)) for m in row.prompt))
+        for row in rows
     ]
 
 
-def uses_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> bool:
-    """Whether prompts are written by a chat template: one is wanted, and the tokenizer has it."""
-    return wanted and bool(tokenizer.chat_template)
+def uses_chat_template(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> bool:
+    """Return True if a chat template writes the prompts: it is enabled, and the tokenizer has one."""
+    return enabled and bool(tokenizer.chat_template)
 
 
 def compile_control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches what a tokenizer reads as a control token.
+    """Return a pattern that matches the control tokens of a tokenizer.
 
-    Those are its special tokens, and other added ones that its template writes (DeepSeek's <｜User｜>); but not tags
-    like <think>, which belong to the contents and are no special tokens.
+    These are its special tokens and the other added tokens that its template writes (DeepSeek's <｜User｜>), but not
+    tags like <think>, which belong to the content and are not special tokens.
     """
     template = str(tokenizer.chat_template or "")
     names = set(tokenizer.all_special_tokens)
@@ -102,9 +105,9 @@ def compile_control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str
 
 
 def has_control_tokens(replies: Sequence[str], control: re.Pattern[str], *, templated: bool) -> bool:
-    """Whether replies hold control tokens where they must not.
+    """Return True if replies contain control tokens that are not allowed.
 
-    Without a template a reply may end with them: data that was formatted beforehand has its end there.
+    Without a template a reply may end with them: the data was formatted beforehand.
     """
     if templated:
         return any(map(control.search, replies))
@@ -114,9 +117,9 @@ def has_control_tokens(replies: Sequence[str], control: re.Pattern[str], *, temp
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool
 ) -> list[list[int] | None]:
-    """Prompt ids of each row; None where the chat template refuses its messages."""
-    rows = _disarmed(tokenizer, rows, chat_template)
-    return _ids(tokenizer, [_prompt(tokenizer, row, chat_template) for row in rows])
+    """Return the prompt ids of each row; None if the chat template refuses its messages."""
+    rows = _split_control_tokens(tokenizer, rows, chat_template)
+    return _ids(tokenizer, [_prompt_text(tokenizer, row, chat_template) for row in rows])
 
 
 def encode_replies(
@@ -128,58 +131,59 @@ def encode_replies(
     chat_template: bool,
     end_ids: Sequence[int] | None = None,
 ) -> list[list[int] | None]:
-    """Completion ids of a reply to each row, up to and including the first of `end_ids`.
+    """Return the completion ids of a reply to each row, up to and including the first of `end_ids`.
 
-    `prompts` are the rows' prompt ids. Prompt and completion ids together are the tokens of the whole text,
-    unless the tokenizer would merge across their border: then the reply is tokenized alone, because
-    generation starts from the prompt ids as they are.
+    `prompts` are the rows' prompt ids. Prompt and completion ids together are the tokens of the whole text, unless the
+    tokenizer would merge across their border: then the reply is tokenized alone, because generation starts from
+    exactly the prompt ids.
 
-    `end_ids` are the tokens that end generation (default: the end-of-sequence token). Where a reply has none, the
-    end-of-sequence token is added; what a template writes after the first (Gemma: <end_of_turn>, then nothing of the
-    reply), generation would never come to.
+    `end_ids` are the tokens that end generation (default: the end-of-sequence token). If a reply has none, the
+    end-of-sequence token is added. The text that a template writes after the first of them (Gemma: after
+    <end_of_turn>) is dropped, because generation never reaches it.
     """
-    rows = _disarmed(tokenizer, rows, chat_template)
-    wholes = [_whole(tokenizer, row, reply, chat_template) for row, reply in zip(rows, replies, strict=True)]
+    rows = _split_control_tokens(tokenizer, rows, chat_template)
+    texts = [_conversation_text(tokenizer, row, reply, chat_template) for row, reply in zip(rows, replies, strict=True)]
     completions: list[list[int] | None] = []
-    for row, reply, prompt_ids, whole, ids in zip(rows, replies, prompts, wholes, _ids(tokenizer, wholes), strict=True):
-        if prompt_ids is None or whole is None or ids is None:
+    for row, reply, prompt_ids, text, ids in zip(rows, replies, prompts, texts, _ids(tokenizer, texts), strict=True):
+        if prompt_ids is None or text is None or ids is None:
             completions.append(None)
             continue
         if ids[: len(prompt_ids)] == prompt_ids:
             completion = ids[len(prompt_ids) :]
         else:
-            prompt = _prompt(tokenizer, row, chat_template) or ""
-            tail = whole[len(prompt) :] if whole.startswith(prompt) else reply
+            prompt = _prompt_text(tokenizer, row, chat_template) or ""
+            tail = text[len(prompt) :] if text.startswith(prompt) else reply
             completion = tokenizer(tail, add_special_tokens=False)["input_ids"]
-        completions.append(_ended(completion, end_ids or [tokenizer.eos_token_id], tokenizer.eos_token_id))
+        completions.append(_cut_at_end(completion, end_ids or [tokenizer.eos_token_id], tokenizer.eos_token_id))
     return completions
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts that stand alone: each with its beginning, where the tokenizer wants one, and one end."""
-    found = tokenizer([_begun(tokenizer, text) for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+    """Return the ids of separate texts, each with one end token, and a beginning token if the tokenizer adds one."""
+    texts = [_add_bos(tokenizer, text) for text in texts]
+    documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
-    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in found]
+    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]
 
 
-def _ended(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
-    """The ids up to and including the first of `ends`; with `eos` where there is none."""
+def _cut_at_end(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
+    """Return the ids up to and including the first of `ends`; with `eos` if they have none."""
     first = next((position for position, token in enumerate(ids) if token in ends), None)
     return [*ids, eos] if first is None else ids[: first + 1]
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool) -> str | None:
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool) -> str | None:
     if row.prompt and uses_chat_template(tokenizer, chat_template):
         return _render(tokenizer, row.prompt, add_generation_prompt=True)
-    return _begun(tokenizer, row.text)
+    return _add_bos(tokenizer, row.text)
 
 
-def _whole(tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool) -> str | None:
+def _conversation_text(tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool) -> str | None:
     if row.prompt and uses_chat_template(tokenizer, chat_template):
         text = _render(tokenizer, [*row.prompt, Message("assistant", reply)], add_generation_prompt=False)
-        return text and text.rstrip()  # what a template puts after the end-of-sequence token is no part of the reply
+        return text and text.rstrip()  # white space after the end-of-sequence token is not part of the reply
     space = "" if not row.text or row.text[-1:].isspace() else " "
-    return _begun(tokenizer, f"{row.text}{space}{reply}")
+    return _add_bos(tokenizer, f"{row.text}{space}{reply}")
 
 
 def _render(
@@ -194,14 +198,14 @@ def _render(
         return None
 
 
-def _begun(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text with the beginning-of-sequence token, where the tokenizer starts texts with one."""
+def _add_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the text with the beginning-of-sequence token, if the tokenizer starts texts with one."""
     bos = tokenizer.bos_token
-    wanted = bos is not None and tokenizer(_PROBE)["input_ids"][0] == tokenizer.bos_token_id
-    return f"{bos}{text}" if wanted and not text.startswith(bos) else text
+    adds_bos = bos is not None and tokenizer(_PROBE)["input_ids"][0] == tokenizer.bos_token_id
+    return f"{bos}{text}" if adds_bos and not text.startswith(bos) else text
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]) -> list[list[int] | None]:
-    known = [text for text in texts if text is not None]
-    encoded = iter(tokenizer(known, add_special_tokens=False, verbose=False)["input_ids"] if known else [])
+    present = [text for text in texts if text is not None]
+    encoded = iter(tokenizer(present, add_special_tokens=False, verbose=False)["input_ids"] if present else [])
     return [None if text is None else next(encoded) for text in texts]

@@ -1,8 +1,8 @@
-"""The embedded default: a small world of questions, with replies of every quality, made from a seed.
+"""The embedded data set: questions about a small world, with replies of every quality, generated from a seed.
 
-Each record has a demonstration (`response`, imperfect as those of hurried people), a preferred and a
-dispreferred reply. What a good reply is, a grammar says: one polite, true and complete sentence that
-answers the question. `approves` asks that grammar; training never does.
+Each record has a demonstration (`response`, imperfect as if written in haste), a preferred and a dispreferred reply.
+A grammar defines a good reply: one polite, true and complete sentence that answers the question. `is_good_reply`
+checks a reply against the grammar; training never uses it. The module also trains the tokenizer of models from scratch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 RECORDS = 16_000
-GOOD_DEMONSTRATIONS = 0.45  # the part of demonstrations that the rule approves
+GOOD_DEMONSTRATIONS = 0.45  # share of demonstrations that `is_good_reply` accepts
 
 _LEADS = (
     "",
@@ -38,13 +38,13 @@ _FLAWS = ("false", "false", "off topic", *_HURRIED)
 
 
 def _facts(text: str) -> dict[str, str]:
-    """`cow moo, dog woof` as a mapping."""
+    """Return `cow moo, dog woof` as a mapping."""
     return dict(pair.split() for pair in text.split(","))
 
 
 @dataclass(frozen=True)
 class _Relation:
-    """Facts of one kind: how to ask for y given x, and the sentences that state a fact."""
+    """Facts of one kind: questions that ask for y given x, and sentences that state a fact."""
 
     asks: tuple[str, ...]
     states: tuple[str, ...]
@@ -126,14 +126,14 @@ _RELATIONS = (
 
 @dataclass(frozen=True)
 class _Fact:
-    """One fact of a relation: what a question is about."""
+    """One fact of a relation: the subject of a question."""
 
     relation: _Relation
     x: str
     y: str
 
     def sentences(self) -> list[str]:
-        """What states the fact, in lower case and without a full stop."""
+        """Return the sentences that state the fact, in lower case and without a full stop."""
         return [pattern.format(x=self.x, y=self.y) for pattern in self.relation.states]
 
 
@@ -142,7 +142,7 @@ _QUESTIONS = {pattern.format(x=fact.x): fact for fact in _FACTS for pattern in f
 
 
 def generate_records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]]:
-    """`count` records with the columns prompt, response, chosen and rejected."""
+    """Yield `count` records with the columns prompt, response, chosen and rejected."""
     rng = random.Random(f"world {seed}")
     questions = list(_QUESTIONS)
     for _ in range(count):
@@ -159,9 +159,9 @@ def generate_records(seed: int, count: int = RECORDS) -> Iterator[dict[str, str]
 
 
 def is_good_reply(prompt: str, reply: str) -> bool:
-    """Whether the reply is one polite, true, complete sentence that answers the prompt.
+    """Return True if the reply is one polite, true, complete sentence that answers the prompt.
 
-    A prompt that is not of this world has no such reply.
+    A prompt that is not from this world has no such reply.
     """
     lead = max((lead for lead in _LEADS if prompt.startswith(lead)), key=len)
     fact = _QUESTIONS.get(prompt.removeprefix(lead))
@@ -179,12 +179,12 @@ def _good(fact: _Fact, rng: random.Random) -> str:
 
 
 def _falsified(reply: str, fact: _Fact, rng: random.Random) -> str:
-    """The reply with a lie, and nothing else, in the place of the truth."""
+    """Return the reply with the answer replaced by a wrong one."""
     return reply.replace(fact.y, rng.choice([y for y in fact.relation.facts.values() if y != fact.y]))
 
 
 def _flawed(fact: _Fact, flaw: str, rng: random.Random) -> str:
-    """A reply with the flaw: off topic, rude, plain (no courtesy), curt or rambling."""
+    """Return a reply with the flaw: off topic, rude, plain (no courtesy), curt or rambling."""
     truth = rng.choice(fact.sentences())
     other = rng.choice(rng.choice([other for other in _FACTS if other.relation is not fact.relation]).sentences())
     if flaw == "off topic":
@@ -201,7 +201,7 @@ def _flawed(fact: _Fact, flaw: str, rng: random.Random) -> str:
 
 
 def _polite(text: str, rng: random.Random) -> str:
-    """The text with an opening courtesy, a closing one, or both."""
+    """Return the text with an opening courtesy, a closing one, or both."""
     where = rng.choice(("opening", "opening", "closing", "both"))
     opener = rng.choice(_OPENERS) if where != "closing" else ""
     return _sentence(opener, text, rng.choice(_CLOSERS) if where != "opening" else "")
@@ -243,5 +243,5 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> PreTrain
 
 
 def build_world_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the embedded world; the same for every seed."""
+    """Return the tokenizer of the embedded world; it does not depend on the seed."""
     return build_tokenizer(text for record in generate_records(seed=0, count=4000) for text in record.values())

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import Config
-from rlhf.data.completions import completion_texts
+from rlhf.data.batches import completion_texts
 from rlhf.data.prompt_encoding import PromptFormat, encode_prompts, make_conversation_row
 from rlhf.data.records import Row
 from rlhf.data.report import DropCounts, add_drop

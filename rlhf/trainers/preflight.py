@@ -154,7 +154,7 @@ def examine(
         tokenizer, ends = cache.tokenizer, cache.end_ids
         data = kept.get(stage) or load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
         if stage == "ppo" and documents:
-            pretraining.pack_documents(config, documents, tokenizer, most=config.ppo.pretraining_rows)
+            pretraining.pack_documents(config, documents, tokenizer, max_rows=config.ppo.pretraining_rows)
         plan = StagePlan(stage, bases[stage], models.parameters(bases[stage][0]), tokenizer, data)
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig
-from rlhf.data.batches import padding, tokens_of
+from rlhf.data.batches import count_padding, example_length
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, TrainingEngine
@@ -46,8 +46,8 @@ class SupervisedTrainer:
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
         sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
-        self.batches = context.batches(data.train, collate, **sizes, length=tokens_of)
-        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=tokens_of)
+        self.batches = context.batches(data.train, collate, **sizes, length=example_length)
+        self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=example_length)
         self.epoch_steps = len(self.batches)
         self.total_steps = settings.total_steps(self.epoch_steps)
         (role,) = (role for role, placement in context.placements.items() if placement.role.trained)
@@ -89,7 +89,7 @@ class SupervisedTrainer:
             rates = engine.rates
             sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
         for batch in batches:
-            sums.add(**text_sums(batch), **padding(batch))
+            sums.add(**text_sums(batch), **count_padding(batch))
         totals = sums.read()
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
         context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))

@@ -175,7 +175,7 @@ def test_whatever_the_examples_are_made_of_is_in_the_key(
     Path(rows).write_text(text)
     assert key() == keys[0] and key(of=copy.deepcopy(tokenizer)) == keys[0]
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    monkeypatch.setattr(cache, "_code", lambda: ["other code"])
+    monkeypatch.setattr(cache, "_code_version", lambda: ["other code"])
     assert key() != keys[0]
 
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_kept_is_said(
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(cache.ExampleWriter, "close", lambda self: (_ for _ in ()).throw(full))
     kept = cache_of(tokenizer, rows)
-    assert "cannot be written (No space left on device); HF_DATASETS_CACHE moves it" in str(kept.build())
+    assert "cannot be written (No space left on device); set HF_DATASETS_CACHE to" in str(kept.build())
     assert not kept.folder.exists() and not list((tmp_path / "room" / "rlhf").glob("*.partial"))
 
 
@@ -256,7 +256,7 @@ def test_records_that_json_would_change_are_not_kept(tokenizer: Any, tmp_path: P
     write_table(pa.Table.from_pylist(table), path)
     options: dict[str, Any] = {"datasets": [{"path": path, "stages": ["ppo"]}], "heldout_fraction": 0.3}
     kept = cache_of(tokenizer, path, "ppo", records=True, **options)
-    assert kept.build() == "a row has a column that holds a date"
+    assert kept.build() == "a row has a column with a date"
     assert cache_of(tokenizer, path, "ppo", **options).build() is None
     mapped = pa.array([[("a", n)] for n in range(9)], pa.map_(pa.string(), pa.int64()))
     write_table(pa.Table.from_pylist(table).set_column(1, "day", mapped), path)
@@ -270,7 +270,7 @@ def test_a_source_that_changes_while_it_is_read_is_not_kept(
     kept = cache_of(tokenizer, rows)
     assert kept.key
     write(Path(rows), ROWS[:50])
-    with pytest.raises(DataError, match="was changed while it was read"):
+    with pytest.raises(DataError, match="changed while it was read"):
         kept.build()
     assert cache_of(tokenizer, rows).find() is None and not kept.folder.exists()
 
@@ -355,7 +355,7 @@ def test_a_tokenizer_that_cannot_be_written_for_want_of_room_is_said(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokenizer, "save_pretrained", full)
-    with pytest.raises(DataError, match=r"temporary folder \(.*No space left on device\); let TMPDIR name one"):
+    with pytest.raises(DataError, match=r"temporary folder \(.*No space left on device\); set TMPDIR to"):
         cache_of(tokenizer, rows).build()
 
 
@@ -363,7 +363,7 @@ def test_examples_are_not_held_while_others_are_made_nor_when_they_are_opened(
     tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (tokenize_rows, arrow_store):
-        monkeypatch.setattr(module, "_AT_ONCE", 10)
+        monkeypatch.setattr(module, "_BATCH", 10)
     encode, alive = tokenize_rows.encode_prompts, []
 
     def examples() -> int:

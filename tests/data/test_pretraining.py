@@ -34,8 +34,8 @@ def configuration(*paths: Any, length: int = 4, batch: int = 1, **data: Any) -> 
     return build_config({"data": {"pretraining": list(paths), **data}, "ppo": ppo})
 
 
-def packed(texts: list[str], *, most: int | None = None, begins: bool = False, **changes: Any) -> list[list[int]]:
-    return list(pack_documents(configuration(**changes), texts, Numbers(begins=begins), most=most))  # type: ignore[arg-type]
+def packed(texts: list[str], *, max_rows: int | None = None, begins: bool = False, **changes: Any) -> list[list[int]]:
+    return list(pack_documents(configuration(**changes), texts, Numbers(begins=begins), max_rows=max_rows))  # type: ignore[arg-type]
 
 
 def test_a_document_is_ended_once_and_cut_where_the_row_is_full() -> None:
@@ -61,15 +61,15 @@ def test_documents_follow_one_another_in_an_order_of_the_seed_and_none_is_lost()
 
 def test_a_look_beforehand_reads_no_more_than_it_needs() -> None:
     texts = ["5 6 7"] * 90
-    assert len(packed(texts)) == 90 and len(packed(texts, most=3)) == 3
+    assert len(packed(texts)) == 90 and len(packed(texts, max_rows=3)) == 3
 
 
 def test_too_little_text_is_one_line_with_what_was_found() -> None:
     with pytest.raises(DataError) as caught:
         packed(["5 6 7 8 9 10", "5 6"], batch=3)
     assert str(caught.value) == (
-        "data.pretraining: its 10 tokens make 2 rows of 4 (ppo.ptx_length), and an update takes 3 "
-        "(ppo.ptx_batch_size); add text, or lower these"
+        "data.pretraining: 10 tokens make 2 rows of 4 (ppo.ptx_length), but an update needs 3 "
+        "(ppo.ptx_batch_size); add text, or lower these settings"
     )
 
 

@@ -13,12 +13,12 @@ def _texts(bench: Bench, column: str = "text", text: str = "red cow please") -> 
 
 @mistake
 def a_weight_of_no_text(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(ppo__ptx_coef=1), ["ppo.ptx_coef: there is no text to learn from; name some in data.pretraining"]
+    return settings(ppo__ptx_coef=1), ["ppo.ptx_coef: there is no text to train on; name some in data.pretraining"]
 
 
 @mistake
 def text_of_no_weight(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(data__pretraining=_texts(bench)), ["data.pretraining: nothing learns from it; set ppo.ptx_coef"]
+    return settings(data__pretraining=_texts(bench)), ["data.pretraining: no loss uses it; set ppo.ptx_coef"]
 
 
 @mistake
@@ -36,7 +36,7 @@ def raw_text_in_another_column(bench: Bench) -> tuple[list[str], list[str]]:
 @mistake
 def a_column_of_no_text(bench: Bench) -> tuple[list[str], list[str]]:
     found = settings(ppo__ptx_coef=1, data__pretraining=_texts(bench, text=" "))
-    return found, ["rows.jsonl: its column 'text' holds no text; name another"]
+    return found, ["rows.jsonl: column 'text' has no text; name another"]
 
 
 @mistake

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerators import ShapePolicy
-from rlhf.data.batches import Batches, collate_reward, collate_sft, padding, tokens_of
+from rlhf.data.batches import Batches, collate_reward, collate_sft, count_padding, example_length
 from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.records import Message, Row
 from rlhf.models import lm_head
@@ -84,7 +84,7 @@ def loader(sizes, *, rank=0, ranks=1, batch=8, micro=2, shuffle=True):
         world_size=ranks,
         seed=0,
         shuffle=shuffle,
-        length=tokens_of,
+        length=example_length,
     )
 
 
@@ -135,11 +135,11 @@ def test_the_loss_of_a_step_does_not_depend_on_how_rows_are_packed():
 
 def test_positions_of_padding_are_counted():
     """Rows of 7, 10 and 8 tokens, the last one only to fill up: 17 of 30 positions hold a token of a real row."""
-    counted = padding(collated(demonstrations((3, 4), (9, 1), (1, 7)), DYNAMIC, real=2))
+    counted = count_padding(collated(demonstrations((3, 4), (9, 1), (1, 7)), DYNAMIC, real=2))
     assert {key: int(value) for key, value in counted.items()} == {"present": 17, "positions": 30}
     pairs = [Pair([5], [6, 7, 8], [9], ROW), Pair([5, 6], [6], [9], ROW)]  # rows of 4, 3, 2 and 3 tokens
     batch = collate_reward(pairs, 1, policy=DYNAMIC, maximum=9, pad_token_id=0)
-    assert {key: int(value) for key, value in padding(batch).items()} == {"present": 4 + 2, "positions": 4 * 4}
+    assert {key: int(value) for key, value in count_padding(batch).items()} == {"present": 4 + 2, "positions": 4 * 4}
 
 
 # Drawn sequences

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.schema import PPOConfig
-from rlhf.data.completions import completion_ids, completion_texts
+from rlhf.data.batches import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.metric_sums import Metrics

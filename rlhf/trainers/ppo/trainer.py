@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.data.batches import collate_ppo
-from rlhf.data.completions import completion_ids, completion_texts
+from rlhf.data.batches import collate_ppo, completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
