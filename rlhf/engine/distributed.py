@@ -1,7 +1,7 @@
 """The process group of a run, and the few collectives that the stages need.
 
-`start_process_group` starts it on the selected accelerator and takes it down again; a single process needs no
-launcher. The helpers work alike with one rank and with many.
+`start_process_group` starts it on the selected accelerator and ends it; a single process needs no launcher. All helpers
+work with one rank and with many.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -31,41 +31,59 @@ if TYPE_CHECKING:
     from rlhf.launchers.coordinator import WorkerClient
 
 
-_WAITS = itertools.count()  # the same on all ranks, which wait for the same things
-_GROUPS = itertools.count()  # so that none finds what is left of another in the store, such as addresses
-_MEETING = "rlhf"  # the scheme of `_meet`
-_SECONDS_TO_NAME = 20.0  # for the rank that is late to be found, before a collective only says that somebody is
-_members: list[WorkerClient | None] = []  # the session's connection with the other ranks
+_SCHEME = "rlhf"  # of the URL by which torch finds `_rendezvous`
+_SECONDS_TO_NAME = 20.0  # to find the rank that is late, before a collective fails without naming it
+
+
+@dataclass
+class _Process:
+    """The state of this process's groups.
+
+    Attributes:
+        client: the connection with the other ranks; None without a group, or with one rank.
+        waits: numbers of waits, the same on all ranks, which wait for the same things.
+        groups: numbers of groups, so that no group reads what an earlier one left in the store.
+    """
+
+    client: WorkerClient | None = None
+    waits: Iterator[int] = field(default_factory=itertools.count)
+    groups: Iterator[int] = field(default_factory=itertools.count)
+
+
+_process = _Process()
 
 
 @dataclass(frozen=True)
 class World:
-    """Place of this process in the run."""
+    """The rank of this process and the number of ranks."""
 
     rank: int
     size: int
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0."""
         return self.rank == 0
 
 
 @contextmanager
 def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accelerator]:
-    """Bind this process to its device, start the process group, and end it when the block is left.
+    """Bind this process to its device and start the process group; end it after the block.
 
     Args:
+        selection: the backend that was chosen.
         timeout: seconds that ranks wait for one another.
 
     Raises:
         AcceleratorError: the backend cannot be created, DeepSpeed disagrees with it, or the ranks chose
             different backends.
+        DependencyError: DeepSpeed or transformers is of a release that rlhf was not written for.
         RemoteRankError: another rank failed.
     """
     accelerator = selection.create()
-    place = current_process()
-    with _process_group_of(place):
-        accelerator.bind(place.local_rank)
+    process = current_process()
+    with _rank_environment(process):
+        accelerator.bind(process.local_rank)
         with verbosity.suppress_stdout():
             accelerator.prepare_deepspeed()
             import deepspeed
@@ -75,48 +93,45 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
             deepspeed_patches.check_version(deepspeed.__version__)
             transformers_patches.check_version(version("transformers"))
 
-        # Left before the group is: collectives that wait for a rank that is gone may keep it from being taken down.
-        with monitor_ranks(place, timeout) as member:
-            if place.size == 1:  # no launcher, so no address to meet at
+        # Ends before the group does: collectives that wait for a dead rank may block the group's end.
+        with monitor_ranks(process, timeout) as client:
+            if process.size == 1:  # there is no launcher, so no address to meet at
                 with verbosity.suppress_stdout():  # gloo of torch 2.9 prints that it is alone
                     dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
-            # DeepSpeed joins the process group above, or makes one with its own settings for the device.
+            # DeepSpeed joins the process group above, or starts one with its settings for the device.
             with verbosity.suppress_stdout():  # for some devices it compiles collectives
                 deepspeed.init_distributed(
                     dist_backend=accelerator.dist_backend(),
                     verbose=False,
                     timeout=timedelta(seconds=timeout + _SECONDS_TO_NAME),
-                    init_method=f"{_MEETING}://",
+                    init_method=f"{_SCHEME}://",
                 )
-            _members.append(member)
+            _process.client = client
             verify_agreement(all_gather_objects(accelerator.name))
             yield accelerator
 
 
-def _meet(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Where torch has the ranks of a process group find each other: (store, rank, size)."""
-    place = current_process()
-    yield (
-        dist.PrefixStore(f"rlhf/group/{next(_GROUPS)}", get_store(place, timeout.total_seconds())),
-        place.rank,
-        place.size,
-    )
+def _rendezvous(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield (store, rank, size) for torch, which connects the ranks of a group with them."""
+    process = current_process()
+    store = get_store(process, timeout.total_seconds())
+    yield dist.PrefixStore(f"rlhf/group/{next(_process.groups)}", store), process.rank, process.size
 
 
-dist.register_rendezvous_handler(_MEETING, _meet)
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 @contextmanager
-def _process_group_of(place: ProcessInfo) -> Iterator[None]:
-    """The environment in which libraries find `place`; it ends with the group and what they keep of it."""
+def _rank_environment(process: ProcessInfo) -> Iterator[None]:
+    """Set the variables in which libraries look for the rank; end the group and unset them after the block."""
     before = dict(os.environ)
-    variables = place.variables() or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    variables = process.variables() or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ.update(variables)
     try:
         yield
     finally:
         # Collectives of a failed rank may be pending; the group ends with the process either way.
-        _members.clear()
+        _process.client = None
         if dist.is_initialized():
             dist.destroy_process_group()
             from rlhf.engine.deepspeed_patches import clear_process_groups
@@ -127,54 +142,58 @@ def _process_group_of(place: ProcessInfo) -> Iterator[None]:
 
 
 def world() -> World:
-    """This process's place; a world of one where no process group is running."""
+    """Return this process's rank and the number of ranks; rank 0 of 1 if no group is running."""
     if not dist.is_initialized():
         return World(0, 1)
     return World(dist.get_rank(), dist.get_world_size())
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor summed over ranks, in place; no host read."""
+    """Sum the tensor over ranks, in place and without reading it on the host, and return it."""
     if world().size > 1:
-        _arrive()
+        _count_collective()
         dist.all_reduce(tensor)
     return tensor
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """One picklable value of each rank, in rank order."""
+    """Return one picklable value of each rank, in the order of ranks."""
     if world().size == 1:
         return [value]
-    _arrive()
+    _count_collective()
     values: list[Any] = [None] * world().size
     dist.all_gather_object(values, value)
     return values
 
 
-def _arrive() -> None:
-    """Note that this rank has come to a collective: where it hangs, it is seen who has not."""
-    for member in filter(None, _members):
-        member.progress += 1
+def _count_collective() -> None:
+    """Note that this rank has reached a collective; if it hangs, the counts show which rank is behind."""
+    if _process.client:
+        _process.client.progress += 1
 
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    """In this block this rank waits for another one that may take its time."""
-    for member in filter(None, _members):
-        member.is_waiting = True
+    """Note that in this block this rank waits for another one that may take long."""
+    client = _process.client
+    if client:
+        client.is_waiting = True
     try:
         yield
     finally:
-        for member in filter(None, _members):
-            member.is_waiting = False
+        if client:
+            client.is_waiting = False
 
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """Do something on every rank; no rank goes on before all have done it, and if it fails on one, it fails on all.
+    """Run the block on every rank and wait for all of them; if it fails on one, it fails on all.
+
+    Args:
+        what: the action, for the error: "writing the checkpoint".
 
     Raises:
-        RemoteRankError: on the other ranks, when one failed.
+        RemoteRankError: on the other ranks, if one failed.
     """
     error: BaseException | None = None
     try:
@@ -183,7 +202,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         error = caught
     try:
         failures = all_gather_objects(repr(error) if error else None)
-    except Exception as lost:  # another rank died; what failed here is not a consequence of that
+    except Exception as lost:  # another rank died; the failure here is no consequence of that
         if error:
             raise error from lost
         raise
@@ -196,33 +215,38 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
 @contextmanager
 def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
-    """`on_all_ranks`, for what rank 0 alone does: the block receives True there, and False on the others.
+    """Run the block as `on_all_ranks` does; yield True on rank 0, which alone acts, and False on the others.
 
     Args:
-        takes_long: longer perhaps than a collective waits (downloads, reading); the others wait while rank 0 lives.
+        what: as in `on_all_ranks`.
+        takes_long: it may take longer than a collective waits (downloads, reading); the others wait while rank 0 lives.
     """
-    with _only([0], what, takes_long=takes_long) as chosen:
-        yield chosen
+    with _on_ranks([0], what, takes_long=takes_long) as acts:
+        yield acts
 
 
 @contextmanager
 def on_each_machine(what: str) -> Iterator[bool]:
-    """`on_main`, for what takes long and one rank of each machine does for the others there."""
-    first = [rank for rank, place in enumerate(all_gather_objects(current_process().local_rank)) if place == 0]
-    with _only(first, what, takes_long=True) as chosen:
-        yield chosen
+    """Run the block as `on_main` does if it takes long, with one acting rank on each machine.
+
+    Args:
+        what: as in `on_all_ranks`.
+    """
+    first = [rank for rank, local in enumerate(all_gather_objects(current_process().local_rank)) if local == 0]
+    with _on_ranks(first, what, takes_long=True) as acts:
+        yield acts
 
 
 @contextmanager
-def _only(ranks: Sequence[int], what: str, *, takes_long: bool) -> Iterator[bool]:
+def _on_ranks(ranks: Sequence[int], what: str, *, takes_long: bool) -> Iterator[bool]:
     with on_all_ranks(what):
-        chosen = world().rank in ranks
-        key = f"rlhf/{next(_WAITS)}" if takes_long and world().size > 1 else None
-        if key and not chosen:
+        acts = world().rank in ranks
+        key = f"rlhf/{next(_process.waits)}" if takes_long and world().size > 1 else None
+        if key and not acts:
             with _waiting():
                 _get_default_store().wait([f"{key}/{rank}" for rank in ranks], timedelta(days=30))
         try:
-            yield chosen
+            yield acts
         finally:
-            if key and chosen:
+            if key and acts:
                 _get_default_store().set(f"{key}/{world().rank}", "done")
