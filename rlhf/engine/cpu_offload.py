@@ -1,7 +1,6 @@
-"""Frozen models whose weights wait on the host: they come to the device for the block in which they are used.
+"""Offload frozen models: their weights stay in the host's memory and come to the device for the block that uses them.
 
-A frozen model flows in and comes out as the same object. The weights on the host stay where they are, for they never
-change: leaving the device is to forget the copy there.
+Weights on the host never change, so leaving the device means to release the copy there.
 """
 
 from __future__ import annotations
@@ -19,50 +18,54 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def describe_offload(held: Iterable[ModelPlacement], accelerator: Accelerator) -> str:
-    """One line about what waits on the host in a stage; empty where nothing does."""
-    held = list(held)
-    parts = {
-        "the optimizers": [placement.role.name for placement in held if placement.offloads_optimizer],
-        "the weights": [placement.role.name for placement in held if placement.offloads_parameters],
+def describe_offload(placements: Iterable[ModelPlacement], accelerator: Accelerator) -> str:
+    """Return one line about what a stage offloads; empty if it offloads nothing."""
+    placements = list(placements)
+    roles = {
+        "the optimizers": [placement.role.name for placement in placements if placement.offloads_optimizer],
+        "the weights": [placement.role.name for placement in placements if placement.offloads_parameters],
     }
-    said = " and ".join(f"{what} of {', '.join(names)}" for what, names in parts.items() if names)
-    if said and accelerator.host_device() == accelerator.device():
-        return f"offload: {said} would wait on the host, which is this device: no memory is gained"
-    return f"offload: {said} wait on the host" if said else ""
+    offloaded = " and ".join(f"{what} of {', '.join(names)}" for what, names in roles.items() if names)
+    if offloaded and accelerator.host_device() == accelerator.device():
+        return f"offload: {offloaded} would wait on the host, which is this device: no memory is gained"
+    return f"offload: {offloaded} wait on the host" if offloaded else ""
 
 
 def offload(model: Model, accelerator: Accelerator) -> Model:
-    """Keep the weights of a model, which are on the host, there between its uses; where that is the device, do nothing.
+    """Keep the weights of a model on the host, where they are, between its uses; do nothing if that is the device.
 
-    Each forward pass brings them and leaves them; in a block of `on_device` the first of several does, and its end.
+    Each forward pass copies them to the device and releases the copy. In a block of `on_device` the first of several
+    passes copies them, and the end of the block releases them.
+
+    Returns:
+        The model.
     """
     if accelerator.host_device() != accelerator.device():
         vars(model)["offloaded"] = offloaded = OffloadedModel(model, accelerator)
-        model.register_forward_pre_hook(offloaded.before)
-        model.register_forward_hook(offloaded.after, always_call=True)
+        model.register_forward_pre_hook(offloaded.before_forward)
+        model.register_forward_hook(offloaded.after_forward, always_call=True)
     return model
 
 
 @contextmanager
 def on_device(*models: nn.Module | None) -> Iterator[None]:
-    """The weights of those of `models` that are offloaded stay on the device, once brought, until the block ends."""
+    """Keep the weights of those of `models` that are offloaded on the device, once copied, until the block ends."""
     with ExitStack() as stack:
         for model in models:
             offloaded = getattr(model, "offloaded", None)
             if isinstance(offloaded, OffloadedModel):
-                stack.enter_context(offloaded.kept())
+                stack.enter_context(offloaded.kept_on_device())
         yield
 
 
 class OffloadedModel:
-    """Where a model's weights are now."""
+    """The weights of a model that is offloaded."""
 
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._blocks = 0
-        # Weights that two layers share are one tensor, and come once.
-        self._places: list[tuple[dict[str, Any], str, Tensor]] = [
+        # (the dictionary of a module, the name in it, the tensor on the host).
+        self._entries: list[tuple[dict[str, Any], str, Tensor]] = [
             (tensors, name, tensor)
             for module in model.modules()
             for tensors in (module._parameters, module._buffers)
@@ -70,44 +73,41 @@ class OffloadedModel:
             if tensor is not None
         ]
         if accelerator.pins_memory():
-            for _, _, tensor in self._places:
+            for _, _, tensor in self._entries:
                 tensor.data = tensor.data.pin_memory()
 
-    def before(self, model: nn.Module, inputs: Any) -> None:
-        """Hook: bring the weights, unless they are there."""
-        if self._places and self._here() is self._places[0][2]:
-            moved: dict[int, Tensor] = {}
-            for tensors, name, tensor in self._places:
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = _like(tensor, self._accelerator.to_device(tensor.data))
-                tensors[name] = moved[id(tensor)]
+    def before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Copy the weights to the device, unless they are there; tensors that layers share are copied once."""
+        if not self._entries:
+            return
+        tensors, name, tensor = self._entries[0]
+        if tensors[name] is not tensor:
+            return
+        copies: dict[int, Tensor] = {}
+        for tensors, name, tensor in self._entries:
+            if id(tensor) not in copies:
+                data = self._accelerator.to_device(tensor.data)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(data, requires_grad=False) if is_parameter else data
+            tensors[name] = copies[id(tensor)]
 
-    def after(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Hook: leave, unless a block goes on."""
+    def after_forward(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Release the weights, unless a block of `on_device` continues."""
         if not self._blocks:
-            self.leave()
+            self.release()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What `on_device` does for one model."""
+    def kept_on_device(self) -> Iterator[None]:
+        """Do what `on_device` does, for this model."""
         self._blocks += 1
         try:
             yield
         finally:
             self._blocks -= 1
             if not self._blocks:
-                self.leave()
+                self.release()
 
-    def leave(self) -> None:
-        """Let go of the copy on the device."""
-        for tensors, name, tensor in self._places:
+    def release(self) -> None:
+        """Release the copy on the device."""
+        for tensors, name, tensor in self._entries:
             tensors[name] = tensor
-
-    def _here(self) -> Tensor:
-        tensors, name, _ = self._places[0]
-        found: Tensor = tensors[name]
-        return found
-
-
-def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data

@@ -1,8 +1,7 @@
 """A model under DeepSpeed: trained (`TrainingEngine`) or frozen (`freeze_model`).
 
-The engine turns a list of micro-batches and a loss into one optimizer step. Losses arrive already
-divided by the totals of the global batch, so the gradient is a sum over micro-batches and ranks and does
-not depend on how rows are split.
+The engine turns a list of micro-batches and a loss into one optimizer step. Losses arrive divided by the totals of the
+global batch, so the gradient is a sum over micro-batches and ranks and does not depend on how rows are split.
 """
 
 from __future__ import annotations
@@ -37,14 +36,20 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
-"""(model, micro-batch) -> (its part of the global loss, statistics that add up over micro-batches and ranks)."""
+"""(model, micro-batch) -> (its part of the global loss, statistics that are summed over micro-batches and ranks)."""
 
-# deepspeed 0.19 calls collectives by the names they had before torch 2.13, hundreds of times a step.
+# DeepSpeed 0.19 calls collectives by their names from before torch 2.13, hundreds of times a step.
 warnings.filterwarnings("ignore", message=".*(reduce_scatter|all_gather).* is deprecated", category=FutureWarning)
 
 
 class TrainingEngine:
-    """A model, its optimizer and its learning-rate schedule."""
+    """A model, its optimizer and its learning-rate schedule.
+
+    Attributes:
+        omitted_steps: steps of the schedule that were not taken.
+        overflows_always: gradients have overflowed at the lowest loss scale: the range of fp16 is too small for them.
+        parameter_counts: numbers of parameters, `trainable` and `all`.
+    """
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class TrainingEngine:
         self.optimizer_config = optimizer
         self._adapter_factor = compute_adapter_factor(optimizer, placement.lora)
         self.total_steps = total_steps
-        self.left_out = 0  # steps of the schedule that were not taken
+        self.omitted_steps = 0
         self.zero_stage = placement.zero_stage
         self.precision = precision
         self.ema: EMA | None = None
@@ -76,14 +81,13 @@ class TrainingEngine:
         self._scale = 1.0
         self._trained = False
         self.overflows_always = False
-        """Gradients have overflowed at the lowest loss scale there is: what fp16 can hold is too little for them."""
-        self.parameter_counts = _parameter_counts(model)
+        self.parameter_counts = _count_parameters(model)
         fuse_layers(model, accelerator)
         place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
         if self.zero_stage == 3:
             patches.round_linear_once()
-        # Where the optimizer's state waits on the host, its step is taken there too.
+        # If the optimizer's state is offloaded, its step runs on the host too.
         on_host = placement.offloads_optimizer
         adamw = accelerator.kernels.get("adamw_cpu_offload" if on_host else "adamw", required=True)
         with verbosity.suppress_stdout():  # operators that DeepSpeed compiles
@@ -91,7 +95,7 @@ class TrainingEngine:
                 model=model,
                 optimizer=adamw(
                     group_parameters(model, optimizer.weight_decay, self._adapter_factor),
-                    # 0 while DeepSpeed sets up: see patches.undo_setup_step. Each step sets its own.
+                    # 0 during DeepSpeed's setup (see patches.undo_setup_step); each step sets its rate.
                     lr=0.0,
                     betas=optimizer.betas,
                     eps=optimizer.eps,
@@ -110,21 +114,21 @@ class TrainingEngine:
         if self.zero_stage == 0:
             patches.replace_step(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)
-        accelerator.step_boundary(f"{name}/set-up")  # so that none of it is in the first batch's graph
+        accelerator.step_boundary(f"{name}/set-up")  # keeps the setup out of the first batch's graph
 
     @property
     def module(self) -> nn.Module:
-        """The bare model."""
+        """The model without DeepSpeed."""
         return self.engine.module
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed's, around the accelerator's."""
+        """DeepSpeed's optimizer, which wraps the accelerator's."""
         return self.engine.optimizer
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, `skipped` ones among them."""
+        """Optimizer steps, including `skipped` ones."""
         return self.engine.global_steps
 
     @property
@@ -134,8 +138,8 @@ class TrainingEngine:
 
     @property
     def scheduled_rate(self) -> float:
-        """Learning rate of the next step; like Adam's moments it knows nothing of steps that were skipped."""
-        steps = self.steps + self.left_out - self.skipped
+        """Learning rate of the next step; like Adam's moments it does not count skipped steps."""
+        steps = self.steps + self.omitted_steps - self.skipped
         return compute_learning_rate(self.optimizer_config, steps, self.total_steps)
 
     @property
@@ -155,14 +159,16 @@ class TrainingEngine:
     def step(self, micro_batches: Sequence[Any], loss: Loss, *, apply: bool = True) -> MetricSums:
         """Take one optimizer step over this rank's micro-batches of one global batch.
 
-        A loss may be of forward passes that were made before (`train`), with these weights: below ZeRO-3 of all
-        micro-batches, at ZeRO-3 of one, as it gathers weights in the order of a pass and its backward pass.
+        A loss may use forward passes that were made before (`train`), with the same weights: below ZeRO-3 those of all
+        micro-batches; at ZeRO-3 that of one, since it gathers weights in the order of a pass and its backward pass.
 
         Args:
-            apply: False leaves the weights as they are, and the gradients for a later `apply`.
+            micro_batches: the arguments of `loss`, one by one.
+            loss: returns the loss and the statistics of a micro-batch.
+            apply: False leaves the weights unchanged, and the gradients for a later `apply`.
 
         Returns:
-            The statistics of `loss`, summed on the device; the loss itself is one of them.
+            The statistics of `loss`, and the loss, summed on the device.
         """
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
@@ -170,7 +176,7 @@ class TrainingEngine:
             group["lr"] = group["factor"] * self.scheduled_rate
         self.train()
         sums = MetricSums()
-        for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches):
+        for number, batch in enumerate(micro_batches, 1):
             boundary(f"{self.name}/before-forward")
             with self.precision.autocast():
                 value, statistics = loss(self.engine, batch)
@@ -182,7 +188,7 @@ class TrainingEngine:
             )
             self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)
             boundary(f"{self.name}/backward")
-            if left:
+            if number < len(micro_batches):
                 self.engine.step()  # counts the micro-batch
                 boundary(f"{self.name}/step")
             sums.add(loss=value, **statistics)
@@ -191,7 +197,7 @@ class TrainingEngine:
         return sums
 
     def apply(self) -> None:
-        """Change the weights by the gradients that `step` has left, unless they overflowed."""
+        """Change the weights by the gradients of the last `step`, unless they overflowed."""
         if self._clips_itself:
             clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -207,20 +213,20 @@ class TrainingEngine:
             self.accelerator.step_boundary(f"{self.name}/average")
 
     def grad_norm(self) -> float:
-        """Norm of the last step's gradient, before clipping."""
+        """Return the norm of the last step's gradient, before clipping."""
         norm: Tensor | float = self._norm if self._clips_itself else self.engine.get_global_grad_norm()
         return float(norm) / self._scale
 
     def loss_scale(self) -> float:
-        """What the loss of the next step is multiplied by, so that fp16 can hold its gradients."""
+        """Return the factor on the next step's loss that keeps its gradients in the range of fp16."""
         return float(self.engine.optimizer.loss_scale)
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[nn.Module]:
-        """The bare model with whole weights on every rank, for reading and for generation.
+        """Yield the model without DeepSpeed, with whole weights on every rank, for reading and for generation.
 
-        At ZeRO 0-2 the weights are used where they are. At ZeRO-3 they are gathered once for the block, and
-        DeepSpeed's hooks, which would release them after every layer, are off meanwhile.
+        At ZeRO-3 the weights are gathered once for the block, without DeepSpeed's hooks, which would release them after
+        every layer.
         """
         if self.zero_stage < 3:
             yield self.module
@@ -232,12 +238,10 @@ class TrainingEngine:
 def freeze_model(
     model: nn.Module, *, accelerator: Accelerator, precision: Precision, placement: ModelPlacement, shared: bool = False
 ) -> nn.Module:
-    """A model for scoring only: in the compute precision, on the device or parked beside it, sharded at ZeRO-3.
+    """Prepare a model for scoring only: in the compute precision, on the device or offloaded, sharded at ZeRO-3.
 
-    Weights that stay on the device are in the form that it reads best, which may be one of its own.
-
-    Args:
-        shared: weights of it are those of another model, and stay as they are.
+    Weights that stay on the device are converted to the layout that it reads fastest (operation `inference_weights`),
+    unless the model has `shared` weights of another one.
     """
     model.requires_grad_(False).eval()
     clear_sources(model)
@@ -247,7 +251,7 @@ def freeze_model(
     if placement.zero_stage < 3:
         place_model(model, accelerator.device(), precision.dtype)
         if not shared and (prepare := accelerator.kernels.get("inference_weights")):
-            # Not the output layer: its product may be made in parts, together with what is made of it.
+            # Except the output layer, whose product may be computed in parts and fused with the loss.
             prepare(getattr(model, "base_model", model), keep=False)
         return model
     place_buffers(model, accelerator.device())
@@ -261,17 +265,16 @@ def freeze_model(
 
 
 def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Layers that the device has a fused form of are computed in it (operation `fused_layers`)."""
+    """Replace layers by the device's fused forms, if it has any (operation `fused_layers`)."""
     if fuse := accelerator.kernels.get("fused_layers"):
         fuse(model)
 
 
-def _parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Numbers that a model is trained in, and all that it holds."""
+def _count_parameters(model: nn.Module) -> dict[str, int]:
+    """Return how many numbers of a model are `trainable`, and how many `all` are."""
     parameters = list(model.parameters())
-    sizes = [
-        getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters
-    ]  # of a sharded one, the whole
+    # `ds_numel` counts a sharded parameter whole.
+    sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
     return {
         "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
         "all": sum(sizes) + quantized.count_quantized(model),

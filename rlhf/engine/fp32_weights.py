@@ -1,10 +1,8 @@
-"""Float32 masters as the checkpoint has them.
+"""The float32 weights that an optimizer updates: as the checkpoint has them, and their moving average.
 
-DeepSpeed makes the float32 weights that an optimizer updates from those that the model computes with, which are rounded
-to 16 bits. An engine whose parameters remember where they came from (`rlhf.models.weight_loading`) flows in;
-afterwards its
-masters are the checkpoint's own numbers wherever those have more digits, read one parameter, and one rank's part of it,
-at a time.
+DeepSpeed makes the float32 weights from those that the model computes with, which are rounded to 16 bits.
+`restore_precision` replaces them by the numbers of the checkpoint if those have more digits. It reads one parameter at
+a time, and of each only this rank's part.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
     from accelerators import Accelerator
 
 CHUNK = 1 << 24
-"""Elements that are on their way between the host and the device at a time."""
+"""Elements that are copied between the host and the device at a time."""
 
 
 def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round what is trained, and was made with more digits (adapters), to `dtype`, and remember what it was."""
+    """Round trained parameters with more digits than `dtype` (new adapters) to it, and remember the unrounded ones."""
     for parameter in model.parameters():
         if parameter.requires_grad and not is_sharded(parameter) and _is_wider(parameter.dtype, dtype):
             if get_source(parameter) is None:
@@ -38,79 +36,86 @@ def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def restore_precision(engine: Any) -> None:
-    """Set the masters of a new DeepSpeed engine; what its parameters were made from is let go of."""
-    whole = _whole_masters(engine.optimizer)
+    """Set the float32 weights of a new DeepSpeed engine from the sources of its parameters, and release those."""
+    whole = {id(parameter): weight for parameter, weight in _pair_weights(engine.optimizer)}
     for parameter in engine.module.parameters():
-        found = get_source(parameter)
-        if found is None:
+        source = get_source(parameter)
+        if source is None:
             continue
-        if parameter.requires_grad and _is_wider(found.dtype, parameter.dtype):
-            _set(parameter, found, whole.get(id(parameter)))
-        if parameter.requires_grad or isinstance(found, lazy_tensors.InMemory):
+        if parameter.requires_grad and _is_wider(source.dtype, parameter.dtype):
+            _set_fp32_weight(parameter, source, whole.get(id(parameter)))
+        if parameter.requires_grad or isinstance(source, lazy_tensors.InMemory):
             set_source(parameter, None)
 
 
 def get_fp32_weights(optimizer: Any) -> list[Tensor]:
-    """The float32 numbers that a DeepSpeed optimizer updates on this rank, each tensor contiguous.
+    """Return the float32 numbers that a DeepSpeed optimizer updates on this rank, each tensor contiguous.
 
-    They are flat shares of groups of parameters at ZeRO 1-3; at ZeRO 0 one for each parameter: a copy of it, or in fp32
-    itself.
+    At ZeRO 1 to 3 they are flat shares of groups of parameters. At ZeRO 0 there is one for each parameter: a copy, or
+    in fp32 the parameter itself.
     """
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO 1-2, ZeRO 3
         if shares := getattr(optimizer, name, None):
             return [share.data for share in shares]
-    return [master.data for group in optimizer.param_groups for master in group["params"]]
+    return [weight.data for group in optimizer.param_groups for weight in group["params"]]
 
 
 @torch.no_grad()
 def round_fp32_weights(optimizer: Any) -> None:
-    """Compute from now on with the weights that the masters are when rounded; every rank calls it.
+    """Set the weights that the model computes with to the rounded float32 weights; every rank calls it.
 
-    As a step of deepspeed 0.19.8 does it, whose own means these are.
+    It calls the methods that a step of DeepSpeed 0.19.8 calls.
     """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer._partition_all_parameters()  # what is whole yet would stay what it is
+        optimizer._partition_all_parameters()  # a gathered parameter would keep its numbers
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        optimizer._post_step(())  # parameters that stay whole are so again
+        optimizer._post_step(())  # gather the parameters that are never released
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     else:
-        for rounded, master in _pairs(optimizer):
-            rounded.copy_(master)
+        for parameter, weight in _pair_weights(optimizer):
+            parameter.copy_(weight)
 
 
 class EMA:
-    """average := decay * average + (1 - decay) * weights, in float32, beginning at the weights.
+    """An exponential moving average of the float32 weights (arXiv:1412.6980, section 7.2), starting at the weights.
 
-    Args:
-        optimizer: an engine's, which has the weights.
-        on_host: it waits in the host's memory, and is computed there; else on the device.
+    average := decay * average + (1 - decay) * weights. For saving and evaluating it changes places with the weights. A
+    rank holds the average of its own float32 weights: at ZeRO 1 to 3 its share, and with LoRA that of the adapters.
 
     Attributes:
         tensors: this rank's part of the average.
     """
 
     def __init__(self, optimizer: Any, decay: float, accelerator: Accelerator, *, on_host: bool = False) -> None:
+        """Copy the weights.
+
+        Args:
+            optimizer: an engine's, which has the weights.
+            decay: the share of the average that a step keeps.
+            accelerator: the device of the weights.
+            on_host: store and compute the average in the host's memory instead of on the device.
+        """
         self.decay = decay
         self._optimizer = optimizer
         self._host = accelerator.host_device()
-        place = self._host if on_host else accelerator.device()
-        self.tensors = [master.to(place, copy=True) for master in get_fp32_weights(optimizer)]
+        device = self._host if on_host else accelerator.device()
+        self.tensors = [weight.to(device, copy=True) for weight in get_fp32_weights(optimizer)]
         if on_host and accelerator.pins_memory():
             self.tensors = [average.pin_memory() for average in self.tensors]
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Follow a step that the optimizer has taken."""
-        for average, master in _pieces(self.tensors, get_fp32_weights(self._optimizer)):
-            average.lerp_(master.to(average.device), 1 - self.decay)
+        """Update the average after a step of the optimizer."""
+        for average, weight in _split_in_chunks(self.tensors, get_fp32_weights(self._optimizer)):
+            average.lerp_(weight.to(average.device), 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The weights are the average's for the block, and afterwards bit for bit what they were.
+        """Compute with the average in this block; afterwards the weights are bit for bit the same as before.
 
-        Every rank enters it; no step is taken in it.
+        Every rank enters it, and takes no step in it.
         """
         self._exchange()
         try:
@@ -119,51 +124,48 @@ class EMA:
             self._exchange()
 
     def save_state(self) -> list[Tensor]:
-        """This rank's part of the average, in the host's memory."""
+        """Return this rank's part of the average, in the host's memory."""
         return [average.to(self._host) for average in self.tensors]
 
     def load_state(self, state: list[Tensor]) -> None:
+        """Set the average to what `save_state` returned."""
         for average, saved in zip(self.tensors, state, strict=True):
             average.copy_(saved)
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, master in _pieces(self.tensors, get_fp32_weights(self._optimizer)):
-            kept = average.to(master.device, copy=True)
-            average.copy_(master)
-            master.copy_(kept)
+        for average, weight in _split_in_chunks(self.tensors, get_fp32_weights(self._optimizer)):
+            copy = average.to(weight.device, copy=True)
+            average.copy_(weight)
+            weight.copy_(copy)
         round_fp32_weights(self._optimizer)
 
 
-def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a number of type `one` may not be a number of the `other`."""
-    return torch.promote_types(one, other) != other
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return True if numbers of `dtype` may not fit into `other` without rounding."""
+    return torch.promote_types(dtype, other) != other
 
 
-def _set(parameter: nn.Parameter, found: lazy_tensors.Source, master: Tensor | None) -> None:
-    if master is not None:
-        lazy_tensors.copy_source(found, master)
+def _set_fp32_weight(parameter: nn.Parameter, source: lazy_tensors.Source, weight: Tensor | None) -> None:
+    """Copy `source` to this rank's part of the parameter's float32 weight; at ZeRO 0 that is `weight`, else None."""
+    if weight is not None:
+        lazy_tensors.copy_source(source, weight)
     elif is_sharded(parameter):
         part = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
         start, stop = local_range(parameter)
-        lazy_tensors.copy_source(found, part[: stop - start], start)
+        lazy_tensors.copy_source(source, part[: stop - start], start)
         safe_set_local_fp32_param(parameter, part)
-    elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:  # None too where other ranks have all of it
-        lazy_tensors.copy_source(found, fragment.hp_fragment, fragment.lp_fragment_address.start)
+    elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:  # None also if other ranks have all of it
+        lazy_tensors.copy_source(source, fragment.hp_fragment, fragment.lp_fragment_address.start)
 
 
-def _whole_masters(optimizer: Any) -> dict[int, Tensor]:
-    """At ZeRO 0, the master of each parameter, by the parameter's id."""
-    return {id(rounded): master for rounded, master in _pairs(optimizer)}
+def _pair_weights(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter with its float32 weight, at ZeRO 0 (`FP16_UnfusedOptimizer`); nothing in fp32."""
+    for group, weights in zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ())):
+        yield from zip(group, weights)
 
 
-def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """At ZeRO 0, each parameter and its master (deepspeed 0.19: FP16_UnfusedOptimizer); in fp32 there are none."""
-    for rounded, masters_of_group in zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ())):
-        yield from zip(rounded, masters_of_group)
-
-
-def _pieces(averages: list[Tensor], of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of both, piece by piece: no more than a piece is ever copied."""
-    for average, master in zip(averages, of, strict=True):
-        yield from zip(average.view(-1).split(CHUNK), master.view(-1).split(CHUNK), strict=True)
+def _split_in_chunks(averages: list[Tensor], weights: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of both, chunk by chunk, so that no more than one chunk is copied at a time."""
+    for average, weight in zip(averages, weights, strict=True):
+        yield from zip(average.view(-1).split(CHUNK), weight.view(-1).split(CHUNK), strict=True)

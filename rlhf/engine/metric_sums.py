@@ -24,15 +24,15 @@ class MetricSums:
             self._sums[name] = self._sums[name] + number if name in self._sums else number
 
     def extend(self, other: MetricSums, *names: str) -> None:
-        """Add the sums of another that have these names, where it has them."""
+        """Add the sums of `other` under `names`, if it has them."""
         self.add(**{name: other._sums[name] for name in names if name in other._sums})
 
     def read(self) -> Metrics:
-        """The sums over all ranks: one collective and one host read."""
+        """Return the sums over all ranks; it costs one collective and one host read."""
         stacked = distributed.all_sum(torch.stack([number.reshape(()) for number in self._sums.values()]))
         return dict(zip(self._sums, stacked.tolist()))
 
 
 def padding_share(sums: Metrics) -> float:
-    """Share of the `positions` that were computed which hold no token of a real row (`present`: those that do)."""
+    """Return the share of the computed `positions` that hold no token of a real row (`present` counts those)."""
     return 1 - sums["present"] / max(sums["positions"], 1)

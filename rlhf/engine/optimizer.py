@@ -10,21 +10,21 @@ from torch import nn
 from rlhf.config.schema import LoraConfig, OptimizerConfig
 
 ADAPTERS_FACTOR = 10.0
-"""Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` says otherwise: they begin at zero,
-and what a full fine-tuning changes little they must change alone."""
+"""Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` is set: they start at zero, and must
+make alone the change that full fine-tuning spreads over all weights."""
 
 
 def compute_adapter_factor(optimizer: OptimizerConfig, lora: LoraConfig) -> float:
-    """What the learning rate of a stage is multiplied by for its adapters; they follow the same schedule."""
+    """Return the factor on a stage's learning rate for its adapters; they follow the same schedule."""
     return ADAPTERS_FACTOR if lora.learning_rate is None else lora.learning_rate / optimizer.learning_rate
 
 
 def group_parameters(model: nn.Module, weight_decay: float, factor: float = 1.0) -> list[dict[str, Any]]:
-    """Trainable parameters in three groups: matrices with weight decay, vectors (biases, norms) without, adapters.
+    """Return trainable parameters in groups: matrices with weight decay, vectors (biases, norms) without, adapters.
 
-    Each group's `factor` is what the stage's learning rate is to be multiplied by: `factor` for adapters, 1 for others.
+    The `factor` of a group multiplies the stage's learning rate: `factor` for adapters, 1 for others.
     """
-    # A parameter partitioned by ZeRO-3 is flat and empty; its own shape is in `ds_shape`.
+    # A parameter partitioned by ZeRO-3 is flat and empty; `ds_shape` has its shape.
     trainable = [(".lora_" in name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [p for adapter, p in trainable if not adapter and len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for adapter, p in trainable if not adapter and len(getattr(p, "ds_shape", p.shape)) <= 1]
@@ -38,7 +38,7 @@ def group_parameters(model: nn.Module, weight_decay: float, factor: float = 1.0)
 
 
 def compute_learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `total_steps`.
+    """Return the learning rate of optimizer step `step` (0-based) of `total_steps`.
 
     It rises linearly over the warm-up, then follows the schedule down to `min_lr_ratio` of the peak at the last step.
     """

@@ -1,4 +1,4 @@
-"""Choose the accelerator and its kernels for a run. Loads neither torch nor DeepSpeed: the choice comes first."""
+"""Choose the accelerator and its kernels for a run, without loading torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def select_accelerator(config: Config, accelerator: str | None = None) -> Selection:
-    """Choose the backend and set the environment that it and DeepSpeed want, before torch is imported.
+    """Choose the backend and set the environment variables that it and DeepSpeed need, before torch is imported.
 
     Raises:
         AcceleratorError: no backend can be chosen; the message says why.
@@ -24,7 +24,7 @@ def select_accelerator(config: Config, accelerator: str | None = None) -> Select
 
     selection = accelerators.select(accelerator, config.accelerator)
     selection.export(os.environ, config.model_dump(mode="json"))
-    # DeepSpeed compiles with the `ninja` of this environment, which need not be activated.
+    # DeepSpeed compiles with the `ninja` of this environment, which may not be activated.
     programs = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
@@ -36,7 +36,7 @@ def choose_kernels(config: Config, accelerator: Accelerator) -> None:
     """Make the accelerator use the implementations that `engine.kernels` names.
 
     Raises:
-        ConfigError: it has none of that name.
+        ConfigError: it has no implementation of that name.
     """
     from accelerators import AcceleratorError
 

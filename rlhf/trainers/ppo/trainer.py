@@ -365,7 +365,7 @@ class PPOTrainer:
         settings, updates = self.settings, 0
         kl_coef = torch.tensor(self.shaping.kl_coef, device=experience.action_mask.device)
         for engine in self.engines.values():
-            engine.left_out = index * settings.updates - engine.steps
+            engine.omitted_steps = index * settings.updates - engine.steps
         rates = self.actor.rates
         for epoch in range(settings.ppo_epochs):
             order = self.row_order(index, epoch)
