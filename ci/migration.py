@@ -16,7 +16,14 @@ PAGE = ROOT / "docs/deepspeed-chat.md"
 sys.path.insert(0, str(ROOT))
 
 from rlhf.config.dump import format_scalar  # noqa: E402
-from rlhf.contrib.deepspeed_chat.tables import Flag, Variable, flags, implied, scripts, variables  # noqa: E402
+from rlhf.contrib.deepspeed_chat.tables import (  # noqa: E402
+    Flag,
+    Variable,
+    load_flags,
+    load_implied,
+    load_scripts,
+    load_variables,
+)
 
 PROGRAMS = {
     "sft": "1",
@@ -36,7 +43,7 @@ def flag_table() -> Iterator[str]:
     """All flags, with their steps, defaults there, and what they are here."""
     yield "| flag | of | default there | here |"
     yield "|---|---|---|---|"
-    for row in flags().values():
+    for row in load_flags().values():
         names = ", ".join(f"`{name}`" for name in (row.name, *row.was))
         of = ", ".join(PROGRAMS[program] for program in row.of) + (" (fork)" if row.fork else "")
         yield f"| {names} | {of} | {_defaults(row)} | {_here(row)} |"
@@ -46,7 +53,7 @@ def implied_table() -> Iterator[str]:
     """What is so without a flag."""
     yield "| key | value | of | |"
     yield "|---|---|---|---|"
-    for one in implied():
+    for one in load_implied():
         of = ", ".join(PROGRAMS[stage] for stage in one.stages)
         yield f"| `{one.key}` | `{_text(one.value)}` | {of} | {one.why} |"
 
@@ -55,7 +62,7 @@ def variable_table() -> Iterator[str]:
     """All variables, with what they are."""
     yield "| variable | the scripts' flag | here |"
     yield "|---|---|---|"
-    for name, row in variables().items():
+    for name, row in load_variables().items():
         made = ", ".join(f"`{flag}`" for flag in dict.fromkeys(row.flags.values()))
         yield f"| `{name}` | {made or '-'} | {_variable_here(row)} |"
 
@@ -63,11 +70,13 @@ def variable_table() -> Iterator[str]:
 def default_table() -> Iterator[str]:
     """What each script takes where a variable is not set; `-`: it does not read it."""
     yield (
-        "| variable | " + " | ".join(name.replace("/train", " train").removesuffix(".sh") for name in scripts()) + " |"
+        "| variable | "
+        + " | ".join(name.replace("/train", " train").removesuffix(".sh") for name in load_scripts())
+        + " |"
     )
-    yield "|---|" + "---|" * len(scripts())
-    for name in variables():
-        found = [script.defaults.get(name, "-") for script in scripts().values()]
+    yield "|---|" + "---|" * len(load_scripts())
+    for name in load_variables():
+        found = [script.defaults.get(name, "-") for script in load_scripts().values()]
         yield f"| `{name}` | " + " | ".join("empty" if value is None else str(value) for value in found) + " |"
 
 

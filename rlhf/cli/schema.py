@@ -87,23 +87,22 @@ def config(
 
 def _translation(commands: list[str], devices: int | None, options: Options, example: bool) -> str:
     """The recipe of commands of DeepSpeed-Chat."""
-    from rlhf.contrib.deepspeed_chat.text import text_of
-    from rlhf.contrib.deepspeed_chat.translate import translated
+    from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 
     others = (options.config, options.overrides, options.precision, options.output, options.seed)
     if example or any(value is not None for value in others):
         raise ConfigError("--from-deepspeed-chat: prints what the command means; give other options to rlhf later")
-    return text_of(translated([_text_of(command) for command in commands], os.environ, devices))
+    return format_translation(translate_commands([_text_of(command) for command in commands], os.environ, devices))
 
 
 def _text_of(command: str) -> str:
     """A command as it is given, on standard input, or in a script; the fork's scripts are known by name."""
-    from rlhf.contrib.deepspeed_chat.tables import scripts
+    from rlhf.contrib.deepspeed_chat.tables import load_scripts
 
     if command == "-":
         return sys.stdin.read()
     path = Path(command)
-    if "\n" in command or path.name in {Path(name).name for name in scripts()} or not path.is_file():
+    if "\n" in command or path.name in {Path(name).name for name in load_scripts()} or not path.is_file():
         return command
     try:
         # The folder says which step a script's plain `main.py` is of.

@@ -1,7 +1,6 @@
-"""The way over from DeepSpeed-Chat and its fork for another accelerator.
+"""Translate DeepSpeed-Chat's commands, and the variables of its fork for another accelerator, into recipes of rlhf.
 
-`flags.yaml` and `variables.yaml` say what each flag, and each of the fork's variables, is here. A command line flows
-in, a recipe with a comment on each flag flows out (`rlhf config --from-deepspeed-chat`); or the environment, and
-arguments of `rlhf` (`python -m rlhf.contrib.deepspeed_chat.variables`). docs/deepspeed-chat.md shows the tables.
-Needs no torch.
+`flags.yaml` and `variables.yaml` define each flag and each of the fork's variables. `rlhf config --from-deepspeed-chat`
+turns a command line into a recipe with a comment on each flag; `python -m rlhf.contrib.deepspeed_chat.variables` turns
+the environment into arguments of `rlhf`. docs/deepspeed-chat.md shows the tables. Needs no torch.
 """

@@ -1,18 +1,30 @@
-"""A command line as it was pasted, taken apart: which program, which flags with which values, which variables.
+"""Parse pasted command lines of DeepSpeed-Chat into `Command`s: the program, its flags, and shell variables.
 
-Text flows in - one command or several, with line continuations, the launcher, redirections, assignments, or a whole
-script around them - and `Command`s flow out. No value is judged here; a shell's variable without a value stays `$NAME`.
+The text may hold several commands, line continuations, the launcher, redirections, assignments, or a whole script.
+Values are not checked here; a shell variable without a value stays `$NAME`. The fork's example scripts are expanded
+into the command that they would start.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+from typing import Any
 
-from rlhf.contrib.deepspeed_chat.tables import STEPS, Flag, flag_of, flags, nearest, scripts
+from rlhf.contrib.deepspeed_chat.tables import (
+    STEPS,
+    Flag,
+    Script,
+    find_flag,
+    load_flags,
+    load_scripts,
+    load_variables,
+    suggest,
+)
+from rlhf.contrib.deepspeed_chat.variables import output_folder, read_variables
 from rlhf.errors import ConfigError
 
 _PROGRAMS = {
@@ -21,33 +33,38 @@ _PROGRAMS = {
     "step2_": "reward",
     "step3_": "ppo",
 }
-"""Part of the path of a main.py, or of the folder that it is started in -> whose it is; the first that fits."""
+"""The stage by a part of the path of main.py, or of its working directory; the first match counts."""
 
 _OTHERS = {
-    "e2e_rlhf.py": "it starts the scripts of training_scripts: take a recipe of example_scripts/opt, or give the "
-    "deepspeed command in one of those scripts",
-    "train.py": "it starts the scripts of training_scripts: take a recipe of example_scripts/opt, or give the "
-    "deepspeed command in one of those scripts",
-    "chat.py": "`rlhf chat` does that, without a recipe",
-    "chatbot.py": "`rlhf chat` does that, without a recipe",
-    "rw_eval.py": "`rlhf evaluate` does that, without a recipe",
-    "prompt_eval.py": "`rlhf compare` does that, without a recipe",
+    "e2e_rlhf.py": "starts the scripts of training_scripts; use a recipe of example_scripts/opt, or paste the "
+    "deepspeed command from one of those scripts",
+    "train.py": "starts the scripts of training_scripts; use a recipe of example_scripts/opt, or paste the "
+    "deepspeed command from one of those scripts",
+    "chat.py": "needs no recipe; use `rlhf chat`",
+    "chatbot.py": "needs no recipe; use `rlhf chat`",
+    "rw_eval.py": "needs no recipe; use `rlhf evaluate`",
+    "prompt_eval.py": "needs no recipe; use `rlhf compare`",
 }
-"""Programs that have no recipe."""
+"""Programs without a recipe, and what to use instead."""
 
 _SHELL = {"if", "then", "else", "elif", "fi", "for", "do", "done", "mkdir", "set", "exit", "echo", "export", "#"}
 _REDIRECTION = re.compile(r"^(?:\d*|&)>|^<$|^\||^&$")
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_VALUE = re.compile(r"^-(?!-)[\d.]")  # -1, though it begins as a flag does
+_VALUE = re.compile(r"^-(?!-)[\d.]")  # a negative number, not a flag
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: flags by their name today, each with the texts after it; `written` has them as they were.
+    """One command of DeepSpeed-Chat.
 
-    `stage` is the program's, a key of `STEPS`. `guess` are other steps that the flags fit as well, where no path said
-    which. `script` is one of the fork's, which takes its flags from variables; `variables` are those of the shell.
+    Attributes:
+        stage: the program's stage, a key of `STEPS`.
+        given: the texts after each flag, by the flag's current name.
+        written: each flag as it was written, by its current name.
+        guess: other stages that accept the same flags, if no path names the stage.
+        script: the fork's script that builds the flags from variables; empty for other commands.
+        variables: the shell's variables.
     """
 
     stage: str
@@ -58,51 +75,50 @@ class Command:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def parsed(texts: Sequence[str]) -> tuple[list[Command], dict[str, str]]:
-    """(the commands of texts, the variables that were assigned in them, for all that follows).
+def parse_commands(texts: Sequence[str]) -> tuple[list[Command], dict[str, str]]:
+    """Return (the commands in the texts, the variables assigned in them).
 
-    What a text of assignments alone gives is what the caller of a script gives it: the script's own stand below.
+    A text of assignments alone sets variables for all texts after it, and overrides a script's own assignments, like
+    variables that a script's caller sets.
 
     Raises:
-        ConfigError: something is no command of DeepSpeed-Chat, or a flag is none of the program's.
+        ConfigError: a text is not a command of DeepSpeed-Chat, or a flag does not belong to the program.
     """
     variables: dict[str, str] = {}
     given: dict[str, str] = {}
     commands: list[Command] = []
     for text in texts:
         lines, folder, here = [*_lines(text)], "", dict(variables)
-        if not any(_assigned(words, here) for words in lines):
+        if not any(_store_assignments(words, here) for words in lines):
             given |= {name: value for name, value in here.items() if variables.get(name) != value}
             variables = here
             continue
         for words in lines:
             here = dict(variables)
-            if not (rest := _assigned(words, here)):
+            if not (rest := _store_assignments(words, here)):
                 variables = here | given
             elif rest[0] == "cd":
                 folder = " ".join(rest[1:])
             elif rest[0] not in _SHELL and rest[0] != "[":
-                commands.append(replace(_command([*_words(rest, variables)], folder), variables=here))
+                commands.append(replace(_parse_command([*_expand_words(rest, variables)], folder), variables=here))
     return commands, variables
 
 
-def unknown_variable(text: str) -> str:
-    """The first variable of a shell in a text, as it is written; empty: there is none."""
+def find_shell_variable(text: str) -> str:
+    """Return the first shell variable in a text, as it is written; empty if there is none."""
     found = re.search(r"\$(?:\w+|\{[^}]*\}|[@*#])|`", text)
     return found.group() if found else ""
 
 
 def _lines(text: str) -> Iterator[list[str]]:
-    """The words of each command, without comments and redirections."""
+    """Yield the words of each command, without comments and redirections."""
     for line in re.sub(r"\\[ \t]*\r?\n", " ", text).splitlines():
         try:
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
             lexer.whitespace_split = True
             words = list(lexer)
         except ValueError as error:
-            raise ConfigError(
-                f"{_short(line)}: cannot be read as a shell would ({error}); correct its quotes"
-            ) from error
+            raise ConfigError(f"{_short(line)}: not a valid shell command ({error}); correct its quotes") from error
         part: list[str] = []
         for word in [*words, ";"]:
             if word not in (";", "&&", ";;"):
@@ -119,19 +135,19 @@ def _before_redirection(words: list[str]) -> list[str]:
     return words
 
 
-def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
-    """The words after the assignments that a command begins with, which are remembered; `$1` is no value."""
+def _store_assignments(words: list[str], variables: dict[str, str]) -> list[str]:
+    """Store the assignments at the start of a command, and return the words after them; `$1` is not stored."""
     rest = words[1:] if words[:1] == ["export"] else words
     for position, word in enumerate(rest):
         if not (found := _ASSIGNMENT.match(word)):
             return words if rest[:position] == [] else rest[position:]
-        value = _expanded(found.group(2), variables)
+        value = _expand(found.group(2), variables)
         if not _VARIABLE.fullmatch(value):
             variables[found.group(1)] = value
     return []
 
 
-def _expanded(word: str, variables: Mapping[str, str]) -> str:
+def _expand(word: str, variables: Mapping[str, str]) -> str:
     def value(found: re.Match[str]) -> str:
         name = found.group(1) or found.group(2)
         otherwise = found.group(3) if found.group(3) is not None else found.group()
@@ -140,45 +156,46 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
     return _VARIABLE.sub(value, word)
 
 
-def _words(words: Iterable[str], variables: Mapping[str, str]) -> Iterator[str]:
-    """Words with the values of their variables, which may be several: `ZERO="--zero_stage 2"`."""
+def _expand_words(words: Iterable[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the words with variables expanded, each to one word or several: `ZERO="--zero_stage 2"`."""
     for word in words:
-        yield from _expanded(word, variables).split() if "$" in word else [word]
+        yield from _expand(word, variables).split() if "$" in word else [word]
 
 
-def _command(words: list[str], folder: str) -> Command:
+def _parse_command(words: list[str], output_folder: str) -> Command:
     program = next((word for word in words if word.endswith((".py", ".sh"))), "")
     name = PurePosixPath(program).name
     if name in _OTHERS:
-        raise ConfigError(f"{name}: {_OTHERS[name]}; docs/deepspeed-chat.md has the rest")
+        raise ConfigError(f"{name}: {_OTHERS[name]}; see docs/deepspeed-chat.md")
     if name.endswith(".sh"):
-        return _of_script(program)
-    flags_given = _flags(words, program)
+        return _find_script(program)
+    flags_given = _split_flags(words, program)
     if not program and not flags_given:
-        raise ConfigError(f"{_short(' '.join(words))}: no command of DeepSpeed-Chat; give a `deepspeed main.py --...`")
-    stage = next((stage for path in (program, folder) for part, stage in _PROGRAMS.items() if part in path), "")
-    fitting = [one for one in STEPS if all(_known(one, flag) for flag, _ in flags_given)]
+        raise ConfigError(
+            f"{_short(' '.join(words))}: not a command of DeepSpeed-Chat; paste a `deepspeed main.py --...`"
+        )
+    stage = next((stage for path in (program, output_folder) for part, stage in _PROGRAMS.items() if part in path), "")
+    fitting = [one for one in STEPS if all(_find_flag(one, flag) for flag, _ in flags_given)]
     if not stage and not fitting:
-        stage = max(STEPS, key=lambda one: sum(_known(one, flag) is not None for flag, _ in flags_given))
+        stage = max(STEPS, key=lambda one: sum(_find_flag(one, flag) is not None for flag, _ in flags_given))
     guess = tuple(fitting[1:]) if not stage else ()
     stage = stage or fitting[0]
-    return _checked(stage, flags_given, guess)
+    return _check_flags(stage, flags_given, guess)
 
 
-def _of_script(path: str) -> Command:
-    """The fork's script of this name; others are not known, for they hold a command that can be given itself."""
+def _find_script(path: str) -> Command:
+    """Return the command of one of the fork's scripts, by its name."""
     name = PurePosixPath(path).name
-    for script in scripts().values():
+    for script in load_scripts().values():
         if PurePosixPath(script.name).name == name:
             return Command(script.stage, script=script.name)
     raise ConfigError(
-        f"{path}: no file here, and no script that is known by its name; give a file that is there, or the deepspeed "
-        "command that stands in it"
+        f"{path}: neither a file nor a known script; give the path of the script, or paste the deepspeed command in it"
     )
 
 
-def _flags(words: list[str], program: str) -> list[tuple[str, list[str]]]:
-    """Each flag with the words after it; before the first flag there are programs."""
+def _split_flags(words: list[str], program: str) -> list[tuple[str, list[str]]]:
+    """Return each flag with the words after it; words before the first flag are programs."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         begins = word.startswith("-") and len(word) > 1 and not _VALUE.match(word)
@@ -190,40 +207,152 @@ def _flags(words: list[str], program: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _known(stage: str, name: str) -> Flag | None:
-    return flag_of(stage, name) or flag_of("deepspeed", name)
+def _find_flag(stage: str, name: str) -> Flag | None:
+    return find_flag(stage, name) or find_flag("deepspeed", name)
 
 
-def _checked(stage: str, flags_given: list[tuple[str, list[str]]], guess: tuple[str, ...]) -> Command:
+def _check_flags(stage: str, flags_given: list[tuple[str, list[str]]], guess: tuple[str, ...]) -> Command:
     given: dict[str, tuple[str, ...]] = {}
     written: dict[str, str] = {}
     for name, values in flags_given:
-        row = _known(stage, name)
+        row = _find_flag(stage, name)
         if row is None:
-            raise ConfigError(_unknown(stage, name))
-        if row.reader != "names":  # after its value a variable without one is nothing, as for a shell
+            raise ConfigError(_describe_unknown_flag(stage, name))
+        if row.reader != "names":  # an unset variable after the value is empty, as in a shell
             takes = 1 if row.reader else 0
             values = values[:takes] + [value for value in values[takes:] if not _VARIABLE.fullmatch(value)]
         if row.reader and not values and row.reader != "names":
-            raise ConfigError(f"{name}: its value is missing; give it, or leave the flag out")
+            raise ConfigError(f"{name}: its value is missing; add it, or remove the flag")
         if not row.reader and values:
-            raise ConfigError(f"{name} {values[0]}: takes no value; leave {values[0]} out")
+            raise ConfigError(f"{name} {values[0]}: takes no value; remove {values[0]}")
         if len(values) > 1 and row.reader != "names":
-            raise ConfigError(f"{name} {' '.join(values)}: takes one value; leave {' '.join(values[1:])} out")
-        given[row.name] = tuple(values)  # of a flag given twice, the last counts, as there
+            raise ConfigError(f"{name} {' '.join(values)}: takes one value; remove {' '.join(values[1:])}")
+        given[row.name] = tuple(values)  # the last of several counts, as in DeepSpeed-Chat
         written[row.name] = " ".join([name, *values])
     return Command(stage, given, written, guess)
 
 
-def _unknown(stage: str, name: str) -> str:
-    of = [STEPS[other] for other in STEPS if flag_of(other, name)]
+def _describe_unknown_flag(stage: str, name: str) -> str:
+    of = [STEPS[other] for other in STEPS if find_flag(other, name)]
     if of:
-        return (
-            f"{name}: a flag of {' and '.join(of)}, and the others here are of {STEPS[stage]}; give each step by itself"
-        )
-    known = [flag for flag, row in flags().items() if stage in row.of or "deepspeed" in row.of]
-    return f"{name}: no flag of DeepSpeed-Chat's {STEPS[stage]}; {nearest(name, known, 'them')}"
+        return f"{name}: a flag of {' and '.join(of)}, but this command is {STEPS[stage]}; paste each step separately"
+    known = [flag for flag, row in load_flags().items() if stage in row.of or "deepspeed" in row.of]
+    return f"{name}: unknown flag of DeepSpeed-Chat's {STEPS[stage]}; {suggest(name, known, 'the flags')}"
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_BY_HAND = {"HL_GBS", "HL_MBS", "HL_RUN_STEPS", "HL_PRINT_ANSWERS_INTERVAL", "HL_ONLY_OPTIMIZE_LORA", "HL_LORA_DIM"}
+_BY_HAND |= {"HL_LORA_LEARNING_RATE", "HL_LORA_ACTOR_LR", "HL_LORA_CRITIC_LR", "HL_CHECKPOINT_PATH"}
+"""Variables from which the scripts build several flags, or one only together with another."""
+
+
+def expand_script(command: Command, environment: Mapping[str, str], others: Sequence[Command] = ()) -> Command:
+    """Return the command that one of the fork's scripts starts.
+
+    Args:
+        command: the command that names the script.
+        environment: the variables of the caller.
+        others: the other commands of the same recipe; their scripts may read variables that this one does not, and
+            train the models that this one starts from.
+
+    Raises:
+        ConfigError: a variable is unknown or invalid, is read by no script, or is unset and has no default.
+    """
+    script = load_scripts()[command.script]
+    environment = {**environment, **command.variables}
+    given = {name: environment[name].strip() for name in read_variables(environment)}
+    known = [load_scripts()[one.script].defaults for one in (command, *others) if one.script]
+    for name in given:
+        if not any(name in defaults for defaults in known):
+            raise ConfigError(f"{name}: not read by {script.name}; unset it")
+    given = {name: value for name, value in given.items() if name in script.defaults}
+    values = {name: str(value) for name, value in script.defaults.items() if value is not None} | given
+    found: dict[str, tuple[str, ...]] = {}
+    written: dict[str, str] = {}
+    left = {"actor": "sft", "critic": "reward"} if others else {}
+    there = {f"HL_{model.upper()}_MODEL" for model, stage in left.items() if stage in {one.stage for one in others}}
+    for flag, value, why in _script_flags(script, values, given, {*there, *(f"{name}_PATH" for name in there)}):
+        texts = shlex.split(value) if flag == "--data_path" else ([value] if value else [])
+        found[flag], written[flag] = tuple(texts), " ".join(filter(None, [flag, value])) + f" ({why})"
+    return Command(script.stage, found, written, script=script.name)
+
+
+def _script_flags(
+    script: Script, values: Mapping[str, str], given: Mapping[str, str], there: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (flag, value, source of the value); models trained by an earlier step (`there`) need no value."""
+    fixed = script.fixed.split()
+    for word, after in zip(fixed, [*fixed[1:], "--"]):
+        if word.startswith("--"):
+            yield word, "" if after.startswith("--") else after, "set by the script"
+    for name, default in script.defaults.items():
+        row = load_variables()[name]
+        flag = row.flags.get(script.stage)
+        if not flag or name in _BY_HAND:
+            continue
+        if name not in values and default is None and row.keys and name not in there:
+            raise ConfigError(f"{name}: unset, and {script.name} has no default for it; set it")
+        if name not in values or (row.reader in ("switch", "capture") and values[name] != "1"):
+            continue
+        yield flag, "" if row.reader in ("switch", "capture") else values[name], _source(name, given)
+    yield from _launcher_flags(values, given)
+    yield from _batch_flags(script, values, given)
+    yield from _lora_flags(script, values, given)
+    if output := output_folder(given):
+        yield (
+            "--output_dir",
+            output,
+            "HL_CHECKPOINT_PATH" if "HL_CHECKPOINT_PATH" in given else "HL_BASE_OUT_PATH, HL_TAG",
+        )
+    for name, switch, flag in (
+        ("HL_RUN_STEPS", "--enable_test_mode", "--test_stop_step"),
+        ("HL_PRINT_ANSWERS_INTERVAL", "--print_answers", "--print_answers_interval"),
+    ):
+        if int(values.get(name, 0)):
+            yield switch, "", _source(name, given)
+            yield flag, values[name], _source(name, given)
+
+
+def _launcher_flags(values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name, flag in (("HL_NUM_NODES", "--num_nodes"), ("HL_DEVICES_PER_NODE", "--num_gpus")):
+        yield flag, values[name], _source(name, given)
+
+
+def _batch_flags(script: Script, values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    size, micro = int(values["HL_GBS"]), int(values["HL_MBS"])
+    devices = int(values["HL_NUM_NODES"]) * int(values["HL_DEVICES_PER_NODE"])
+    if not micro or not devices or size % (micro * devices) or not size:
+        raise ConfigError(
+            f"HL_GBS: {size} is not a multiple of HL_MBS {micro} x {devices} devices; change one of them (the script "
+            "would round)"
+        )
+    names = ["--per_device_train_batch_size"]
+    if script.stage == "ppo":
+        names = ["--per_device_generation_batch_size", "--per_device_training_batch_size"]
+    for name in names:
+        yield name, str(micro), _source("HL_MBS", given)
+    yield "--gradient_accumulation_steps", str(size // devices // micro), _source("HL_GBS", given)
+
+
+def _lora_flags(script: Script, values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the flags of LoRA; none if HL_LORA_DIM is 0, as in the scripts."""
+    if not int(values["HL_LORA_DIM"]):
+        return
+    rates: dict[str, Any] = {"": "HL_LORA_LEARNING_RATE"}
+    if script.stage == "ppo":
+        rates = {"actor_": "HL_LORA_ACTOR_LR", "critic_": "HL_LORA_CRITIC_LR"}
+    for prefix, rate in rates.items():
+        yield f"--{prefix}lora_dim", values["HL_LORA_DIM"], _source("HL_LORA_DIM", given)
+        yield f"--{prefix}lora_learning_rate", values[rate], _source(rate, given)
+        yield f"--{prefix}lora_module_name", script.lora_scope, "set by the script"
+    if script.only_adapters:
+        yield "--only_optimize_lora", "", "set by the script"
+    elif values.get("HL_ONLY_OPTIMIZE_LORA") == "1":
+        yield "--only_optimize_lora", "", _source("HL_ONLY_OPTIMIZE_LORA", given)
+
+
+def _source(name: str, given: Mapping[str, str]) -> str:
+    return name if name in given else f"{name}'s default"

@@ -1,7 +1,7 @@
-"""The flags that only several of which together say what a key is: one function for each group of them.
+"""Settings that depend on several flags: one function for each group of such flags, in `RULES`.
 
-A command's flags flow in, with DeepSpeed-Chat's defaults for those that were not given; settings, and remarks about
-flags that become none, flow out. `RULES` has them by the name that flags.yaml knows them by.
+A command's flags go in, with DeepSpeed-Chat's defaults for flags that were not given. Settings come out, and remarks
+about flags that have no setting.
 """
 
 from __future__ import annotations
@@ -9,28 +9,94 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.contrib.deepspeed_chat.given import Flags, Remark, Setting
-from rlhf.contrib.deepspeed_chat.values import SCHEDULES
+from rlhf.contrib.deepspeed_chat.tables import SCHEDULES
 from rlhf.errors import ConfigError
 from rlhf.models.shape import shape_of
 
-Found = Iterator[Setting | Remark]
+
+@dataclass(frozen=True)
+class FlagValue:
+    """A flag's value.
+
+    Attributes:
+        text: the flag as it was written, or with its default.
+        explicit: the command has the flag.
+    """
+
+    value: Any
+    text: str
+    explicit: bool
 
 
-def sources(flags: Flags) -> Found:
-    """Sources of rows; those of SFT alone beside them."""
-    found: list[Any] = [_source(name) for name in flags["data_path"].value]
+@dataclass(frozen=True)
+class Setting:
+    """The value of a key, and the flags it comes from.
+
+    Attributes:
+        explicit: the value comes from a flag in the command, not from a default of DeepSpeed-Chat.
+    """
+
+    key: str
+    value: Any
+    why: str
+    explicit: bool = True
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A remark about a flag without a line in the recipe; remarks of one `group` are printed together."""
+
+    flag: str
+    text: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class CommandFlags:
+    """The flags of one command.
+
+    Attributes:
+        earlier: output folders of the other steps in the recipe, by stage.
+        bases: models that the other steps start from, by stage.
+        alone: the recipe has no other step.
+    """
+
+    stage: str
+    values: Mapping[str, FlagValue]
+    devices: int
+    earlier: Mapping[str, str] = field(default_factory=dict)
+    bases: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = True
+
+    def __getitem__(self, name: str) -> FlagValue:
+        return self.values[f"--{name}"]
+
+    def setting(self, key: str, value: Any, *names: str, why: str = "") -> Setting:
+        """Return a setting that the named flags determine."""
+        because = [self[name] for name in names]
+        link = " x " if why.startswith("x ") else ", "  # a product, or several that are side by side
+        reason = link.join([*(flag.text for flag in because), *filter(None, [why.removeprefix("x ")])])
+        return Setting(key, value, reason, any(flag.explicit for flag in because))
+
+
+Translation = Iterator[Setting | Remark]
+
+
+def translate_sources(flags: CommandFlags) -> Translation:
+    """Translate the sources of rows, those only for SFT included."""
+    rows: list[Any] = [_source(name) for name in flags["data_path"].value]
     names = ["data_path"]
     if flags.stage == "sft" and flags["sft_only_data_path"].value:
         names.append("sft_only_data_path")
-        found += [{**_mapping(_source(name)), "stages": ["sft"]} for name in flags["sft_only_data_path"].value]
-    if not found:
-        raise ConfigError("--data_path: names no source; give one, or leave it out for DeepSpeed-Chat's own")
-    if len(found) > 1:  # all rows of each, where rlhf blends them in equal parts
-        found = [{**_mapping(source), "weight": "all"} for source in found]
-    yield flags.setting("data.datasets", found, *names)
+        rows += [{**_mapping(_source(name)), "stages": ["sft"]} for name in flags["sft_only_data_path"].value]
+    if not rows:
+        raise ConfigError("--data_path: names no source; add one, or remove the flag for DeepSpeed-Chat's default")
+    if len(rows) > 1:  # all rows of each; rlhf would blend equal parts
+        rows = [{**_mapping(source), "weight": "all"} for source in rows]
+    yield flags.setting("data.datasets", rows, *names)
 
 
 def _source(name: str) -> Any:
@@ -41,8 +107,8 @@ def _mapping(source: Any) -> dict[str, Any]:
     return {"path": source} if isinstance(source, str) else source
 
 
-def models(flags: Flags) -> Found:
-    """What each stage starts from; what an earlier step of the same recipe leaves needs no name."""
+def translate_models(flags: CommandFlags) -> Translation:
+    """Translate the model that a stage starts from; the model of an earlier step in the recipe needs no name."""
     if flags.stage != "ppo":
         key = {"sft": "model.path", "reward": "reward.model", "dpo": "dpo.model"}[flags.stage]
         yield flags.setting(key, _required(flags, "model_name_or_path"), "model_name_or_path")
@@ -50,12 +116,12 @@ def models(flags: Flags) -> Found:
     for name, key, stage in (("actor", "ppo.actor", "sft"), ("critic", "ppo.reward_model", "reward")):
         flag = f"{name}_model_name_or_path"
         if _is_earlier(flags[flag].value, flags.earlier.get(stage)):
-            yield Remark(flags[flag].said, f"what {stage} of this run leaves")
+            yield Remark(flags[flag].text, f"the model of this run's {stage} stage")
         else:
             yield flags.setting(key, _required(flags, flag), flag)
 
 
-def _required(flags: Flags, name: str) -> str:
+def _required(flags: CommandFlags, name: str) -> str:
     value = flags[name].value
     if value is None:
         raise ConfigError(f"--{name}: missing; DeepSpeed-Chat requires it")
@@ -63,62 +129,62 @@ def _required(flags: Flags, name: str) -> str:
 
 
 def _is_earlier(path: str | None, folder: str | None) -> bool:
-    """Whether a model is the one in the folder that an earlier step writes to; a `$VARIABLE` is taken for it."""
+    """Return whether a model is in the output folder of an earlier step; a `$VARIABLE` is assumed to be."""
     if folder is None or path is None:
         return folder is not None
     return path.startswith("$") or path.rstrip("/") == folder.rstrip("/")
 
 
-def lengths(flags: Flags) -> Found:
-    """Of prompts and completions; the first two steps know their sum alone."""
+def translate_lengths(flags: CommandFlags) -> Translation:
+    """Translate the lengths of prompts and completions; steps 1 and 2 only have their sum."""
     if flags.stage == "ppo":
         yield flags.setting("data.max_prompt_length", flags["max_prompt_seq_len"].value, "max_prompt_seq_len")
         yield flags.setting("data.max_completion_length", flags["max_answer_seq_len"].value, "max_answer_seq_len")
         return
     whole = flags["max_seq_len"].value
     if whole < 2:
-        raise ConfigError(f"--max_seq_len {whole}: too short for a prompt and a completion; give at least 2")
+        raise ConfigError(f"--max_seq_len {whole}: too short for a prompt and a completion; set at least 2")
     for key, value in (("prompt", whole // 2), ("completion", whole - whole // 2)):
         yield flags.setting(f"data.max_{key}_length", value, "max_seq_len", why="half of it")
 
 
-def batches(flags: Flags) -> Found:
-    """Global batches, of what each device holds; the rows of one pass."""
+def translate_batches(flags: CommandFlags) -> Translation:
+    """Translate batches per device into global batches, and the rows of one forward pass."""
     devices = f"{flags.devices} device{'s' if flags.devices > 1 else ''}"
     if flags.stage != "ppo":
         names = ("per_device_train_batch_size", "gradient_accumulation_steps")
         size = math.prod(flags[name].value for name in names) * flags.devices
-        yield _sized(flags.setting(f"{flags.stage}.batch_size", size, *names, why=f"x {devices}"))
+        yield _check_size(flags.setting(f"{flags.stage}.batch_size", size, *names, why=f"x {devices}"))
         yield flags.setting(f"{flags.stage}.micro_batch_size", flags[names[0]].value, names[0])
         return
     drawn = ("per_device_generation_batch_size", "generation_batches")
     learned = ("per_device_training_batch_size", "gradient_accumulation_steps")
     rollout, update = ppo_batches(flags)
-    # Rollouts that an update gathers are together one rollout here, as the policy stays the same between them there.
+    # Rollouts between two updates are one rollout here: DeepSpeed-Chat's policy does not change between them.
     why = f"x {devices}"
     if (times := rollout // (math.prod(flags[name].value for name in drawn) * flags.devices)) > 1:
         why += f" x {times}, for updates of {update}"
-    yield _sized(flags.setting("ppo.batch_size", rollout, *drawn, why=why))
-    yield _sized(flags.setting("ppo.minibatch_size", update, *learned, why=f"x {devices}"))
+    yield _check_size(flags.setting("ppo.batch_size", rollout, *drawn, why=why))
+    yield _check_size(flags.setting("ppo.minibatch_size", update, *learned, why=f"x {devices}"))
     yield flags.setting("ppo.generation_batch_size", flags[drawn[0]].value, drawn[0])
     yield flags.setting("ppo.micro_batch_size", flags[learned[0]].value, learned[0])
 
 
-def ppo_batches(flags: Flags) -> tuple[int, int]:
-    """(completions of a rollout, rows of an update) over all devices; the first is a multiple of the second."""
+def ppo_batches(flags: CommandFlags) -> tuple[int, int]:
+    """Return (completions of a rollout, rows of an update) over all devices; the first is a multiple of the second."""
     drawn = flags["per_device_generation_batch_size"].value * flags["generation_batches"].value
     update = flags["per_device_training_batch_size"].value * flags["gradient_accumulation_steps"].value
     return math.lcm(drawn, update) * flags.devices, update * flags.devices
 
 
-def _sized(setting: Setting) -> Setting:
+def _check_size(setting: Setting) -> Setting:
     if setting.value < 1:
-        raise ConfigError(f"{setting.why}: makes no rows; give at least 1")
+        raise ConfigError(f"{setting.why}: gives no rows; set at least 1")
     return setting
 
 
-def duration(flags: Flags) -> Found:
-    """Passes over the rows; PPO's tests end after a number of rollouts."""
+def translate_duration(flags: CommandFlags) -> Translation:
+    """Translate the passes over the rows; PPO's test mode ends after a number of rollouts."""
     if flags.stage != "ppo":
         yield flags.setting(f"{flags.stage}.epochs", flags["num_train_epochs"].value, "num_train_epochs")
         return
@@ -129,15 +195,15 @@ def duration(flags: Flags) -> Found:
         yield flags.setting("ppo.steps", rollouts, "test_stop_step", why=f"batches of {drawn} prompts")
         return
     if steps.explicit:
-        yield Remark(steps.said, "nothing: the test mode needs both of its flags")
+        yield Remark(steps.text, "nothing: the test mode needs both of its flags")
     if test.value:
-        yield flags.setting("ppo.epochs", 1, "enable_test_mode", why="which ends after a pass")
+        yield flags.setting("ppo.epochs", 1, "enable_test_mode", why="which ends after one pass")
     else:
         yield flags.setting("ppo.epochs", flags["num_train_epochs"].value, "num_train_epochs")
 
 
-def schedule(flags: Flags) -> Found:
-    """The course of the rate; there `constant` has no warm-up, whatever its steps."""
+def translate_schedule(flags: CommandFlags) -> Translation:
+    """Translate the learning-rate schedule; DeepSpeed-Chat's `constant` ignores the warm-up steps."""
     name, warmup = flags["lr_scheduler_type"], flags["num_warmup_steps"]
     for optimizer in ("optimizer", "critic_optimizer") if flags.stage == "ppo" else ("optimizer",):
         key = f"{flags.stage}.{optimizer}"
@@ -147,22 +213,22 @@ def schedule(flags: Flags) -> Found:
         else:
             yield flags.setting(f"{key}.warmup", warmup.value, "num_warmup_steps")
     if name.value == "constant" and warmup.explicit:
-        yield Remark(warmup.said, f"nothing: {name.said} has no warm-up")
+        yield Remark(warmup.text, f"nothing: {name.text} has no warm-up")
 
 
-def samples(flags: Flags) -> Found:
-    """How often completions are shown."""
+def translate_samples(flags: CommandFlags) -> Translation:
+    """Translate how often completions are shown."""
     every = flags["print_answers_interval"]
     if flags["print_answers"].value and every.value:
         drawn = flags["per_device_generation_batch_size"].value * flags.devices
         rollouts = max(1, every.value * drawn // ppo_batches(flags)[0])
         yield flags.setting("ppo.samples_every", rollouts, "print_answers_interval")
     elif every.explicit:
-        yield Remark(every.said, "nothing without --print_answers")
+        yield Remark(every.text, "nothing without --print_answers")
 
 
-def zero(flags: Flags) -> Found:
-    """Of PPO's four models; a frozen one is whole, or sharded as the one beside it is."""
+def translate_zero(flags: CommandFlags) -> Translation:
+    """Translate the ZeRO stages of PPO's models; a frozen model is sharded if the trained one is at ZeRO-3."""
     for name, frozen in (("actor", "reference"), ("critic", "reward")):
         flag = f"{name}_zero_stage"
         yield flags.setting(f"roles.{name}.zero_stage", flags[flag].value, flag)
@@ -170,24 +236,24 @@ def zero(flags: Flags) -> Found:
             yield flags.setting(f"roles.{frozen}.zero_stage", 3, flag, why=f"the {frozen} model's too")
 
 
-def has_reference(flags: Flags) -> bool:
-    """Whether PPO's reference is a model of its own: not where only adapters of the policy are trained."""
+def has_reference(flags: CommandFlags) -> bool:
+    """Return whether PPO's reference is a separate model: not if only adapters of the policy are trained."""
     return not (flags["actor_lora_dim"].value and flags["only_optimize_lora"].value)
 
 
-def offload(flags: Flags) -> Found:
-    """What waits in the host's memory; what that is follows from the ZeRO stage."""
+def translate_offload(flags: CommandFlags) -> Translation:
+    """Translate what is stored in the host's memory, which depends on the ZeRO stage."""
     roles = {"ppo": ("actor", "critic")}.get(flags.stage, (flags.stage,))
     for role in roles if flags["offload"].value else ():
         stage = flags["zero_stage" if flags.stage != "ppo" else f"{role}_zero_stage"]
         if stage.value:
             what = "all" if stage.value == 3 else "optimizer"
-            yield flags.setting(f"roles.{role}.offload", what, "offload", why=f"at {stage.said}")
+            yield flags.setting(f"roles.{role}.offload", what, "offload", why=f"at {stage.text}")
         else:
-            yield Remark(flags["offload"].said, f"nothing for {role}: at ZeRO 0 nothing can wait in the host's memory")
+            yield Remark(flags["offload"].text, f"nothing for {role}: nothing can be offloaded at ZeRO 0")
     if flags.stage == "dpo" and flags["offload_reference_model"].value:
         why = "automatic: the reference's log-probabilities are computed once, before training (dpo.reference)"
-        yield Remark(flags["offload_reference_model"].said, why)
+        yield Remark(flags["offload_reference_model"].text, why)
     if flags.stage != "ppo":
         return
     for role, there in (("reference", has_reference(flags)), ("reward", True)):
@@ -195,24 +261,24 @@ def offload(flags: Flags) -> Found:
         if flags[flag].value and there:
             yield flags.setting(f"roles.{role}.offload", "parameters", flag)
         elif flags[flag].value:
-            yield Remark(flags[flag].said, "nothing: the reference is the actor without its adapters")
+            yield Remark(flags[flag].text, "nothing: the reference is the actor without its adapters")
 
 
-def precision(flags: Flags) -> Found:
-    """What is computed in, where it was said."""
+def translate_precision(flags: CommandFlags) -> Translation:
+    """Translate the precision, if the command has the flag."""
     dtype = flags["dtype"]
     if dtype.explicit:
         yield flags.setting("precision", dtype.value, "dtype")
     else:
         yield Remark(
-            dtype.said, "precision: auto, the accelerator's best; set it to fp16 for what DeepSpeed-Chat takes"
+            dtype.text, "precision: auto, the accelerator's best; set fp16 to use the precision of DeepSpeed-Chat"
         )
     if dtype.value == "fp16":
-        yield Setting("engine.loss_scale_window", 100, "as there, for fp16", explicit=False)
+        yield Setting("engine.loss_scale_window", 100, "as in DeepSpeed-Chat with fp16", explicit=False)
 
 
-def lora(flags: Flags) -> Found:
-    """Adapters: of which layers, of what size and rate, and what is trained beside them."""
+def translate_lora(flags: CommandFlags) -> Translation:
+    """Translate adapters: their layers, rank and learning rate, and what is trained in addition."""
     prefixes = {"actor": "actor_", "critic": "critic_"} if flags.stage == "ppo" else {flags.stage: ""}
     used = {role: prefix for role, prefix in prefixes.items() if flags[f"{prefix}lora_dim"].value}
     scopes, names = [], []
@@ -220,7 +286,7 @@ def lora(flags: Flags) -> Found:
         if role not in used:
             for name in ("lora_module_name", "lora_learning_rate"):
                 if flags[f"{prefix}{name}"].explicit:
-                    yield Remark(flags[f"{prefix}{name}"].said, f"nothing without --{prefix}lora_dim")
+                    yield Remark(flags[f"{prefix}{name}"].text, f"nothing without --{prefix}lora_dim")
             continue
         yield flags.setting(f"roles.{role}.lora_rank", flags[f"{prefix}lora_dim"].value, f"{prefix}lora_dim")
         rate = f"{prefix}lora_learning_rate"
@@ -229,7 +295,7 @@ def lora(flags: Flags) -> Found:
         names.append(f"{prefix}lora_module_name")
     if not used:
         if flags["only_optimize_lora"].value:
-            yield Remark(flags["only_optimize_lora"].said, "nothing without adapters")
+            yield Remark(flags["only_optimize_lora"].text, "nothing without adapters")
         return
     scope = "|".join(dict.fromkeys(scopes))
     scope = f"(?:{scope})" if "|" in scope else scope
@@ -242,10 +308,10 @@ def lora(flags: Flags) -> Found:
         yield Setting("lora.also_train", beside, "no --only_optimize_lora: these are trained too", explicit=False)
 
 
-def _alpha(flags: Flags, role: str, prefix: str) -> Found:
-    """What adapters are scaled by: there 1 / dim, on ones that begin larger.
+def _alpha(flags: CommandFlags, role: str, prefix: str) -> Translation:
+    """Translate the scale of adapters: DeepSpeed-Chat's 1 / dim, for adapters with larger initial values.
 
-    Their input side begins within 1 / sqrt(dim) there, and within 1 / sqrt(width) here, as in peft.
+    DeepSpeed-Chat initializes their input side within 1 / sqrt(dim), rlhf and peft within 1 / sqrt(width).
     """
     model = flags[f"{prefix}model_name_or_path"].value
     base = flags.bases.get({"actor": "sft", "critic": "reward"}.get(role, ""), "")
@@ -254,81 +320,98 @@ def _alpha(flags: Flags, role: str, prefix: str) -> Found:
             ratio = math.sqrt(shape_of(name).hidden / flags[f"{prefix}lora_dim"].value)
         except ConfigError:
             continue
-        why = f"1 / dim there, on adapters that begin {ratio:.1f} times larger: sqrt(width / dim)"
+        why = f"1 / dim in DeepSpeed-Chat, whose adapters start {ratio:.1f} times larger: sqrt(width / dim)"
         yield Setting("lora.alpha", round(ratio, 1), why)
         return
-    yield Setting("lora.alpha", 1.0, "1 / dim there, on adapters that begin larger: see above")
-    yield Remark("lora.alpha", f"to sqrt(width / dim), for the width of {model} is not known here", "To be set by you")
+    yield Setting("lora.alpha", 1.0, "1 / dim in DeepSpeed-Chat, whose adapters start larger: see above")
+    yield Remark(
+        "lora.alpha", f"to sqrt(width / dim), because the width of {model} is not known here", "To be set by you"
+    )
 
 
-def pretraining(flags: Flags) -> Found:
-    """Raw text that PPO goes on to model."""
+def translate_pretraining(flags: CommandFlags) -> Translation:
+    """Translate the raw text for PPO's language-modelling loss."""
     name, subset = flags["unsupervised_dataset_name"], flags["unsupervised_dataset_config_name"]
     if name.value and subset.value:
         source = {"path": name.value, "subset": subset.value}
-        yield Setting("data.pretraining", [source], f"{name.said}, {subset.said}")
+        yield Setting("data.pretraining", [source], f"{name.text}, {subset.text}")
         yield flags.setting("ppo.ptx_coef", flags["unsup_coef"].value, "unsup_coef")
         return
     for given in (name, subset, flags["unsup_coef"]):
         if given.explicit:
-            yield Remark(given.said, "nothing without both --unsupervised_dataset_name and ..._config_name")
+            yield Remark(given.text, "nothing without both --unsupervised_dataset_name and ..._config_name")
 
 
-def average(flags: Flags) -> Found:
-    """The average of the policy's weights: of each micro-batch there, of each update here."""
+def translate_average(flags: CommandFlags) -> Translation:
+    """Translate the moving average of the policy: DeepSpeed-Chat updates it per micro-batch, rlhf per update."""
     if not flags["enable_ema"].value:
         return
     micro_batches = flags["gradient_accumulation_steps"]
-    why = f"0.992 for each micro-batch, of which an update has {micro_batches.value}" if micro_batches.value > 1 else ""
+    why = f"0.992 per micro-batch, {micro_batches.value} of them per update" if micro_batches.value > 1 else ""
     yield flags.setting("ppo.ema", round(0.992**micro_batches.value, 6), "enable_ema", why=why)
     if flags["offload_reference_model"].value:
         yield flags.setting("ppo.ema_on_host", True, "offload_reference_model", why="the average too")
 
 
-def teams(flags: Flags) -> Found:
-    """Layers split among ranks while completions are drawn."""
+def translate_teams(flags: CommandFlags) -> Translation:
+    """Translate the splitting of layers among ranks during generation."""
     size = flags["inference_tp_size"]
     if size.value > 1:
         yield flags.setting("ppo.generation_weights", "tensor_parallel", "inference_tp_size")
         yield flags.setting("ppo.tensor_parallel", size.value, "inference_tp_size")
 
 
-def evaluation(flags: Flags) -> Found:
-    """When the reward model is evaluated, and on how many pairs."""
+def translate_evaluation(flags: CommandFlags) -> Translation:
+    """Translate when the reward model is evaluated, and on how many pairs."""
     if flags["eval_interval"].value:
         yield flags.setting("reward.eval_every", flags["eval_interval"].value, "eval_interval")
     if flags["eval_iters"].explicit:
         names = ("eval_iters", "per_device_eval_batch_size")
         rows = math.prod(flags[name].value for name in names) * flags.devices
-        yield _sized(flags.setting("reward.eval_rows", rows, *names, why=f"x {flags.devices} devices"))
+        yield _check_size(flags.setting("reward.eval_rows", rows, *names, why=f"x {flags.devices} devices"))
 
 
-def end_token(flags: Flags) -> Found:
-    """The token that ends a reply."""
-    named = flags.values.get("--eot_token")  # of step 1 alone
+def translate_end_token(flags: CommandFlags) -> Translation:
+    """Translate the token that ends a reply."""
+    named = flags.values.get("--eot_token")  # only in step 1
     if flags["add_eot_token"].value:
-        said = f", {named.said}" if named else ""
-        yield Setting("model.eos_token", named.value if named else "<|endoftext|>", f"--add_eot_token{said}")
+        suffix = f", {named.text}" if named else ""
+        yield Setting("model.eos_token", named.value if named else "<|endoftext|>", f"--add_eot_token{suffix}")
     elif named and named.explicit:
-        yield Remark(named.said, "nothing without --add_eot_token")
+        yield Remark(named.text, "nothing without --add_eot_token")
 
 
-def folder(flags: Flags) -> Found:
-    """The run's folder; several steps of one recipe have one."""
+def translate_folder(flags: CommandFlags) -> Translation:
+    """Translate the run's folder, which all steps of a recipe share."""
     given = flags["output_dir"]
     if given.value is None:
         return
     if (flags.alone or set(flags.earlier.values()) == {given.value}) and "$" not in given.value:
         yield flags.setting("output", given.value, "output_dir")
     else:
-        yield Remark(given.said, "`--output DIR` names the run's folder, which all stages share")
+        yield Remark(given.text, "`--output DIR` sets the run's folder, which all stages share")
 
 
-RULES: Mapping[str, Callable[[Flags], Found]] = {
-    rule.__name__: rule
+RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {
+    rule.__name__.removeprefix("translate_"): rule
     for rule in (
-        *(sources, models, lengths, batches, duration, schedule, samples, zero, offload, precision, lora),
-        *(pretraining, average, teams, evaluation, end_token, folder),
+        translate_sources,
+        translate_models,
+        translate_lengths,
+        translate_batches,
+        translate_duration,
+        translate_schedule,
+        translate_samples,
+        translate_zero,
+        translate_offload,
+        translate_precision,
+        translate_lora,
+        translate_pretraining,
+        translate_average,
+        translate_teams,
+        translate_evaluation,
+        translate_end_token,
+        translate_folder,
     )
 }
-"""By name."""
+"""The rules, by the name in `rule:` of flags.yaml."""

@@ -1,10 +1,10 @@
-"""The two tables, read: what each flag and each variable is here. Pure data; nothing is translated yet."""
+"""Read the tables of flags and variables, and the values that users give to them."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ HERE = Path(__file__).parent
 
 
 STEPS: Mapping[str, str] = {"sft": "step 1", "reward": "step 2", "dpo": "step 2 (DPO)", "ppo": "step 3"}
-"""A stage here -> DeepSpeed-Chat's name of it."""
+"""DeepSpeed-Chat's names of the stages."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of DeepSpeed-Chat; see the head of flags.yaml for the fields. `reader` is empty for a switch."""
+    """A flag of DeepSpeed-Chat; the head of flags.yaml explains the fields. `reader` is empty for a switch."""
 
     name: str
     of: Mapping[str, Any]
@@ -37,14 +37,14 @@ class Flag:
     note: str = ""
 
     def keys_of(self, program: str) -> list[str]:
-        """The keys that it sets as a flag of `program`."""
+        """Return the keys that the flag sets in a command of `program`."""
         found = self.keys.get(program, ()) if isinstance(self.keys, Mapping) else self.keys
         return [key.format(stage=program) for key in found] if program in STEPS else []
 
 
 @dataclass(frozen=True)
 class Implied:
-    """What DeepSpeed-Chat does in `stages` without a flag, and rlhf does otherwise unless told."""
+    """A setting that DeepSpeed-Chat always uses in `stages`, and that differs from the default of rlhf."""
 
     stages: Sequence[str]
     key: str
@@ -54,7 +54,7 @@ class Implied:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of the fork's scripts; see the head of variables.yaml for the fields."""
+    """A variable of the fork's scripts; the head of variables.yaml explains the fields."""
 
     name: str
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Script:
-    """One of the fork's scripts: the flags that it always gives, and what it takes where a variable is not set."""
+    """One of the fork's scripts: the flags that it always sets, and its defaults for unset variables."""
 
     name: str
     stage: str
@@ -80,55 +80,184 @@ class Script:
 
 
 @functools.cache
-def flags() -> dict[str, Flag]:
-    """By name."""
-    return {name: Flag(name, **_renamed(row)) for name, row in _read("flags.yaml")["flags"].items()}
+def load_flags() -> dict[str, Flag]:
+    """Return the flags, by name."""
+    return {name: Flag(name, **_rename_reader(row)) for name, row in _read_table("flags.yaml")["flags"].items()}
 
 
 @functools.cache
-def implied() -> tuple[Implied, ...]:
-    """In the order in which stages run."""
-    return tuple(Implied(**row) for row in _read("flags.yaml")["implied"])
+def load_implied() -> tuple[Implied, ...]:
+    """Return the implied settings, in the order in which stages run."""
+    return tuple(Implied(**row) for row in _read_table("flags.yaml")["implied"])
 
 
 @functools.cache
-def flag_of(program: str, name: str) -> Flag | None:
-    """The flag that `name` is, today or earlier, of a program; None: it has none such."""
-    for row in flags().values():
+def find_flag(program: str, name: str) -> Flag | None:
+    """Return the flag of a program by its current or an earlier name; None if the program has no such flag."""
+    for row in load_flags().values():
         if program in row.of and (row.name == name or name in row.was):
             return row
     return None
 
 
 @functools.cache
-def variables() -> dict[str, Variable]:
-    """By name."""
-    return {name: _variable(name, _renamed(row)) for name, row in _read("variables.yaml")["variables"].items()}
+def load_variables() -> dict[str, Variable]:
+    """Return the variables, by name."""
+    return {
+        name: _build_variable(name, _rename_reader(row))
+        for name, row in _read_table("variables.yaml")["variables"].items()
+    }
 
 
 @functools.cache
-def scripts() -> dict[str, Script]:
-    """By path below the fork's `example_scripts`."""
-    return {name: Script(name, **row) for name, row in _read("variables.yaml")["scripts"].items()}
+def load_scripts() -> dict[str, Script]:
+    """Return the fork's scripts, by path below its `example_scripts`."""
+    return {name: Script(name, **row) for name, row in _read_table("variables.yaml")["scripts"].items()}
 
 
-def nearest(name: str, known: Iterable[str], what: str) -> str:
-    """The end of an error about an unknown name: the one that was probably meant, or where they all are."""
+def suggest(name: str, known: Iterable[str], what: str) -> str:
+    """Return the remedy for an unknown name: the closest known name, or the page that lists all."""
     close = difflib.get_close_matches(name, [*known], n=1)
     return f"did you mean {close[0]}?" if close else f"docs/deepspeed-chat.md lists {what}"
 
 
-def _variable(name: str, row: dict[str, Any]) -> Variable:
-    """One that says nothing else has the keys of its flags."""
+def _build_variable(name: str, row: dict[str, Any]) -> Variable:
+    """Build a variable; without other fields it sets the keys of its flags."""
     if not {"keys", "option", "automatic", "nothing"} & set(row):
-        row = row | {"keys": {stage: flags()[flag].keys_of(stage) for stage, flag in row["flags"].items()}}
+        row = row | {"keys": {stage: load_flags()[flag].keys_of(stage) for stage, flag in row["flags"].items()}}
     return Variable(name, **row)
 
 
-def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+def _rename_reader(row: dict[str, Any]) -> dict[str, Any]:
     return {"reader" if name == "as" else name: value for name, value in row.items()}
 
 
-def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = parse_yaml((HERE / name).read_text(encoding="utf-8"))
+def _read_table(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = parse_yaml((HERE / name).read_text(encoding="utf-8"))
+    return table
+
+
+NOTHING = object()
+"""Stands for a value with the same meaning as an unset flag or variable."""
+
+SCHEDULES = {
+    "linear": "linear",
+    "polynomial": "linear",
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+"""Schedules of rlhf by DeepSpeed-Chat's names; its polynomial has degree 1, and its restarts restart only once."""
+
+
+def read_text(value: str) -> str:
+    """Return the text unchanged."""
+    return value
+
+
+def read_whole(value: str) -> int:
+    """Return a whole number, 0 or more."""
+    if not value.strip().isdecimal():
+        raise ValueError("a whole number")
+    return int(value)
+
+
+def read_positive(value: str) -> Any:
+    """Return a number of steps; 0 means no limit."""
+    return read_whole(value) or NOTHING
+
+
+def read_several(value: str) -> Any:
+    """Return a number of machines; 1 is the default."""
+    return NOTHING if read_whole(value) == 1 else read_whole(value)
+
+
+def read_number(value: str) -> float:
+    """Return a finite number."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = float("nan")
+    if not abs(found) < float("inf"):
+        raise ValueError("a number")
     return found
+
+
+def read_half(value: str) -> int:
+    """Return half of the tokens: those of a prompt, or of a completion."""
+    if read_whole(value) < 2:
+        raise ValueError("a whole number of at least 2")
+    return read_whole(value) // 2
+
+
+def read_switch(value: str) -> bool:
+    """Return 0 or 1 as false or true."""
+    if value not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return value == "1"
+
+
+def read_capture(value: str) -> Any:
+    """Return `none` for 0, which turns off recorded rollouts; they are on by default."""
+    return NOTHING if read_switch(value) else "none"
+
+
+def read_only_adapters(value: str) -> list[str]:
+    """Return what is trained in addition to the adapters; nothing for 1."""
+    return [] if read_switch(value) else ["norms", "biases", "embeddings"]
+
+
+def read_names(value: str) -> list[str]:
+    """Return names that are separated by spaces."""
+    return value.split()
+
+
+def read_sources(value: str) -> list[Any]:
+    """Return sources of rows; of several, all rows are used, while rlhf would blend equal parts."""
+    found = value.split()
+    return found if len(found) < 2 else [{"path": name, "weight": "all"} for name in found]
+
+
+def read_schedule(value: str) -> str:
+    """Return the name of a schedule of DeepSpeed-Chat, a key of `SCHEDULES`."""
+    if value not in SCHEDULES:
+        raise ValueError(f"one of {', '.join(SCHEDULES)}")
+    return value
+
+
+def read_precision(value: str) -> str:
+    """Return the number format of computations."""
+    if value not in ("fp16", "bf16"):
+        raise ValueError("fp16 or bf16")
+    return value
+
+
+def read_shares(value: str) -> list[float]:
+    """Return the proportions of the three steps, which are separated by commas."""
+    parts = value.split(",")
+    if len(parts) != 3:
+        raise ValueError("three shares, for example 2,4,4")
+    return [int(part) if part.isdecimal() else read_number(part) for part in parts]
+
+
+READERS: Mapping[str, Callable[[str], Any]] = {
+    function.__name__.removeprefix("read_"): function
+    for function in (
+        read_text,
+        read_whole,
+        read_positive,
+        read_several,
+        read_number,
+        read_half,
+        read_switch,
+        read_capture,
+        read_only_adapters,
+        read_names,
+        read_sources,
+        read_schedule,
+        read_precision,
+        read_shares,
+    )
+}
+"""The functions that read a value, by the name in `as:` of the tables."""

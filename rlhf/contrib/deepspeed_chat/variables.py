@@ -1,7 +1,7 @@
-"""The fork's HL_* variables as arguments of `rlhf`: `python -m rlhf.contrib.deepspeed_chat.variables [STAGE...]`.
+"""Turn the fork's HL_* variables into arguments: `python -m rlhf.contrib.deepspeed_chat.variables [STAGE...]`.
 
-The environment flows in; arguments flow out, one on a line for a shell's `mapfile`, and on standard error what each
-variable was taken as. Only what is set counts: the rest is the recipe's.
+It prints one argument per line, for a shell's `mapfile`, and on standard error the meaning of each variable. Unset
+variables leave the recipe's settings unchanged.
 """
 
 from __future__ import annotations
@@ -13,78 +13,85 @@ from typing import Any
 
 from rlhf.config.dump import format_scalar
 from rlhf.config.schema import EVERY_STAGE, STAGES
-from rlhf.contrib.deepspeed_chat.tables import Variable, nearest, variables
-from rlhf.contrib.deepspeed_chat.values import NOTHING, READERS
+from rlhf.contrib.deepspeed_chat.tables import NOTHING, READERS, Variable, load_variables, suggest
 from rlhf.errors import ConfigError
 
 PREFIX = "HL_"
 
 
-def arguments(environment: Mapping[str, str], stages: Sequence[str] = STAGES) -> tuple[list[str], list[str]]:
-    """(arguments of `rlhf`, a line for each variable that says what it was taken as).
+def to_arguments(environment: Mapping[str, str], stages: Sequence[str] = STAGES) -> tuple[list[str], list[str]]:
+    """Return (arguments of `rlhf`, one line per variable about its meaning).
 
-    An empty variable is not set, as in the scripts. `stages` will run: a variable of others does nothing.
+    An empty variable counts as unset, as in the scripts.
+
+    Args:
+        environment: the variables.
+        stages: the stages that will run; variables of other stages have no effect.
 
     Raises:
-        ConfigError: a variable or a stage is unknown, or a value cannot be read.
+        ConfigError: a variable or a stage is unknown, or a value is invalid.
     """
     for stage in stages:
         if stage not in EVERY_STAGE:
-            raise ConfigError(f"{stage}: no stage; name some of {', '.join(EVERY_STAGE)}, or none for the first three")
-    given = read(environment)
+            raise ConfigError(
+                f"{stage}: unknown stage; name some of {', '.join(EVERY_STAGE)}, or none for {', '.join(STAGES)}"
+            )
+    given = read_variables(environment)
     found: list[str] = []
     taken: list[str] = []
     for name, value in given.items():
-        row = variables()[name]
-        mine, said = _one(row, value, stages)
+        row = load_variables()[name]
+        mine, meaning = _translate_variable(row, value, stages)
         found += mine
-        taken.append(f"{name}={environment[name]}: {said}")
-    if output := folder(environment):
+        taken.append(f"{name}={environment[name]}: {meaning}")
+    if output := output_folder(environment):
         found += ["--output", output]
     return found, taken
 
 
-def read(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The variables that are set, in the table's order, each with its value.
+def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the variables that are set, in the table's order, with their values.
 
     Raises:
-        ConfigError: one is unknown, or its value cannot be read.
+        ConfigError: a variable is unknown, or its value is invalid.
     """
-    table = variables()
+    table = load_variables()
     given = {name: value for name, value in environment.items() if name.startswith(PREFIX) and value.strip()}
     for name in given:
         if name not in table:
-            raise ConfigError(f"{name}: no variable of the fork's scripts; {nearest(name, table, 'them')}")
-    return {name: _read(row, given[name]) for name, row in table.items() if name in given}
+            raise ConfigError(
+                f"{name}: unknown variable of the fork's scripts; {suggest(name, table, 'the variables')}"
+            )
+    return {name: _read_value(row, given[name]) for name, row in table.items() if name in given}
 
 
-def folder(environment: Mapping[str, str]) -> str:
-    """The run's folder, as the variables say; empty: they do not."""
+def output_folder(environment: Mapping[str, str]) -> str:
+    """Return the run's folder that the variables set; empty if they set none."""
     if path := environment.get("HL_CHECKPOINT_PATH", "").strip():
         return path
     base, tag = environment.get("HL_BASE_OUT_PATH", "").strip(), environment.get("HL_TAG", "").strip()
     return os.path.join(base or "runs", tag or "default_tag") if base or tag else ""
 
 
-def _read(row: Variable, value: str) -> Any:
+def _read_value(row: Variable, value: str) -> Any:
     try:
         return READERS[row.reader](value.strip())
     except ValueError as error:
         raise ConfigError(f"{row.name}: expected {error}, got {value!r}; correct it, or unset it") from error
 
 
-def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], str]:
-    """The arguments that a variable stands for, and what to say of it."""
+def _translate_variable(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], str]:
+    """Return the arguments that a variable stands for, and a line about its meaning."""
     if row.option == "--output":
         return [], f"{row.option}; {row.note}"
     if row.option:
         return ([], row.note) if value is NOTHING else ([row.option, str(value)], f"{row.option} {value}")
     if why := row.automatic or row.nothing:
         return [], ("automatic: " if row.automatic else "nothing here: ") + why
-    # The model that an earlier stage of the same run leaves needs no name.
+    # The model of an earlier stage of the same run needs no name.
     mine = [stage for stage in stages if stage in row.keys and row.earlier.get(stage) not in stages]
     if not mine:
-        return [], f"nothing: it is of {' and '.join(row.keys)}, and {', '.join(stages)} will run"
+        return [], f"nothing: it belongs to {' and '.join(row.keys)}, and only {', '.join(stages)} will run"
     if value is NOTHING:
         return [], f"nothing; {row.note}"
     keys = dict.fromkeys(key for stage in mine for key in row.keys[stage])
@@ -93,12 +100,12 @@ def _one(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], s
 
 
 def main(stages: Sequence[str]) -> int:
-    """Print the arguments, or one line that says what is wrong; the exit code."""
+    """Print the arguments, or one line about an error, and return the exit code."""
     if {"-h", "--help"} & set(stages):
         print(__doc__)
         return 0
     try:
-        found, taken = arguments(os.environ, stages or STAGES)
+        found, taken = to_arguments(os.environ, stages or STAGES)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -52,7 +52,7 @@ def test_a_script_may_be_named_and_what_its_caller_gives_it_assigned(forks: Fork
     assert "  actor: out/actor  # --actor_model_name_or_path out/actor\n" in done.stdout
     assert "    zero_stage: 3  # --actor_zero_stage 3\n" in done.stdout
     refused = translation(forks, "--from-deepspeed-chat", str(script))
-    assert refused.stderr.endswith("$ACTOR is the shell's, and has no value here; put ACTOR=VALUE before the command\n")
+    assert refused.stderr.endswith("the shell variable $ACTOR has no value here; put ACTOR=VALUE before the command\n")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_script_may_be_named_and_what_its_caller_gives_it_assigned(forks: Fork
     [
         (
             ["--from-deepspeed-chat", "main.py --model_name_or_path m --lora_dimm 8"],
-            "rlhf: error: --lora_dimm: no flag of DeepSpeed-Chat's step 1; did you mean --lora_dim?\n",
+            "rlhf: error: --lora_dimm: unknown flag of DeepSpeed-Chat's step 1; did you mean --lora_dim?\n",
         ),
         (
             ["--from-deepspeed-chat", "main.py --model_name_or_path m", "--set", "seed=1"],

@@ -10,8 +10,7 @@ import pytest
 
 from rlhf.config.schema import Config
 from rlhf.contrib.deepspeed_chat.rules import RULES
-from rlhf.contrib.deepspeed_chat.tables import STEPS, flag_of, flags, implied, variables
-from rlhf.contrib.deepspeed_chat.values import READERS
+from rlhf.contrib.deepspeed_chat.tables import READERS, STEPS, find_flag, load_flags, load_implied, load_variables
 from tests.contrib.deepspeed_chat.originals import EARLIER, FLAGS
 
 LAUNCHER = Path(deepspeed.launcher.__file__).with_name("runner.py")
@@ -31,13 +30,13 @@ def has_key(key: str) -> bool:
 
 @pytest.mark.parametrize("program", FLAGS)
 def test_the_table_has_every_flag_of_a_program_with_its_default(program: str) -> None:
-    assert {name: row.of[program] for name, row in flags().items() if program in row.of} == FLAGS[program]
+    assert {name: row.of[program] for name, row in load_flags().items() if program in row.of} == FLAGS[program]
 
 
 def test_names_of_earlier_versions_are_known() -> None:
     for program, names in EARLIER.items():
         for before, now in names.items():
-            row = flag_of(program, before)
+            row = find_flag(program, before)
             assert row and row.name == now
 
 
@@ -45,35 +44,38 @@ def test_the_table_has_every_flag_of_the_launcher() -> None:
     """Of the installed version; the table has those of earlier ones too."""
     there = set(re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"(--\w+)"', LAUNCHER.read_text(encoding="utf-8")))
     assert len(there) > 20
-    assert [name for name in there if not flag_of("deepspeed", name)] == []
+    assert [name for name in there if not find_flag("deepspeed", name)] == []
     for short in re.findall(r'add_argument\(\s*"(-\w)"', LAUNCHER.read_text(encoding="utf-8")):
-        assert flag_of("deepspeed", short), short
+        assert find_flag("deepspeed", short), short
 
 
 def test_each_flag_is_one_thing() -> None:
-    for row in flags().values():
+    for row in load_flags().values():
         said = [row.keys, row.option, row.command, row.automatic, row.nothing]
         assert sum(map(bool, said)) == 1, row.name
         assert not row.reader or row.reader in READERS, row.name
         assert not row.rule or row.rule in RULES, row.name
-    assert {row.rule for row in flags().values()} - {""} == set(RULES)
-    assert {row.reader for row in [*flags().values(), *variables().values()]} - {""} == set(READERS)
+    assert {row.rule for row in load_flags().values()} - {""} == set(RULES)
+    assert {row.reader for row in [*load_flags().values(), *load_variables().values()]} - {""} == set(READERS)
 
 
 def test_every_key_of_the_tables_is_one_of_ours() -> None:
-    keys = {key for row in flags().values() for step in STEPS if step in row.of for key in row.keys_of(step)}
-    keys |= {one.key for one in implied()}
-    keys |= {key for row in variables().values() for mine in row.keys.values() for key in mine}
+    keys = {key for row in load_flags().values() for step in STEPS if step in row.of for key in row.keys_of(step)}
+    keys |= {one.key for one in load_implied()}
+    keys |= {key for row in load_variables().values() for mine in row.keys.values() for key in mine}
     assert len(keys) > 60
     assert [key for key in sorted(keys) if not has_key(key)] == []
 
 
 def test_a_variable_stands_for_a_flag_of_the_steps_that_it_is_of() -> None:
-    for row in variables().values():
+    for row in load_variables().values():
         for stage, flag in row.flags.items():
-            assert flag_of(stage, flag), f"{row.name}: {stage} has no {flag}"
-            of_flag = flags()[flag]
+            assert find_flag(stage, flag), f"{row.name}: {stage} has no {flag}"
+            of_flag = load_flags()[flag]
             assert not row.keys or set(row.keys.get(stage, ())) <= {
-                key for name, other in flags().items() if stage in other.of for key in flags()[name].keys_of(stage)
+                key
+                for name, other in load_flags().items()
+                if stage in other.of
+                for key in load_flags()[name].keys_of(stage)
             } | {"engine.kernels.graph_capture"}, row.name
             assert row.keys or of_flag.automatic or of_flag.nothing or row.option, row.name

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from rlhf.cli.app import app
-from rlhf.contrib.deepspeed_chat.tables import flags, variables
+from rlhf.contrib.deepspeed_chat.tables import load_flags, load_variables
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/deepspeed-chat.md"
@@ -32,7 +32,7 @@ def test_its_tables_are_made_of_the_data(maker: ModuleType) -> None:
 
 def test_it_names_every_flag_and_variable() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    names = [name for row in flags().values() for name in (row.name, *row.was)] + list(variables())
+    names = [name for row in load_flags().values() for name in (row.name, *row.was)] + list(load_variables())
     assert [name for name in names if f"`{name}`" not in page] == []
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.contrib.deepspeed_chat.text import text_of
-from rlhf.contrib.deepspeed_chat.translate import translated
+from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 from tests.contrib.deepspeed_chat import commands
 from tests.forks import Forks
 from tests.recipes import toys
@@ -19,9 +18,9 @@ NAMES = ("OPT_1_3B", "OPT_13B", "LLAMA_2_7B", "BLOOM", "OPT_350M")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_translated_recipe_runs_at_toy_size(name: str, forks: Forks, tmp_path: Path) -> None:
-    recipe = translated([getattr(commands, name)], {}, 2)
+    recipe = translate_commands([getattr(commands, name)], {}, 2)
     path = tmp_path / "recipe.yaml"
-    path.write_text(text_of(recipe), encoding="utf-8")
+    path.write_text(format_translation(recipe), encoding="utf-8")
     stages = recipe.stages if len(recipe.stages) == 1 else []
     config = run(forks, path, tmp_path / "toys", tmp_path / "run", *stages)
     for stage in recipe.stages:

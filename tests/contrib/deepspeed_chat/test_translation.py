@@ -9,8 +9,7 @@ import pytest
 
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, load_config
-from rlhf.contrib.deepspeed_chat.text import text_of
-from rlhf.contrib.deepspeed_chat.translate import translated
+from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import check_placements
 from tests.contrib.deepspeed_chat import commands
@@ -28,7 +27,7 @@ FP16 = {"engine.loss_scale_window": 100}
 
 
 def text(*texts: str, devices: int | None = None, **environment: str) -> str:
-    return text_of(translated(texts, environment, devices))
+    return format_translation(translate_commands(texts, environment, devices))
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -175,8 +174,8 @@ def test_a_script_of_the_originals_becomes_these_keys_and_no_other(name: str) ->
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_its_recipe_loads_and_its_models_can_be_held_so(name: str, tmp_path: Path) -> None:
-    recipe = translated([getattr(commands, name)], {}, 8)
-    config = loaded(text_of(recipe), tmp_path)
+    recipe = translate_commands([getattr(commands, name)], {}, 8)
+    config = loaded(format_translation(recipe), tmp_path)
     ranks = 1 if name in ("OPT_1_3B", "OPT_350M") else 8
     check_placements(config, recipe.stages)  # type: ignore[arg-type]
     assert config.ppo.minibatch(ranks)[0] == (config.ppo.minibatch_size or 32)
@@ -259,7 +258,7 @@ def test_flags_that_say_something_together(stage: str, flags: str, expected: dic
 @pytest.mark.parametrize(
     ("stage", "flags", "absent", "said"),
     [
-        ("sft", "--offload", "roles", "--offload: nothing for sft: at ZeRO 0 nothing can wait in the host's memory"),
+        ("sft", "--offload", "roles", "--offload: nothing for sft: nothing can be offloaded at ZeRO 0"),
         ("sft", "--only_optimize_lora", "lora", "--only_optimize_lora: nothing without adapters"),
         ("sft", "--lora_learning_rate 1e-3", "lora", "--lora_learning_rate 1e-3: nothing without --lora_dim"),
         ("ppo", "--unsup_coef 2", "ptx", "--unsup_coef 2: nothing without both --unsupervised_dataset_name"),
@@ -287,7 +286,7 @@ def test_each_key_says_which_flag_it_is_of() -> None:
     lines = [line.strip() for line in text(f"deepspeed --num_gpus 2 {MAIN['sft']} --seed 5").splitlines()]
     assert "seed: 5  # --seed 5" in lines
     assert "learning_rate: 0.001  # --learning_rate 0.001 (default)" in lines
-    assert "loss_on: all  # as there: prompts are trained on too" in lines
+    assert "loss_on: all  # as in DeepSpeed-Chat: prompts are trained on too" in lines
     size = "--per_device_train_batch_size 16 (default) x --gradient_accumulation_steps 1 (default) x 2 devices"
     assert f"batch_size: 32  # {size}" not in lines  # our default too
     assert "#   --num_gpus 2: --ranks" in lines
@@ -299,31 +298,31 @@ def test_devices_are_the_launchers_else_said_else_one_with_a_note() -> None:
     assert keys(f"deepspeed --num_nodes 2 {script}", devices=16)["sft.batch_size"] == 64
     alone = text(f"deepspeed {script}")
     assert flat(parse_yaml(alone))["sft.batch_size"] == 4
-    assert "here 1 is taken; say how many with" in alone
+    assert "1 is assumed here" in alone
     assert "--nodes 2 --node-rank R" in text(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")
 
 
 def test_without_a_path_the_flags_tell_the_step_as_far_as_they_do() -> None:
-    assert translated(["main.py --model_name_or_path m --beta 0.1"], {}, 1).stages == ["dpo"]
-    assert translated(["--model_name_or_path m --eval_interval 5"], {}, 1).stages == ["reward"]
-    assert translated(["--actor_model_name_or_path a --critic_model_name_or_path c"], {}, 1).stages == ["ppo"]
-    unclear = translated(["main.py --model_name_or_path m"], {}, 1)
+    assert translate_commands(["main.py --model_name_or_path m --beta 0.1"], {}, 1).stages == ["dpo"]
+    assert translate_commands(["--model_name_or_path m --eval_interval 5"], {}, 1).stages == ["reward"]
+    assert translate_commands(["--actor_model_name_or_path a --critic_model_name_or_path c"], {}, 1).stages == ["ppo"]
+    unclear = translate_commands(["main.py --model_name_or_path m"], {}, 1)
     assert unclear.stages == ["sft"]
-    assert unclear.notes[0].startswith("taken for step 1; the flags fit step 2 and step 2 (DPO) too")
+    assert unclear.notes[0].startswith("assumed to be step 1; the flags also fit step 2 and step 2 (DPO)")
 
 
 def test_steps_that_disagree_are_named_with_a_way_out() -> None:
     texts = [f"deepspeed --num_gpus 1 {MAIN['sft']} --seed 1", f"deepspeed --num_gpus 1 {MAIN['reward']} --seed 2"]
-    recipe = translated(texts, {})
+    recipe = translate_commands(texts, {})
     assert recipe.settings["seed"].value == 1
     assert recipe.notes == [
-        "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward by itself, with --set seed=2"
+        "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward separately, with --set seed=2"
     ]
 
 
 def test_a_frozen_reward_model_that_step_3_would_shard_is_such_a_case() -> None:
-    shares, said = sorted(translated([commands.OPT_13B], {}).notes)
-    assert shares.startswith("Dahoas/full-hh-rlhf, stanfordnlp/SHP: of some steps alone, which have all of its rows")
+    shares, said = sorted(translate_commands([commands.OPT_13B], {}).notes)
+    assert shares.startswith("Dahoas/full-hh-rlhf, stanfordnlp/SHP: used by some steps only")
     assert said.startswith(
         "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3, the reward"
     )
@@ -356,25 +355,25 @@ def test_a_variable_may_hold_flags_and_one_without_a_value_is_nothing() -> None:
     """
     found = keys("ACTOR=out/actor OUTPUT=out/ppo", script)
     assert (found["roles.actor.zero_stage"], found["ppo.actor"], found["output"]) == (3, "out/actor", "out/ppo")
-    with pytest.raises(ConfigError, match=r"\$ACTOR is the shell's"):
+    with pytest.raises(ConfigError, match=r"the shell variable \$ACTOR has no value"):
         keys(script)
 
 
 def test_the_folder_that_a_command_is_started_in_tells_its_step() -> None:
     plain = "deepspeed main.py --model_name_or_path m"
-    assert translated([f"cd training/step2_dpo_finetuning\n{plain}"], {}, 1).stages == ["dpo"]
+    assert translate_commands([f"cd training/step2_dpo_finetuning\n{plain}"], {}, 1).stages == ["dpo"]
     several = [f"cd a/step1_x && {plain}", f"cd b/step2_x && {plain}"]
-    assert translated(several, {}, 1).stages == ["sft", "reward"]
-    assert translated([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
+    assert translate_commands(several, {}, 1).stages == ["sft", "reward"]
+    assert translate_commands([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
 
 
 def test_adapters_of_steps_that_need_another_scale_are_named() -> None:
     known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
-    recipe = translated([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
+    recipe = translate_commands([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
     assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
     assert [note for note in recipe.notes if note.endswith("with --set lora.alpha=8.0")]
     unknown = text(f"{MAIN['sft']} --lora_dim 8")
-    assert "# To be set by you: lora.alpha (to sqrt(width / dim), for the width of m is not known here)." in unknown
+    assert "# To be set by you: lora.alpha (to sqrt(width / dim), because the width of m is not known here)." in unknown
 
 
 def test_variables_of_the_fork_apply_to_its_scripts_from_the_environment_too() -> None:
@@ -402,5 +401,5 @@ def test_variables_before_another_command_stand_above_its_flags() -> None:
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case["line"][:40])
 def test_what_cannot_be_translated_is_one_line(case: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        translated([one.replace("SFT", MAIN["sft"]) for one in case["texts"]], {}, 1)
+        translate_commands([one.replace("SFT", MAIN["sft"]) for one in case["texts"]], {}, 1)
     assert str(error.value) == case["line"]

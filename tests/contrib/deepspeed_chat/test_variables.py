@@ -10,8 +10,8 @@ import pytest
 
 from rlhf.config.dump import format_scalar
 from rlhf.config.schema import load_config
-from rlhf.contrib.deepspeed_chat.tables import scripts, variables
-from rlhf.contrib.deepspeed_chat.variables import arguments
+from rlhf.contrib.deepspeed_chat.tables import load_scripts, load_variables
+from rlhf.contrib.deepspeed_chat.variables import to_arguments
 from rlhf.errors import ConfigError
 
 # Read off the six scripts of the fork's example_scripts: every variable that one of them expands.
@@ -32,18 +32,18 @@ OF_STEP = {
 
 
 def said(*stages: str, **environment: str) -> list[str]:
-    return arguments({f"HL_{name}": value for name, value in environment.items()}, stages)[0]
+    return to_arguments({f"HL_{name}": value for name, value in environment.items()}, stages)[0]
 
 
 def test_the_table_has_every_variable_of_the_scripts_and_no_other() -> None:
     expanded = {f"HL_{name}" for names in OF_STEP.values() for name in names.split()}
-    assert set(variables()) == expanded
-    for script in scripts().values():
+    assert set(load_variables()) == expanded
+    for script in load_scripts().values():
         assert set(script.defaults) <= {f"HL_{name}" for name in OF_STEP[script.stage].split()}, script.name
 
 
 def test_each_variable_is_one_thing() -> None:
-    for row in variables().values():
+    for row in load_variables().values():
         assert sum(map(bool, (row.keys, row.option, row.automatic, row.nothing))) == 1, row.name
 
 
@@ -130,7 +130,7 @@ def test_sources_are_a_list() -> None:
 
 
 def test_what_each_was_taken_as_is_said() -> None:
-    _, taken = arguments({"HL_LOG_FILE": "x.txt", "HL_GBS": "8", "HOME": "/"}, ["reward"])
+    _, taken = to_arguments({"HL_LOG_FILE": "x.txt", "HL_GBS": "8", "HOME": "/"}, ["reward"])
     assert taken[0] == "HL_GBS=8: reward.batch_size=8"
     assert taken[1].startswith("HL_LOG_FILE=x.txt: nothing here: the records are in")
 
@@ -140,11 +140,11 @@ def test_what_each_was_taken_as_is_said() -> None:
     [
         (
             {"HL_ACTOR_ZERO_STAG": "1"},
-            "HL_ACTOR_ZERO_STAG: no variable of the fork's scripts; did you mean HL_ACTOR_ZERO_STAGE?",
+            "HL_ACTOR_ZERO_STAG: unknown variable of the fork's scripts; did you mean HL_ACTOR_ZERO_STAGE?",
         ),
         (
             {"HL_QWERTZUIOPQWERTZ": "1"},
-            "HL_QWERTZUIOPQWERTZ: no variable of the fork's scripts; docs/deepspeed-chat.md lists them",
+            "HL_QWERTZUIOPQWERTZ: unknown variable of the fork's scripts; docs/deepspeed-chat.md lists the variables",
         ),
         ({"HL_MBS": "two"}, "HL_MBS: expected a whole number, got 'two'; correct it, or unset it"),
         ({"HL_DROPOUT": "inf"}, "HL_DROPOUT: expected a number, got 'inf'; correct it, or unset it"),
@@ -153,15 +153,13 @@ def test_what_each_was_taken_as_is_said() -> None:
 )
 def test_what_cannot_be_read_is_one_line(environment: dict[str, str], line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        arguments(environment, ["sft"])
+        to_arguments(environment, ["sft"])
     assert str(error.value) == line
 
 
 def test_a_stage_that_is_none_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^step1: no stage; name some of sft, reward, dpo, ppo, or none for the first"
-    ):
-        arguments({}, ["step1"])
+    with pytest.raises(ConfigError, match=r"^step1: unknown stage; name some of sft, reward, dpo, ppo, or none"):
+        to_arguments({}, ["step1"])
 
 
 def test_as_a_program_arguments_are_apart_from_what_is_said() -> None:
@@ -176,6 +174,6 @@ def test_as_a_program_arguments_are_apart_from_what_is_said() -> None:
 
 
 def test_the_scripts_defaults_can_be_read_themselves() -> None:
-    for script in scripts().values():
+    for script in load_scripts().values():
         environment = {name: format_scalar(value) for name, value in script.defaults.items() if value is not None}
-        arguments(environment, [script.stage])
+        to_arguments(environment, [script.stage])
