@@ -33,7 +33,7 @@ def test_plan_with_given_memory_loads_no_deepspeed() -> None:
     assert "PPO  fits: peak about" in done.stdout
 
 
-def test_what_does_not_fit_does_with_the_change_that_is_named(forks: Forks) -> None:
+def test_cheapest_change_makes_the_stage_fit(forks: Forks) -> None:
     (found,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", code=1)
     change = found["advice"]["cheapest change"].partition(" (")[0].split()
     assert change[:1] == ["--set"]
@@ -49,7 +49,7 @@ def test_several_changes_are_options_of_one_command(forks: Forks) -> None:
     assert planned(forks, *tight, *change)[0]["fits"]
 
 
-def test_a_kind_that_a_role_has_in_one_place_is_told_once(forks: Forks) -> None:
+def test_items_list_each_kind_of_a_role_once(forks: Forks) -> None:
     (found,) = planned(forks, "--memory", "1TB", "--devices", "2", "--stage", "sft")
     kinds = [(item["role"], item["kind"], item["host"]) for item in found["items"]]
     assert len(kinds) == len(set(kinds))
@@ -57,7 +57,7 @@ def test_a_kind_that_a_role_has_in_one_place_is_told_once(forks: Forks) -> None:
     assert sum(item["bytes"] for item in found["items"] if not item["host"]) == fullest["device"]
 
 
-def test_the_fewest_devices_are_enough_and_half_of_them_are_not(forks: Forks) -> None:
+def test_fewest_devices_suffice_and_half_of_them_do_not(forks: Forks) -> None:
     sharded = ["--set", "engine.zero_stage=3", "--stage", "ppo", "--memory", "80GiB", "--set", "ppo.batch_size=64"]
     (found,) = planned(forks, *sharded, code=1)
     few = int(found["advice"]["fewest devices"].split()[0])
@@ -65,7 +65,7 @@ def test_the_fewest_devices_are_enough_and_half_of_them_are_not(forks: Forks) ->
     assert not planned(forks, *sharded, "--devices", str(few // 2), code=1)[0]["fits"]
 
 
-def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(forks: Forks) -> None:
+def test_largest_micro_batch_fits_and_twice_its_rows_do_not(forks: Forks) -> None:
     lora = ["--set", "lora.rank=8", "--stage", "ppo", "--memory", "40GiB", "--set", "ppo.batch_size=1024"]
     lora += ["--set", "ppo.generation_batch_size=1"]
     most = int(planned(forks, *lora, code=1)[0]["advice"]["largest micro-batch"].split()[0])
@@ -73,7 +73,7 @@ def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(forks: Forks
     assert not planned(forks, *lora, "--set", f"ppo.micro_batch_size={2 * most}", code=1)[0]["fits"]
 
 
-def test_auto_shows_what_it_would_take(forks: Forks) -> None:
+def test_auto_shows_the_value_that_a_run_would_take(forks: Forks) -> None:
     auto = ["--set", "engine.zero_stage=auto", "--stage", "sft", "--devices", "8"]
     roomy = planned(forks, *auto, "--memory", "640GiB")[0]
     tight = planned(forks, *auto, "--memory", "60GiB")[0]
@@ -92,7 +92,7 @@ def test_hours_and_money_follow_from_a_throughput(forks: Forks) -> None:
     assert four["hours"] == pytest.approx(expected / 4) and four["cost"] == pytest.approx(2 * expected)
 
 
-def test_a_run_that_was_measured_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
+def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "ppo").mkdir()
     (tmp_path / "ppo" / "stage.json").write_text(json.dumps({"steps": 10, "seconds": 50.0}))
@@ -115,7 +115,7 @@ def test_a_run_that_was_measured_gives_its_pace(forks: Forks, tmp_path: Path) ->
         (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run; name a run's folder"),
     ],
 )
-def test_mistakes_are_one_line(forks: Forks, arguments: list[str], said: str) -> None:
+def test_wrong_option_is_a_one_line_error(forks: Forks, arguments: list[str], said: str) -> None:
     import re
 
     done = forks.run("plan", *SEVEN, *arguments, timeout=60)

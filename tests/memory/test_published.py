@@ -26,7 +26,7 @@ def test_activations_of_opt_13b_at_4_by_512_are_about_20_gb() -> None:
     assert saved_activations(shape, Rows(4, 512), Environment(fused_attention=False)) == pytest.approx(20e9, rel=0.1)
 
 
-def test_fused_attention_and_checkpoints_take_less_of_it() -> None:
+def test_fused_attention_and_checkpointing_save_activations() -> None:
     shape, rows, environment = shape_of("opt-13b"), Rows(4, 512), Environment()
     assert saved_activations(shape, rows, environment) == pytest.approx(
         10e9, rel=0.1
@@ -36,7 +36,7 @@ def test_fused_attention_and_checkpoints_take_less_of_it() -> None:
     assert checkpoints == pytest.approx(40 * 4 * 512 * 5120 * 2 + layer, rel=1e-6)
 
 
-def test_sft_of_opt_13b_with_lora_takes_about_what_was_seen() -> None:
+def test_sft_of_opt_13b_with_lora_takes_the_published_memory() -> None:
     """The same run: weights 24 GB (GiB), activations 19, in all 43 by the formula and 47 seen, with LoRA of rank 128.
 
     Assumed: one device, so that ZeRO-3 shards nothing; eager attention, as above.
@@ -78,7 +78,7 @@ def seven(**settings: Any) -> Any:
     ],
     ids=["ZeRO-3", "LoRA", "LoRA and offload"],
 )
-def test_ppo_of_llama_2_7b_runs_on_as_many_v100_as_deepspeed_chat_says(devices: int, settings: dict[str, Any]) -> None:
+def test_ppo_of_llama_2_7b_fits_the_published_v100s(devices: int, settings: dict[str, Any]) -> None:
     """Its release for Llama 2: 16 V100 with 32 GB by ZeRO-3, 4 with LoRA, 1 with LoRA and offload.
 
     Assumed: hosts of 384 GB with 8 devices each.
@@ -90,13 +90,13 @@ def test_ppo_of_llama_2_7b_runs_on_as_many_v100_as_deepspeed_chat_says(devices: 
     assert stages_fit(config, ["sft"], environment, limits)
 
 
-def test_it_does_not_run_on_one_v100_with_all_weights_trained() -> None:
+def test_ppo_of_llama_2_7b_does_not_fit_one_v100() -> None:
     config = seven()
     environment, limits = describe_environment(config, 1, 32 * GB, None)
     assert not stages_fit(config, ["ppo"], environment, limits)
 
 
-def test_zero_takes_sixteen_bytes_a_number_and_shares_them_as_its_paper_says() -> None:
+def test_zero_shares_sixteen_bytes_a_number_as_published() -> None:
     """arXiv:1910.02054, figure 1: a model of 7.5e9 numbers on 64 devices: 120, 31.4, 16.6 and 1.9 GB.
 
     Without what the figure leaves out: activations, buckets, and gradients in float32 while a step is taken.
@@ -113,9 +113,7 @@ def test_zero_takes_sixteen_bytes_a_number_and_shares_them_as_its_paper_says() -
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (2, 64), (3, 64)])
-def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_shared_as_masters_are(
-    stage: int, ranks: int
-) -> None:
+def test_moving_average_takes_four_bytes_a_trained_number(stage: int, ranks: int) -> None:
     def averages(**ppo: Any) -> list[tuple[int, bool]]:
         config = seven(engine={"zero_stage": stage}, ppo={"batch_size": 64, **ppo})
         (found,) = plan_stages(config, ["ppo"], Environment(ranks, "bf16"))
@@ -127,7 +125,7 @@ def test_a_moving_average_takes_four_bytes_a_number_that_is_trained_and_is_share
     assert averages(ema=0.992, ema_on_host=True) == [(share, True)]
 
 
-def test_an_average_on_the_host_is_among_the_changes_that_make_room() -> None:
+def test_average_on_host_is_a_change_only_if_it_helps() -> None:
     def offered(environment: Environment, **ppo: Any) -> bool:
         config = seven(ppo={"batch_size": 64, **ppo})
         return any("ppo.ema_on_host" in change.settings for change in list_changes(config, ["ppo"], environment))

@@ -35,7 +35,7 @@ def name(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("recipe", "devices", "memory", "said"), rows(), ids=name)
-def test_the_page_says_what_the_plan_says(recipe: Path, devices: int, memory: str, said: list[str]) -> None:
+def test_page_of_recipe_states_the_planned_memory(recipe: Path, devices: int, memory: str, said: list[str]) -> None:
     config = load_config(recipe)
     environment, limits = describe_environment(config, devices, parse_bytes(memory, "--memory"), None)
     for stage, gib in zip(STAGES, said, strict=True):

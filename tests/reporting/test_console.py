@@ -36,7 +36,7 @@ def ours() -> Iterator[logging.Logger]:
     logger.setLevel(level)
 
 
-def test_a_copy_has_every_line_once_without_colours(tmp_path: Path, shown: io.StringIO) -> None:
+def test_copy_has_every_line_once_without_colours(tmp_path: Path, shown: io.StringIO) -> None:
     console, long = module.console, "a line of more columns than the terminal has, " * 5
     console.print("before")
     with copy_console_to(tmp_path / "console.log", "rlhf sft"):
@@ -79,7 +79,7 @@ def test_bars_leave_a_first_and_a_last_line(
     ]
 
 
-def test_notes_stand_there_once_beside_a_bar_too(tmp_path: Path, shown: io.StringIO, ours: logging.Logger) -> None:
+def test_copy_has_notes_once_also_during_a_bar(tmp_path: Path, shown: io.StringIO, ours: logging.Logger) -> None:
     with copy_console_to(tmp_path / "console.log", "rlhf sft"):
         ours.warning("%s gave way", "it")
         ours.info("a detail")
@@ -91,7 +91,7 @@ def test_notes_stand_there_once_beside_a_bar_too(tmp_path: Path, shown: io.Strin
     assert "a detail" not in lines
 
 
-def test_a_copy_that_a_crash_cut_short_goes_on_in_a_line_of_its_own(tmp_path: Path, shown: io.StringIO) -> None:
+def test_copy_after_a_crash_starts_a_new_line(tmp_path: Path, shown: io.StringIO) -> None:
     path = tmp_path / "console.log"
     path.write_text("rlhf sft\nsft: 20/3")
     with copy_console_to(path, "rlhf sft --resume"):
@@ -99,7 +99,7 @@ def test_a_copy_that_a_crash_cut_short_goes_on_in_a_line_of_its_own(tmp_path: Pa
     assert path.read_text() == "rlhf sft\nsft: 20/3\nrlhf sft --resume\non\n"
 
 
-def test_each_line_is_there_before_the_next(tmp_path: Path, shown: io.StringIO, ours: logging.Logger) -> None:
+def test_copy_has_each_line_at_once(tmp_path: Path, shown: io.StringIO, ours: logging.Logger) -> None:
     path = tmp_path / "console.log"
     with copy_console_to(path, "rlhf sft"):
         module.console.print("first")

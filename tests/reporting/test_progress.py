@@ -69,14 +69,14 @@ def test_plain_output_has_a_line_every_ten_seconds(plain: io.StringIO, clock: Cl
     assert lines[1] == "ppo: 10/60 steps  17%  1 steps/s  50 s left  kl 0.25"
 
 
-def test_slow_work_is_given_in_seconds_per_unit(plain: io.StringIO, clock: Clock) -> None:
+def test_slow_work_shows_seconds_per_unit(plain: io.StringIO, clock: Clock) -> None:
     with progress(2, "ppo", unit="steps") as bar:
         clock.now += 24
         bar.advance(2)
     assert "12.0 s/step" in plain.getvalue()
 
 
-def test_work_that_fails_says_no_last_line(plain: io.StringIO) -> None:
+def test_failed_work_prints_no_last_line(plain: io.StringIO) -> None:
     with pytest.raises(KeyError), progress(2, "ppo"):
         raise KeyError
     assert plain.getvalue().splitlines() == ["ppo: 2 rows"]
@@ -88,7 +88,7 @@ def test_other_ranks_are_silent(plain: io.StringIO) -> None:
     assert plain.getvalue() == ""
 
 
-def test_a_terminal_shows_counts_rate_and_numbers(terminal: io.StringIO) -> None:
+def test_terminal_shows_count_rate_and_metrics(terminal: io.StringIO) -> None:
     with progress(10, "sft", unit="rows") as bar:
         bar.advance(10, loss=1.25)
     last = lines_of(terminal)[-1]
@@ -98,7 +98,7 @@ def test_a_terminal_shows_counts_rate_and_numbers(terminal: io.StringIO) -> None
     assert "loss 1.25" in last
 
 
-def test_bars_nest_and_lines_printed_meanwhile_are_kept(terminal: io.StringIO) -> None:
+def test_bars_nest_and_keep_printed_lines(terminal: io.StringIO) -> None:
     with progress(2, "outer") as outer:
         with progress(3, "inner") as inner:
             inner.advance(3)

@@ -27,7 +27,7 @@ def scalars(stage: StageDirectory, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_a_record_names_its_stage_step_and_time(stage: StageDirectory) -> None:
+def test_record_names_its_stage_step_and_time(stage: StageDirectory) -> None:
     with Recorder(stage) as recorder:
         recorder.log(3, {"loss": 0.5})
     [record] = records(stage)
@@ -43,7 +43,7 @@ def test_records_are_on_disk_before_the_recorder_is_closed(stage: StageDirectory
     recorder.close()
 
 
-def test_a_number_that_is_not_finite_is_null(stage: StageDirectory) -> None:
+def test_record_of_a_non_finite_number_is_null(stage: StageDirectory) -> None:
     with Recorder(stage) as recorder:
         recorder.log(1, {"loss": float("nan"), "kl": float("inf")})
     assert records(stage)[0]["loss"] is None
@@ -60,7 +60,7 @@ def test_texts_are_recorded(stage: StageDirectory) -> None:
     assert events.Tags()["tensors"] == ["sft/samples/text_summary"]
 
 
-def test_resuming_drops_the_records_that_will_come_again(stage: StageDirectory) -> None:
+def test_resume_drops_records_of_steps_to_be_repeated(stage: StageDirectory) -> None:
     with Recorder(stage) as recorder:
         for step in (1, 2, 3):
             recorder.log(step, {"loss": float(step)})
@@ -70,7 +70,7 @@ def test_resuming_drops_the_records_that_will_come_again(stage: StageDirectory) 
     assert scalars(stage, "sft/loss") == [(1, 1.0), (2, 20.0)]
 
 
-def test_a_line_that_a_crash_cut_short_is_dropped(stage: StageDirectory) -> None:
+def test_resume_drops_a_line_that_a_crash_cut_short(stage: StageDirectory) -> None:
     with Recorder(stage) as recorder:
         recorder.log(1, {"loss": 1.0})
     with stage.metrics.open("a") as file:
@@ -80,7 +80,7 @@ def test_a_line_that_a_crash_cut_short_is_dropped(stage: StageDirectory) -> None
     assert [record["step"] for record in records(stage)] == [1, 6]
 
 
-def test_a_crash_in_the_middle_of_a_character_loses_that_line_alone(stage: StageDirectory) -> None:
+def test_resume_after_a_cut_character_drops_that_line_only(stage: StageDirectory) -> None:
     with Recorder(stage) as recorder:
         recorder.text("completion", 1, "first\u2028second\u0085third")  # some call these the ends of lines
         recorder.log(2, {"loss": 2.0})
@@ -93,7 +93,7 @@ def test_a_crash_in_the_middle_of_a_character_loses_that_line_alone(stage: Stage
     assert records(stage)[0]["text"] == "first\u2028second\u0085third"
 
 
-def test_what_was_measured_after_the_last_checkpoint_is_recorded_once(stage: StageDirectory) -> None:
+def test_resume_records_evaluation_at_the_checkpoint_once(stage: StageDirectory) -> None:
     for resume_step in (None, 2):
         with Recorder(stage, resume_step=resume_step) as recorder:
             if resume_step is None:
@@ -108,7 +108,7 @@ def test_what_was_measured_after_the_last_checkpoint_is_recorded_once(stage: Sta
     assert found == [(0, "heldout_loss"), (2, "loss"), (2, "heldout_loss"), (2, "tag")]
 
 
-def test_a_new_start_begins_new_records(stage: StageDirectory) -> None:
+def test_new_start_drops_old_records(stage: StageDirectory) -> None:
     for value in (1.0, 2.0):
         with Recorder(stage) as recorder:
             recorder.log(1, {"loss": value})
@@ -123,7 +123,7 @@ def test_other_ranks_write_nothing(stage: StageDirectory) -> None:
     assert not stage.path.exists()
 
 
-def test_a_stage_that_cannot_start_leaves_the_records_as_they_were(stage: StageDirectory) -> None:
+def test_stage_that_fails_to_start_keeps_old_records(stage: StageDirectory) -> None:
     with Recorder(stage) as recorder:
         for step in (1, 2):
             recorder.log(step, {"loss": 0.5})

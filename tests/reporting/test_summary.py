@@ -45,27 +45,27 @@ def shown(width: int) -> str:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("figure", ["1,235", "3.21", "91.3%", "-0.5", "1.75", "4.2", "612 MiB", "3.0 GiB", "1:15"])
-def test_no_figure_is_lost_at_any_width(width: int, figure: str) -> None:
+def test_summary_shows_every_figure_at_any_width(width: int, figure: str) -> None:
     assert figure in shown(width)
 
 
-def test_a_measure_may_be_missing_before() -> None:
+def test_summary_without_a_value_before_shows_the_other() -> None:
     [line] = [line for line in shown(80).splitlines() if line.strip().startswith("kl")]
     assert line.split() == ["kl", "4.2"]
 
 
-def test_texts_of_a_model_are_shown_as_they_are() -> None:
+def test_summary_shows_texts_without_markup() -> None:
     text = shown(80)
     assert "Where does the [bee] live?" in text
     assert "In a [bold]hive[/]." in text
     assert "(empty)" in text
 
 
-def test_a_stage_says_where_its_time_went_and_how_fast_it_was() -> None:
+def test_summary_shows_shares_of_phases_and_speed() -> None:
     lines = [line.strip() for line in shown(80).splitlines()]
     assert "generation 35 %, scoring 15 %, training 50 %" in lines
     assert any("1:15 · 3.0 GiB peak · 0.41 TFLOP/s (41 % of its peak)" in line for line in lines)
 
 
-def test_lines_fit_the_terminal() -> None:
+def test_summary_lines_fit_the_terminal() -> None:
     assert max(map(len, shown(40).splitlines())) <= 40

@@ -36,7 +36,7 @@ MATRICES = 2 * (64 + 32 + 32 + 64 + 3 * 96)
 WIDTH = 2 * 4 * 2  # layers x heads x 8 / 4
 
 
-def test_a_forward_pass_is_two_operations_for_each_number_and_token_and_four_for_each_pair_and_width():
+def test_forward_operations_equal_the_hand_count():
     products = ModelFlops.of(SHAPE)
     assert (products.matrices, products.width, products.output) == (MATRICES, WIDTH, 8 * 100)
     texts = TextLengths.of([3, 5], outputs=4)
@@ -47,7 +47,7 @@ def test_a_forward_pass_is_two_operations_for_each_number_and_token_and_four_for
     assert ModelFlops.of(SHAPE, scalar_head=True).forward(texts) == forward - 2 * (800 - 8) * 4
 
 
-def test_frozen_weights_have_no_gradient_of_their_own():
+def test_update_of_adapters_counts_no_gradient_of_frozen_weights():
     rank, texts = 3, TextLengths.of([3, 5], outputs=4)
     adapters = 2 * rank * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 3 * (8 + 12))
     assert ModelFlops.of(SHAPE, rank=rank).adapters == adapters
@@ -58,7 +58,7 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     assert trained.update(texts) == 2 * layers + 3 * attention + 3 * 2 * 8 * 4 + 3 * 2 * adapters * 8
 
 
-def test_generation_reads_each_token_but_the_last_with_those_before_it():
+def test_generation_lengths_equal_the_hand_count():
     lengths = [(3, 4), (2, 1), (5, 0)]  # of prompts, and what was drawn
     rows = len(lengths)
     prompts = TextLengths.of([p for p, _ in lengths], 0)
@@ -70,7 +70,7 @@ def test_generation_reads_each_token_but_the_last_with_those_before_it():
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_count_is_that_of_torchs_own_counter(rank: int):
+def test_operations_equal_torchs_counter(rank: int):
     """Of the products that a model makes, forward and backward, with adapters and without."""
     model = llama(100, hidden_size=8, intermediate_size=12, attn_implementation="eager")
     if rank:
@@ -89,7 +89,7 @@ def test_the_count_is_that_of_torchs_own_counter(rank: int):
     assert counter.get_total_flops() == products.update(texts) - products.forward(texts) - left_out
 
 
-def test_the_phases_of_a_ppo_step_work_on_the_real_rows_of_its_rollout(accelerator):
+def test_phases_of_a_ppo_step_count_real_rows_only(accelerator):
     """A prompt of 3 with 2 tokens drawn, one of 1 with 3, and a row that only fills up the batch."""
     attended = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     drawn = torch.tensor([[1.0, 1, 0], [1, 1, 1], [0, 0, 0]])
@@ -147,7 +147,7 @@ class Clock:
         return PhaseTimers(self, SimpleNamespace(name="bf16"), ranks)  # type: ignore[arg-type]
 
 
-def test_a_phase_lasts_until_the_device_is_done_and_shares_sum_to_one(monkeypatch):
+def test_phase_lasts_until_the_device_is_done(monkeypatch):
     clock = Clock(monkeypatch, {"bf16": 1e12})
     phases = clock.phases(ranks=2)
     with phases.step():
@@ -190,7 +190,7 @@ def test_current_phase_is_the_innermost_and_stays_after_an_error(monkeypatch):
     assert phases.current == "training", "the message asks after the blocks were left"
 
 
-def test_nothing_is_said_of_arithmetic_that_is_not_known_or_a_peak_that_is_not_stated(monkeypatch):
+def test_metrics_omit_unknown_arithmetic_and_unknown_peak(monkeypatch):
     clock = Clock(monkeypatch, {"fp16": 1e12})
     phases = clock.phases()
     with phases.step():
@@ -203,7 +203,7 @@ def test_nothing_is_said_of_arithmetic_that_is_not_known_or_a_peak_that_is_not_s
     assert phases.metrics() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5}
 
 
-def test_keys_of_the_machine_are_told_from_those_of_learning():
+def test_is_machine_dependent_names_speed_and_memory_only():
     keys = {key for _, key, _ in table("Numbers of a training step")}
     told = {key for key in keys if is_machine_dependent(key)}
     rates = {"tokens_per_second", "pairs_per_second", "seconds", "tflops", "peak_share", "peak_memory"}

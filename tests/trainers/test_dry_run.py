@@ -36,13 +36,13 @@ NAMED = ("ppo.actor=org/a", "ppo.reward_model=./b")
         (("reward", "ppo"), (*NAMED, "reward.model=r"), "r (reward.model), org/a (ppo.actor), ./b (ppo.reward_model)"),
     ],
 )
-def test_a_run_starts_from_what_its_stages_start_from(
+def test_base_models_of_a_run_are_those_of_its_stages(
     pending: tuple[Stage, ...], settings: tuple[str, ...], line: str
 ) -> None:
     assert format_base_models(load_config(None, settings), pending) == line
 
 
-def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer: Any) -> None:
+def test_text_without_a_prompt_may_fill_both_limits(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "rows.csv").write_text("text\n" + "".join(f"word {n}\n" for n in range(40)))
     source = f"data.datasets=[{{path: {tmp_path / 'rows.csv'}, columns: {{text: text}}, stages: [sft]}}]"
     config = load_config(None, [source, "data.max_prompt_length=30", "data.max_completion_length=17"])
@@ -52,7 +52,7 @@ def test_a_text_without_a_prompt_has_the_room_of_both(tmp_path: Path, tokenizer:
     assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
 
 
-def test_saying_so_loads_no_heavy_library() -> None:
+def test_dry_run_module_imports_no_heavy_library() -> None:
     script = "import sys, rlhf.trainers.dry_run; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

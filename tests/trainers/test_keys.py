@@ -31,7 +31,7 @@ def keys_of_records(folder: Path, stage: str) -> set[str]:
 RECORDS = ("Every record", "Numbers of a training step", "Held-out numbers")
 
 
-def test_every_row_of_the_table_is_read():
+def test_every_row_of_the_metrics_page_is_read():
     rows = [line for line in KEYS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     defined = [*table(*RECORDS), *table("stage.json"), *table("`rlhf evaluate`"), *table("`rlhf compare`")]
     assert len(defined) == sum(len(STAGES) if "| all |" in line else 1 for line in rows) > 50
@@ -45,13 +45,13 @@ def folder_of(finished_run, finished_dpo):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_records_the_keys_of_the_table_and_no_others(folder_of, stage):
+def test_run_records_exactly_the_documented_keys(folder_of, stage):
     always = {key for name, key, definition in table(*RECORDS) if name == stage and not definition.startswith("Only ")}
     assert keys_of_records(folder_of(stage), stage) == always
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_ends_with_the_keys_of_the_table_and_no_others(folder_of, stage):
+def test_stage_summary_has_exactly_the_documented_keys(folder_of, stage):
     summary = json.loads((folder_of(stage) / stage / "stage.json").read_text())
     rows = [row for row in table("stage.json") if row[0] == stage]
     assert summary.keys() == {key for _, key, definition in rows if not definition.startswith("Only with")}
@@ -59,7 +59,7 @@ def test_a_stage_ends_with_the_keys_of_the_table_and_no_others(folder_of, stage)
     assert summary["before"].keys() == summary["after"].keys() == heldout
 
 
-def test_events_have_the_names_of_the_records(folder_of):
+def test_tensorboard_events_have_the_names_of_the_records(folder_of):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for stage in STAGES:

@@ -67,7 +67,7 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         ([ZERO, "ppo.minibatch_size=32"], GENERATION, [f"{ROWS}=16", LORA, LENGTH]),
     ],
 )
-def test_only_what_would_help_here_is_advised_the_mildest_first(settings, facts, expected):
+def test_advise_lists_settings_that_help_mildest_first(settings, facts, expected):
     assert advise(situation(*settings, **facts)) == (expected, [])
 
 
@@ -99,13 +99,13 @@ ON_HOST = "engine.offload=optimizer --set engine.zero_stage=1"
         (["engine.zero_stage=1"], {"started": True, "continued": True}, ["engine.offload=optimizer"]),
     ],
 )
-def test_what_could_wait_on_the_host_is_advised_where_there_is_one(settings, facts, expected):
+def test_advise_with_a_host_names_offload(settings, facts, expected):
     assert advise(situation(*settings, **HOST | facts))[0] == expected
     without = advise(situation(*settings, **HOST | facts | {"host": False}))[0]
     assert not any("offload" in key or "on_host" in key for key in without)
 
 
-def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
+def test_advise_for_started_run_separates_fixed_settings():
     mild = ["sft.micro_batch_size=12", CHECKPOINTING]
     assert advise(situation(continued=True)) == ([*mild, LORA], [LENGTH])
     assert advise(situation(started=True, continued=True)) == (mild, [LORA, LENGTH])
@@ -113,14 +113,14 @@ def test_what_a_run_cannot_change_any_more_is_for_a_new_one():
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("facts", [{}, {"ranks": 2}, {"stage": "reward"}, {"stage": "ppo"}])
-def test_what_is_advised_is_accepted(facts, host):
+def test_advised_settings_are_valid_and_not_advised_again(facts, host):
     facts = facts | {"host": host}
     for key in advise(situation(**facts))[0]:
         changed = situation(*key.split(" --set "), **facts)
         assert not any(key in keys for keys in advise(changed))
 
 
-def test_the_line_holds_everything_and_leaves_out_what_is_not_known():
+def test_message_names_cause_peak_models_and_advice():
     lack = torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nLarger than ever " + "_" * 120)
     held = {"actor": 25 << 30, "reward": 300 << 20}
     keys = (["a=1", "b=2"], ["c=3"])
@@ -139,7 +139,7 @@ def test_the_line_holds_everything_and_leaves_out_what_is_not_known():
     )
 
 
-def test_a_model_that_memory_does_not_hold_is_not_called_damaged(model_folder, tokenizer, monkeypatch):
+def test_out_of_memory_while_loading_is_not_a_model_error(model_folder, tokenizer, monkeypatch):
     def full(*arguments, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 524288000 bytes.")
 
@@ -158,9 +158,7 @@ def parameters():
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_trained_model_holds_weights_two_moments_and_what_it_is_stepped_in(
-    accelerator, parameters, zero_stage, precision
-):
+def test_trained_model_holds_weights_moments_and_masters(accelerator, parameters, zero_stage, precision):
     if precision not in ("fp32", accelerator.precision().name):
         pytest.skip(f"no {precision} here")
     engine = build(accelerator, zero_stage, precision)
@@ -174,7 +172,7 @@ def test_a_trained_model_holds_weights_two_moments_and_what_it_is_stepped_in(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_a_frozen_model_holds_its_weights(accelerator, parameters, zero_stage):
+def test_frozen_model_holds_its_weights(accelerator, parameters, zero_stage):
     model = freeze_model(
         llama(60),
         accelerator=accelerator,

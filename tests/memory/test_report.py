@@ -1,0 +1,117 @@
+"""Runs print and record the plan of each stage, and take what it resolves in place of `auto`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerators import Accelerator, Memory
+from rlhf.config.loader import parse_yaml
+from rlhf.config.schema import build_config
+from rlhf.memory.advice import apply_settings
+from rlhf.memory.report import plan_next_stage, resolve_engine
+from rlhf.roles.lineage import MODEL, ResolvedBaseModel
+
+MIB = 2**20
+
+
+def test_stage_prints_its_plan_and_records_it_with_its_peak(finished_run: Path) -> None:
+    for stage in ("sft", "reward", "ppo"):
+        console = (finished_run / stage / "console.log").read_text()
+        line = rf"^{stage}: plan: peak about [\d.,]+ [MG]iB of [\d.,]+ [MG]iB on each device \(.+\)$"
+        assert re.search(line, console, re.MULTILINE), console
+        summary = json.loads((finished_run / stage / "stage.json").read_text())
+        assert summary["planned_memory"] == pytest.approx(summary["peak_memory"], rel=0.35)  # nearly all of libraries
+        assert summary["planned_phase"] in console
+
+
+def test_auto_settings_are_resolved_once_and_recorded(rlhf: Any, tmp_path: Path) -> None:
+    auto = ("--set", "engine.zero_stage=auto", "--set", "engine.offload=auto")
+    done = rlhf("sft", "--output", tmp_path / "run", *auto, "--set", "sft.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("auto: ")]
+    assert line.startswith("auto: engine.zero_stage=0, engine.offload=none (sft: peak about ")
+    engine = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["engine"]
+    assert (engine["zero_stage"], engine["offload"]) == (0, "none")
+
+
+class Small:
+    """The CPU as a device of `total` bytes next to a host."""
+
+    def __init__(self, accelerator: Accelerator, total: int) -> None:
+        self._accelerator, self._total = accelerator, total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def memory(self) -> Memory:
+        return Memory(allocated=0, peak=0, total=self._total)
+
+    def host_device(self) -> str:
+        return "elsewhere"
+
+
+def opt_config(**engine: Any) -> Any:
+    return build_config({"model": {"path": "opt-1.3b"}, "precision": "fp32", "engine": engine})
+
+
+@pytest.mark.parametrize(("gib", "stage"), [(64, 0), (18, 1), (11, 3)])
+def test_resolve_engine_takes_the_least_sharding_that_fits(accelerator: Accelerator, gib: int, stage: int) -> None:
+    small: Any = Small(accelerator, gib * 1024 * MIB)
+    config = opt_config(zero_stage="auto")
+    config = config.model_copy(update={"sft": config.sft.model_copy(update={"micro_batch_size": 1})})
+    config_of_run, line = resolve_engine(config, ["sft"], small, 8, 8, {})
+    assert (config_of_run.engine.zero_stage, config_of_run.engine.offload) == (stage, "none")
+    assert line and line.startswith(f"auto: engine.zero_stage={stage} (sft: peak about ")
+
+
+def test_resolve_engine_of_resumed_run_takes_recorded_values(accelerator: Accelerator) -> None:
+    small: Any = Small(accelerator, 64 * 1024 * MIB)
+    config_of_run, line = resolve_engine(
+        opt_config(zero_stage="auto"), ["sft"], small, 8, 8, {"zero_stage": 2, "offload": "none"}
+    )
+    assert config_of_run.engine.zero_stage == 2
+    assert line == "auto: engine.zero_stage=2 (as the run was started)"
+
+
+def test_resolve_engine_without_auto_changes_nothing(accelerator: Accelerator) -> None:
+    config = opt_config(zero_stage=1)
+    assert resolve_engine(config, ["sft"], accelerator, 8, 8, {}) == (config, None)
+
+
+def base_models(path: str) -> tuple[ResolvedBaseModel, ...]:
+    return (ResolvedBaseModel(MODEL, path),)
+
+
+def test_stage_that_will_not_fit_names_a_change_that_suffices(accelerator: Accelerator, tmp_path: Path) -> None:
+    small: Any = Small(accelerator, 16 * 1024 * MIB)
+    plan, (line,) = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2, local=2)
+    assert plan and plan.fullest.device > 16 * 1024 * MIB
+    assert re.fullmatch(
+        r"sft: plan: will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
+    )
+    settings = {key: parse_yaml(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
+    _, (again,) = plan_next_stage(
+        apply_settings(opt_config(), settings), "sft", small, base_models("opt-1.3b"), ranks=2, local=2
+    )
+    assert again.startswith("sft: plan: peak about "), (line, again)
+
+
+def test_model_of_unknown_shape_has_no_plan(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1, local=1) == (None, [])
+
+
+def test_auto_on_resume_is_no_difference_to_recorded_values() -> None:
+    from rlhf.runs.resume import find_differences
+
+    then = opt_config(zero_stage=2)
+    recorded = {"config": then.model_dump(mode="json"), "stages": {}}
+    assert find_differences(recorded, opt_config(zero_stage="auto"), ["sft"], "fp32") == []
+    assert find_differences(recorded, opt_config(zero_stage=1), ["sft"], "fp32") == [
+        "engine.zero_stage (2 there, 1 now)"
+    ]

@@ -1,0 +1,166 @@
+"""The planned memory of stages: models on one base, reused passes, and DPO's pairs and reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import build_config
+from rlhf.memory.advice import OutOfMemorySituation, advise, find_changes, list_changes, plan_stages
+from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.report import count_operations
+from rlhf.memory.stage import EMBEDDED, build_models
+from rlhf.roles.base_sharing import record_base
+
+LORA = {"rank": 8}
+
+
+def shared_models(**settings: Any) -> set[str]:
+    config = build_config({"model": {"path": "opt-125m"}, "lora": LORA, **settings})
+    return {name for name, model in build_models(config, "ppo", Environment()).items() if model.shared}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"critic", "reward"}),  # and the reference is the actor without its adapters
+        ({"lora": LORA | {"also_train": ["norms"]}}, {"critic", "reference", "reward"}),
+        ({"lora": LORA | {"share_base": False}}, set()),
+        ({"lora": {"rank": 0}}, set()),
+        ({"engine": {"zero_stage": 3}}, set()),
+        ({"roles": {"reward": {"frozen": "int8"}}}, set()),
+        ({"roles": {"critic": {"lora_rank": 0}}}, {"reward"}),  # on the actor's base
+        ({"roles": {"actor": {"lora_rank": 0}}}, {"reward"}),  # on the critic's
+        ({"roles": {"reward": {"lora_rank": 0}}}, {"reward"}),  # merged into no base: on the critic's
+        ({"reward": {"model": "opt-350m"}}, {"reward"}),
+        ({"ppo": {"actor": "opt-125m"}}, {"reward"}),  # the reward model is trained on that of the sft stage
+    ],
+)
+def test_models_on_one_base_share_it_in_the_plan(settings: dict[str, Any], expected: set[str]) -> None:
+    assert shared_models(**settings) == expected
+
+
+def test_named_reward_model_shares_its_recorded_base(tmp_path: Path) -> None:
+    """The reward stage records the base next to its adapter."""
+    reward = tmp_path / "reward" / "model"
+    reward.mkdir(parents=True)
+    (reward / "config.json").write_text(json.dumps(EMBEDDED))
+    named: dict[str, Any] = {"ppo": {"actor": "opt-125m", "reward_model": str(reward)}}
+    assert shared_models(**named) == {"reward"}
+    (tmp_path / "reward" / "adapter").mkdir()
+    record_base(tmp_path / "reward" / "adapter", "opt-125m")
+    assert shared_models(**named) == {"critic", "reward"}
+
+
+def test_gradient_bucket_has_the_size_given_to_deepspeed() -> None:
+    """A device allocates all of it, however little is trained."""
+
+    def device_bytes(**deepspeed: Any) -> int:
+        values = {"model": {"path": "opt-125m"}, "lora": LORA, "engine": {"zero_stage": 2, "deepspeed": deepspeed}}
+        (found,) = plan_stages(build_config(values), ["sft"], Environment(2, "bf16"))
+        return found.fullest.device
+
+    larger = device_bytes(zero_optimization={"reduce_bucket_size": 500_000_000})
+    assert larger - device_bytes() == pytest.approx(2 * 500_000_000, rel=0.01)
+
+
+def test_reused_passes_exist_at_the_same_time() -> None:
+    """Four micro-batches: the actor's update begins with three more of its own, and four of the critic's."""
+    values = {"model": {"path": "llama-2-7b"}, "lora": LORA, "ppo": {"batch_size": 8, "micro_batch_size": 2}}
+    sizes = {}
+    for reuse in (True, False):
+        config = build_config({**values, "ppo": {**values["ppo"], "reuse_forward": reuse}})
+        (found,) = plan_stages(config, ["ppo"], Environment(1, "bf16"))
+        for phase in found.phases:
+            for role in ("actor", "critic"):
+                kept = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
+                sizes[reuse, phase.name, role] = sum(kept)
+    actor, critic = "training of the actor", "training of the critic"
+    once = sizes[False, actor, "actor"]
+    assert once > 0 and sizes[False, actor, "critic"] == 0
+    assert (sizes[True, actor, "actor"], sizes[True, actor, "critic"]) == (4 * once, 4 * once)
+    assert (sizes[True, critic, "actor"], sizes[True, critic, "critic"]) == (0, 4 * once)
+
+
+def test_plan_reuses_passes_only_if_they_fit() -> None:
+    config = build_config({"model": {"path": "llama-2-7b"}, "ppo": {"batch_size": 64, "micro_batch_size": 2}})
+    environment = Environment(1, "bf16")
+    (roomy,) = plan_stages(config, ["ppo"], environment)
+    apart = config.model_copy(update={"ppo": config.ppo.model_copy(update={"reuse_forward": False})})
+    (tight,) = plan_stages(apart, ["ppo"], environment)
+    assert tight.fullest.device < roomy.fullest.device
+    assert plan_stages(config, ["ppo"], environment, limits=MemoryLimits(roomy.fullest.device)) == [roomy]
+    assert plan_stages(config, ["ppo"], environment, limits=MemoryLimits(roomy.fullest.device - 1)) == [tight]
+
+
+# DPO
+
+ENVIRONMENT = Environment(1, "bf16")
+
+
+def dpo_config(**dpo: Any) -> Any:
+    lengths = {"max_prompt_length": 256, "max_completion_length": 256}
+    sections = {"sft": {"micro_batch_size": 16, "dropout": 0}, "dpo": {"micro_batch_size": 8} | dpo}
+    return build_config({"model": {"path": "opt-125m"}, "data": lengths, **sections})
+
+
+def advised(config: Any) -> list[str]:
+    """Settings that are advised after training ran out of memory."""
+    return advise(OutOfMemorySituation(config, "dpo", "training", Environment(unified_memory=True), "bf16"))[0]
+
+
+def item_sizes(phase: Any, role: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for item in phase.items:
+        if item.role == role:
+            sizes[item.kind] = sizes.get(item.kind, 0) + item.size
+    return sizes
+
+
+def plan_phases(stage: Any, **dpo: Any) -> dict[str, Any]:
+    (plan,) = plan_stages(dpo_config(**dpo), [stage], ENVIRONMENT)
+    return {phase.name: phase for phase in plan.phases}
+
+
+def test_dpo_update_has_twice_the_rows_and_logits_of_replies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlhf.memory.stage._LARGE", 2**40)  # so that logits are whole
+    pairs, rows = item_sizes(plan_phases("dpo")["training"], "dpo"), item_sizes(plan_phases("sft")["training"], "sft")
+    assert pairs["activations"] == rows["activations"]
+    assert pairs["logits"] == pytest.approx(rows["logits"] / 2, rel=0.05)  # half of a row may be its prompt
+    assert all(pairs[kind] == rows[kind] for kind in ("weights", "masters", "moments", "gradients"))
+
+
+def test_dpo_reference_counts_only_if_kept_beside_the_policy() -> None:
+    alone, beside = plan_phases("dpo"), plan_phases("dpo", reference="beside")
+    assert "scoring" not in alone and not item_sizes(alone["training"], "reference")
+    weights = item_sizes(beside["training"], "reference")["weights"]
+    assert weights == pytest.approx(2 * 125e6, rel=0.01)
+    assert beside["training"].device - alone["training"].device == pytest.approx(weights, rel=0.2)
+    assert item_sizes(beside["scoring"], "reference")["logits"]
+
+
+def test_precomputed_reference_is_advised_if_a_live_one_is_kept() -> None:
+    beside = dpo_config(reference="beside")
+    limits = MemoryLimits(plan_phases("dpo")["training"].device + 2**20, None)
+    (change,) = find_changes(beside, ["dpo"], ENVIRONMENT, limits)
+    assert change.settings == {"dpo.reference": "precomputed"}
+    assert advised(beside)[2] == "dpo.reference=precomputed"
+    alone = dpo_config()
+    assert not any("reference" in str(change) for change in list_changes(alone, ["dpo"], ENVIRONMENT))
+    assert "dpo.reference=precomputed" not in advised(alone)
+
+
+def test_reference_pass_counts_once_or_with_every_step() -> None:
+    def passes(**dpo: Any) -> float:
+        config = dpo_config(batch_size=1, micro_batch_size=1, **dpo)
+        models = build_models(config, "dpo", ENVIRONMENT)
+        return count_operations(config, "dpo", models) / (2 * 512 * 2 * models["dpo"].parameters)
+
+    assert passes() == pytest.approx(4)  # forward, backward for inputs and weights, and the reference's
+    assert passes(epochs=4) == pytest.approx(3.25)
+    assert passes(epochs=4, reference="beside") == pytest.approx(4)
