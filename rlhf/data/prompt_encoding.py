@@ -193,7 +193,7 @@ def _render(
 
     turns = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
     except TemplateError:
         return None
 

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from accelerators import verify_agreement
 from rlhf.errors import RemoteRankError
@@ -51,6 +53,9 @@ class _Process:
 
 
 _process = _Process()
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
         with monitor_ranks(process, timeout) as client:
             if process.size == 1:  # there is no launcher, so no address to meet at
                 with verbosity.suppress_stdout():  # gloo of torch 2.9 prints that it is alone
-                    dist.init_process_group(accelerator.dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
+                    dist.init_process_group(accelerator.dist_backend(), store=HashStore(), rank=0, world_size=1)
             # DeepSpeed joins the process group above, or starts one with its settings for the device.
             with verbosity.suppress_stdout():  # for some devices it compiles collectives
                 deepspeed.init_distributed(
@@ -111,14 +116,14 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
             yield accelerator
 
 
-def _rendezvous(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _rendezvous(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield (store, rank, size) for torch, which connects the ranks of a group with them."""
     process = current_process()
     store = get_store(process, timeout.total_seconds())
-    yield dist.PrefixStore(f"rlhf/group/{next(_process.groups)}", store), process.rank, process.size
+    yield PrefixStore(f"rlhf/group/{next(_process.groups)}", store), process.rank, process.size
 
 
-dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 @contextmanager
@@ -156,7 +161,7 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def all_gather_objects(value: Any) -> list[Any]:
+def all_gather_objects(value: T) -> list[T]:
     """Return one picklable value of each rank, in the order of ranks."""
     if world().size == 1:
         return [value]

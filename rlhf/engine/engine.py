@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import deepspeed
 import torch
@@ -119,7 +119,7 @@ class TrainingEngine:
     @property
     def module(self) -> nn.Module:
         """The model without DeepSpeed."""
-        return self.engine.module
+        return cast(nn.Module, self.engine.module)
 
     @property
     def optimizer(self) -> Any:
@@ -129,12 +129,12 @@ class TrainingEngine:
     @property
     def steps(self) -> int:
         """Optimizer steps, including `skipped` ones."""
-        return self.engine.global_steps
+        return int(self.engine.global_steps)
 
     @property
     def skipped(self) -> int:
         """Optimizer steps not taken because gradients overflowed."""
-        return self.engine.skipped_steps
+        return int(self.engine.skipped_steps)
 
     @property
     def scheduled_rate(self) -> float:
@@ -261,7 +261,7 @@ def freeze_model(
         config=build_deepspeed_config(placement, accelerator, precision, micro_batch_size=1, accumulation=1),
     )
     frozen.eval()
-    return frozen
+    return cast(nn.Module, frozen)
 
 
 def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:

@@ -151,7 +151,7 @@ def _set_fp32_weight(parameter: nn.Parameter, source: lazy_tensors.Source, weigh
     if weight is not None:
         lazy_tensors.copy_source(source, weight)
     elif is_sharded(parameter):
-        part = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        part = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)  # type: ignore[attr-defined]
         start, stop = local_range(parameter)
         lazy_tensors.copy_source(source, part[: stop - start], start)
         safe_set_local_fp32_param(parameter, part)

@@ -7,7 +7,7 @@ what was asked for cannot be had. `check` needs no torch, and runs in the launch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rlhf.config.schema import Config, PPOConfig
 from rlhf.errors import ConfigError
@@ -133,7 +133,7 @@ def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 def _need(engine: TrainingEngine, config: Config, ranks: int) -> MemoryNeed:
     from rlhf.models.lora import should_merge
 
-    ppo, data, model = config.ppo, config.data, engine.module.config.get_text_config(decoder=True)
+    ppo, data, model = config.ppo, config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
     accelerator = engine.accelerator
     memory = accelerator.memory()
     shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers.coordinator import Coordinator, WorkerClient
@@ -29,7 +30,7 @@ from rlhf.launchers.sockets import connect_with_retry, listen
 from rlhf.utils.process_info import ProcessInfo
 
 _session_numbers = itertools.count()  # the same on all ranks; the store outlives a session
-_stores: dict[tuple[str, int], dist.Store] = {}  # until the process ends: some ranks start the next session early
+_stores: dict[tuple[str, int], Store] = {}  # until the process ends: some ranks start the next session early
 _SECONDS_TO_LEAVE = 5.0  # for the main thread to notice that another rank is gone
 # Messages of collectives if another rank is gone or late, by the libraries that raise a RuntimeError for it.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
@@ -80,7 +81,7 @@ def _is_loss(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
-def get_store(process: ProcessInfo, timeout: float) -> dist.Store:
+def get_store(process: ProcessInfo, timeout: float) -> Store:
     """Return the store that all ranks read and write; one for all sessions of a process.
 
     Raises:
@@ -94,14 +95,14 @@ def get_store(process: ProcessInfo, timeout: float) -> dist.Store:
     return _stores[address]
 
 
-def _connect_store(process: ProcessInfo, host: str, port: int, timeout: float) -> dist.Store:
+def _connect_store(process: ProcessInfo, host: str, port: int, timeout: float) -> Store:
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     is_server = process.rank == 0 and not launcher_listens
     if not is_server:  # torch's own message names neither what is missing nor what to do
         connect_with_retry((host, port), timeout).close()
     limit = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(host, port, process.size, is_server, limit, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(host, port, process.size, is_server, limit, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -110,7 +111,7 @@ def _connect_store(process: ProcessInfo, host: str, port: int, timeout: float) -
         ) from error
 
 
-def _connect_coordinator(store: dist.Store, process: ProcessInfo, timeout: float) -> tuple[str, int]:
+def _connect_coordinator(store: Store, process: ProcessInfo, timeout: float) -> tuple[str, int]:
     """Return the address of the coordinator; rank 0 starts it."""
     assert process.address and process.port
     own_address = _find_own_address(process.address, process.port)

@@ -107,5 +107,6 @@ def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = l
     """
     count, total = all_sum(torch.stack([mask.sum().float(), (values * mask).sum()]))
     centred = (values - total / count.clamp_min(1)) * mask
-    variance = all_sum((centred**2).sum()) / count.clamp_min(1)
-    return centred * torch.rsqrt(variance + 1e-8)
+    variance: Tensor = all_sum((centred**2).sum()) / count.clamp_min(1)
+    whitened: Tensor = centred * torch.rsqrt(variance + 1e-8)
+    return whitened

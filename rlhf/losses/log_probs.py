@@ -36,7 +36,7 @@ class _TokenLogProbs(torch.autograd.Function):
             top = values.amax(-1, keepdim=True)
             total, mean = exponentials_(values.sub_(top), second[: len(values)] if entropy else None)
             torch.add(top, total.log(), out=normalizers[part].unsqueeze(-1))
-            if entropies is not None:
+            if entropies is not None and mean is not None:
                 # H = log Z - E[logit], both less the highest logit.
                 torch.sub(total.log(), mean / total, out=entropies[part].unsqueeze(-1))
         ctx.save_for_backward(logits, labels, normalizers, entropies)
@@ -74,7 +74,9 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
     Returns:
         [B, T] float32. Neither the forward nor the backward pass makes a [B, T, V] float32 copy.
     """
-    log_probs, _ = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, False)
+    log_probs: Tensor = _TokenLogProbs.apply(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, False
+    )[0]
     return log_probs.view(labels.shape)
 
 

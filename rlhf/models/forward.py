@@ -34,7 +34,8 @@ class ScalarHead(nn.Module):
         """input_ids, attention_mask: [B, T] -> scores [B, T], float32."""
         backbone = getattr(self.model, self.model.base_model_prefix)
         hidden = backbone(**model_inputs(backbone, input_ids, attention_mask)).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
+        scores: Tensor = self.model.score(hidden).squeeze(-1)
+        return scores
 
 
 def _in_float32(linear: nn.Linear, hidden: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class OnDisk:
 
     def read_into(self, tensor: Tensor, start: int) -> None:
         """Fill a flat tensor of its type, in the host's memory, with elements from `start` on."""
-        rest = memoryview(tensor.view(torch.uint8).numpy())
+        rest = memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]  # Python 3.10 knows no Buffer
         place = self.offset + start * self.dtype.itemsize
         file = os.open(self.path, os.O_RDONLY)
         try:

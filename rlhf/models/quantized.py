@@ -61,7 +61,7 @@ class QuantizedLinear(nn.Linear):
     source: Source | None
     """Where the weight is as it was before; None where nobody will ask for it."""
 
-    forward = _multiplied
+    forward = _multiplied  # type: ignore[assignment]  # the layer is an argument here
     weight = property(_outline)
 
 
@@ -122,7 +122,7 @@ def find_quantized_layers(model: nn.Module) -> dict[str, Quantized]:
 
 def unpack_weight(layer: Quantized) -> Tensor:
     """The weight that a layer multiplies with, in float32, as the layer that it was held it."""
-    weight = layer.packing.unpack(layer._buffers)
+    weight = layer.packing.unpack({name: buffer for name, buffer in layer._buffers.items() if buffer is not None})
     return weight.T if isinstance(layer, Conv1D) else weight
 
 

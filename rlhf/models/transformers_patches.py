@@ -63,7 +63,10 @@ def build_causal_mask(config: Any, like: Tensor, attention_mask: Tensor, cache: 
     """
     from transformers.masking_utils import create_causal_mask
 
-    return create_causal_mask(config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False)
+    mask: Tensor | None = create_causal_mask(
+        config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False
+    )
+    return mask
 
 
 class GPTNeoLocalAttention:

@@ -66,7 +66,7 @@ def get_source(parameter: Tensor) -> Source | None:
 
 def set_source(parameter: Tensor, source: Source | None) -> None:
     """Note where the numbers of a parameter come from. It is kept through wrapping, renaming and sharding."""
-    parameter.source = source
+    parameter.source = source  # type: ignore[attr-defined]
 
 
 def clear_sources(model: nn.Module) -> None:
@@ -91,7 +91,7 @@ def prepare_parameters(model: Any, checkpoint: CheckpointTensors) -> None:
             set_source(parameter, found)
     real: dict[int, nn.Parameter] = {}
     for name, parameter in _parameters(model).items():
-        parameter._is_hf_initialized = get_source(parameter) is not None
+        parameter._is_hf_initialized = get_source(parameter) is not None  # type: ignore[attr-defined]
         if get_source(parameter) is None:
             owner, key = _place(owners, name)
             fresh = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
@@ -103,7 +103,7 @@ def prepare_parameters(model: Any, checkpoint: CheckpointTensors) -> None:
             owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
         else:
             owner._buffers[key] = lazy_tensors.read_whole(found, buffer.dtype)
-            owner._buffers[key]._is_hf_initialized = True
+            owner._buffers[key]._is_hf_initialized = True  # type: ignore[union-attr]
     for module in owners.values():
         module._is_hf_initialized = False
     model.initialize_weights()  # of parameters and buffers that are not marked

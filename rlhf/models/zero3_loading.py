@@ -35,7 +35,7 @@ def place_sharded(config: dict[str, Any], dtype: torch.dtype) -> PlaceParameter:
         init._convert_to_deepspeed_param(new)  # private in 0.19.8; what `Init` does to a module's, but for a broadcast
         start, stop = local_range(new) if init.zero_param_process_group is None else (0, room.numel())
         lazy_tensors.copy_source(found, room.view(-1)[start:stop], start)
-        new.partition()
+        new.partition()  # type: ignore[attr-defined]  # DeepSpeed's
         set_source(new, found)
         return new
 

@@ -171,6 +171,7 @@ def _imported(name: str) -> Callable[[str, str, Any], Any]:
             near = difflib.get_close_matches(part, dir(found), n=1)
             raise Unusable(f"{where} has no {part}; " + (f"did you mean {near[0]}?" if near else "check the name"))
         found = getattr(found, part)
+    function: Callable[[str, str, Any], Any] = found
     if not callable(found):
         raise Unusable("is no function; name one that takes (prompt, completion, row)")
     if inspect.iscoroutinefunction(found):
@@ -178,12 +179,12 @@ def _imported(name: str) -> Callable[[str, str, Any], Any]:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):  # written in C
-        return found
+        return function
     try:
         signature.bind("", "", {})
     except TypeError:
         raise Unusable(f"takes {signature}, and is called with (prompt, completion, row); let it take these") from None
-    return found
+    return function
 
 
 def _module(where: str) -> ModuleType:

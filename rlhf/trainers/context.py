@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -178,7 +178,7 @@ class StageContext:
                 placement=placement,
                 shared=shared,
             )
-        return self.models[name]
+        return cast(nn.Module, self.models[name])
 
     def _loaded(self, placement: ModelPlacement, load: ModelLoader) -> Any:
         """A role's model, its frozen weights quantized where they are to be."""
@@ -201,7 +201,7 @@ class StageContext:
 
     def batches(
         self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: Any
-    ) -> Batches:
+    ) -> Batches[Any]:
         """This rank's share of the global batches over `examples`."""
         return Batches(
             examples,
@@ -216,7 +216,7 @@ class StageContext:
 
     def evaluation_batches(
         self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
-    ) -> Batches:
+    ) -> Batches[Any]:
         """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
         size, examples = rows * self.world.size, examples[: training.eval_rows]
         return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)

@@ -119,7 +119,8 @@ class EvaluationSchedule:
             return None
         values = {step: result.numbers[self._metric] for step, result in self._results.items() if 0 < step <= until}
         finite = [step for step in sorted(values) if math.isfinite(values[step])]
-        return self.settings.better[self._metric](finite, key=values.__getitem__, default=None)
+        best: int | None = self.settings.better[self._metric](finite, key=values.__getitem__, default=None)
+        return best
 
     def _folder(self, step: int) -> Path:
         return self.context.directory.best / f"step-{step:08d}"

@@ -12,9 +12,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import accelerators
+from rlhf.config.paths import WORLD
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
-from rlhf.data.readers import WORLD
 from rlhf.engine import cpu_offload, distributed
 from rlhf.memory.report import plan_next_stage
 from rlhf.models.attention import choose_attention

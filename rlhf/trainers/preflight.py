@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.config.paths import WORLD
 from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
@@ -288,7 +289,7 @@ def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
 
 
 def _check_judge(config: Config, stages: Sequence[Stage]) -> None:
-    judged = any(dataset.path == readers.WORLD for dataset in config.data.datasets)
+    judged = any(dataset.path == WORLD for dataset in config.data.datasets)
     if "ppo" in stages and config.ppo.selection_metric == "approved_share" and not judged:
         raise ConfigError(
             "ppo.keep: best(approved_share) needs a judge, which only the embedded data have; use best(reward), or last"

@@ -162,16 +162,16 @@ def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, 
     from rlhf.engine import distributed
     from rlhf.memory.report import resolve_engine
 
-    found, ranks = None, distributed.world().size
+    resolved, ranks = config, distributed.world().size
     with distributed.on_main("planning the run") as main:
         if main:
             begun = [stage for stage in pending if directory.stage(stage).started]
             then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
             local = current_process().count_local_ranks(ranks)
-            found, line = resolve_engine(config, pending, accelerator, ranks, local, then.get("engine", {}))
+            resolved, line = resolve_engine(config, pending, accelerator, ranks, local, then.get("engine", {}))
             if line:
                 console.print(line, markup=False, soft_wrap=True)
-    return distributed.all_gather_objects(found)[0]
+    return distributed.all_gather_objects(resolved)[0]
 
 
 def _check_shared(directory: RunDirectory) -> None:

@@ -85,7 +85,7 @@ class SupervisedTrainer:
         with context.phases("training"):
             batches = self.prepare(batches)
             # Of the whole global batch: the loss is a mean over it, however rows are split.
-            total = distributed.all_sum(sum(self.count(batch) for batch in batches).float())
+            total = distributed.all_sum(torch.stack([self.count(batch) for batch in batches]).sum().float())
             rates = engine.rates
             sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
         for batch in batches:

@@ -66,7 +66,7 @@ class _Terminal:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._tried(lambda: self._stream.write(text), len(text))
+        return int(self._tried(lambda: self._stream.write(text), len(text)))
 
     def flush(self) -> None:
         self._tried(self._stream.flush, None)

@@ -51,7 +51,8 @@ class Row:
             found: float | None = getattr(self, column)
             return found
         stage, _, measure = column.partition(" ")
-        return self.stages.get(stage, {}).get("after", {}).get(measure)  # type: ignore[call-overload]
+        number: float | None = self.stages.get(stage, {}).get("after", {}).get(measure)  # type: ignore[call-overload]
+        return number
 
 
 def rows(grid: Grid, folder: SweepDirectory, endings: Mapping[str, Ending]) -> list[Row]:

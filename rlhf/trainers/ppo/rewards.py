@@ -155,7 +155,8 @@ class RunningMoments:
         mean = mean + share * difference
         variance = variance + share * (new_variance - variance) + share * (1 - share) * difference**2
         self.state = torch.stack([count + new_count, mean, variance])
-        return (values - mean) * torch.rsqrt(variance + 1e-8)
+        scaled: Tensor = (values - mean) * torch.rsqrt(variance + 1e-8)
+        return scaled
 
 
 class MovingMean:
