@@ -223,7 +223,8 @@ class Accelerator(ABC):
 
     def dist_backend(self) -> str:
         """Return the name of the torch.distributed backend for collectives on this device."""
-        return torch.distributed.get_default_backend_for_device(self.device())
+        backend: str = torch.distributed.get_default_backend_for_device(self.device())
+        return backend
 
     def deepspeed_accelerator(self) -> Any:
         """Return a `DeepSpeedAccelerator` for a device that DeepSpeed does not know; None if the name is enough."""

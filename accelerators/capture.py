@@ -164,7 +164,7 @@ def _reads(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _sends(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func.overloadpacket is torch.ops.aten.lift_fresh:  # torch.tensor(...); a number may stay on the host
-        return args[0].dim() > 0 or args[0].device.type != "cpu"
+        return bool(args[0].dim() > 0 or args[0].device.type != "cpu")
     source, target = _way(func, args, kwargs)
     return source == "cpu" and target != "cpu"
 

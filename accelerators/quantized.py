@@ -157,7 +157,8 @@ def cpu_kernels_supported(accelerator: object) -> Support:
         if not torch.equal(kernels.unpack(packed), expected):
             return Support(False, f"torch {torch.__version__} orders {kind} codes in an unknown way")
         exact = inputs.float() @ expected.T
-        if not torch.allclose(kernels.product(inputs, packed).float(), exact, rtol=0, atol=0.02 * exact.abs().max()):
+        limit = 0.02 * exact.abs().max().item()
+        if not torch.allclose(kernels.product(inputs, packed).float(), exact, rtol=0, atol=limit):
             return Support(False, f"torch {torch.__version__} multiplies {kind} weights wrongly on this processor")
     return Support(
         True, "torch's own products for the few rows of a decoding step in bf16; more rows are unpacked first"

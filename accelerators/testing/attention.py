@@ -127,9 +127,9 @@ class _Case:
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         """Return the output [B, T, H, WIDTH]."""
         with self.precision.autocast():
-            output, _ = self.attend(
+            output: Tensor = self.attend(
                 self.layer, query, key, value, mask, dropout=0.0, scaling=self.layer.scaling, sliding_window=None
-            )
+            )[0]
         expected = (len(query), query.shape[2], self.heads, WIDTH)
         assert tuple(output.shape) == expected, f"{self.what}: gives {tuple(output.shape)}, expected {expected}"
         return output

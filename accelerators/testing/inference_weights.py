@@ -64,7 +64,8 @@ class _Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of the next block."""
-        return hidden + self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return hidden + down
 
 
 def _model(accelerator: Accelerator, precision: Precision) -> nn.Module:
@@ -183,13 +184,13 @@ def _cache(config: Any, length: int) -> Any:
     """Return a static cache with `room`, like that of rollouts."""
     from transformers import StaticCache
 
-    class Cache(StaticCache):
-        kept: list[Tensor] | None = None
+    cache: Any = StaticCache(config=config, max_cache_len=length)
+    tensors: list[Tensor] = []
 
-        def room(self) -> tuple[list[Tensor], int]:
-            """Return the tensors of all layers, and the column of the next token."""
-            if self.kept is None:
-                self.kept = [states for layer in self.layers for states in (layer.keys, layer.values)]
-            return self.kept, int(self.layers[0].cumulative_length)
+    def room() -> tuple[list[Tensor], int]:
+        if not tensors:
+            tensors.extend(states for layer in cache.layers for states in (layer.keys, layer.values))
+        return tensors, int(cache.layers[0].cumulative_length)
 
-    return Cache(config=config, max_cache_len=length)
+    cache.room = room
+    return cache

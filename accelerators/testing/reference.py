@@ -53,9 +53,12 @@ def difference(result: Tensor, expected: Tensor) -> float:
     return ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
 
 
-def assert_close(what: str, result: Tensor, expected: Tensor, precision: Precision | str = "fp32") -> None:
+def assert_close(
+    what: str, result: Tensor | None, expected: Tensor | None, precision: Precision | str = "fp32"
+) -> None:
     """Check that a tensor equals another within the tolerance of a precision."""
     name = precision if isinstance(precision, str) else precision.name
+    assert result is not None and expected is not None, f"{what}: there is no tensor"
     assert result.shape == expected.shape, (
         f"{what}: found shape {tuple(result.shape)}, expected {tuple(expected.shape)}"
     )

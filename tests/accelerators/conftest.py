@@ -17,7 +17,7 @@ import pytest
 
 import accelerators
 from accelerators import discovery
-from tests.accelerators import misbehaving
+from tests.accelerators import fake_plugins
 
 SOURCES = Path(__file__).parent / "plugins"
 
@@ -83,9 +83,9 @@ def misbehaved(monkeypatch: pytest.MonkeyPatch):
     """Install, beside the built-in backends, a plugin that is loaded by calling `load`."""
     for variable in ("RLHF_ACCELERATOR", "RLHF_PLUGINS", "RLHF_PROBE_TIMEOUT"):
         monkeypatch.delenv(variable, raising=False)
-    misbehaving.ENDLESS.clear()
+    fake_plugins.ENDLESS.clear()
 
-    def install(load: Callable[[], Any], dist: Any = misbehaving.BAD) -> None:
+    def install(load: Callable[[], Any], dist: Any = fake_plugins.BAD) -> None:
         builtin, rlhf = "accelerators.backends.plugin", SimpleNamespace(name="rlhf", version="2.0")
         points = [
             SimpleNamespace(name="builtin", value=builtin, dist=rlhf, load=lambda: importlib.import_module(builtin)),
@@ -94,7 +94,7 @@ def misbehaved(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(discovery, "entry_points", lambda group: points)
 
     yield install
-    misbehaving.ENDLESS.set()  # what hangs may end
+    fake_plugins.ENDLESS.set()  # what hangs may end
 
 
 @pytest.fixture
@@ -102,12 +102,12 @@ def created(misbehaved, monkeypatch):
     """The CPU with these methods, as a plugin's backend; `contributed` are kernels that its plugin's hook offers."""
 
     def create(contributed: tuple[Any, ...] = (), **methods: Any):
-        misbehaving.npu(monkeypatch, __module__="npu_backend", __qualname__="NPU", **methods)
+        fake_plugins.npu(monkeypatch, __module__="npu_backend", __qualname__="NPU", **methods)
         hooks = {
-            "rlhf_accelerators": lambda: [accelerators.AcceleratorSpec(**misbehaving.NPU)],
+            "rlhf_accelerators": lambda: [accelerators.AcceleratorSpec(**fake_plugins.NPU)],
             "rlhf_kernels": lambda: list(contributed),
         }
-        misbehaved(lambda: misbehaving.plugin(**hooks))
+        misbehaved(lambda: fake_plugins.plugin(**hooks))
         return accelerators.select("npu").create()
 
     return create

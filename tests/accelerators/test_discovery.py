@@ -22,7 +22,7 @@ from accelerators import (
     select,
 )
 from rlhf.cli.accelerators import list_backends
-from tests.accelerators.misbehaving import GOOD, endless, forever, offers, plugin, raises, spec
+from tests.accelerators.fake_plugins import GOOD, endless, forever, offers, plugin, raises, spec
 
 
 class Unspeakable(Exception):

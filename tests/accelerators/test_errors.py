@@ -26,7 +26,7 @@ from accelerators import (
     select,
 )
 from accelerators.backends.cpu.backend import CPU
-from tests.accelerators.misbehaving import NAME, fast, npu, offers, plugin, raises, spec
+from tests.accelerators.fake_plugins import NAME, fast, npu, offers, plugin, raises, spec
 
 INFO = DeviceInfo("NPU", 1, "none")
 BACKEND = "accelerator npu of bad 2.0"

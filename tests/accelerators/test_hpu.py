@@ -1,4 +1,4 @@
-"""The Gaudi backend over an imitated bridge: which calls it makes. `test_gaudi_kernels` has what they compute."""
+"""The Gaudi backend over an imitated bridge: which calls it makes. `test_hpu_kernels` has what they compute."""
 
 from __future__ import annotations
 

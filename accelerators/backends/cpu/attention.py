@@ -82,7 +82,8 @@ def attend(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **features}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
+        return output, None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is None and is_causal and queries > 1:
@@ -116,7 +117,8 @@ def _to_add(mask: Tensor | None, query: Tensor, groups: int) -> Tensor | None:
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    return mask.to(query.dtype).expand(*query.shape[:3], -1).unflatten(1, (groups, -1))
+    grouped: Tensor = mask.to(query.dtype).expand(*query.shape[:3], -1).unflatten(1, (groups, -1))
+    return grouped
 
 
 def _of_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

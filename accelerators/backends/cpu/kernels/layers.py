@@ -44,15 +44,14 @@ def fuse(module: nn.Module) -> None:
 
     Other dtypes than bf16 are computed as before, and modules whose forward pass was replaced stay unchanged.
     """
-    for part_module in module.modules():
-        if replaced(part_module):
+    layer: Any
+    for layer in module.modules():
+        if replaced(layer):
             continue
-        if (kind := part(part_module)) == "RMSNorm":
-            vars(part_module)["forward"] = types.MethodType(
-                _norm, part_module
-            )  # a copy of the module gets its own method
-        elif kind == "MLP" and part_module.config.hidden_act in SILU:
-            vars(part_module)["forward"] = types.MethodType(_mlp, part_module)
+        if (kind := part(layer)) == "RMSNorm":
+            vars(layer)["forward"] = types.MethodType(_norm, layer)  # a copy of the module gets its own method
+        elif kind == "MLP" and layer.config.hidden_act in SILU:
+            vars(layer)["forward"] = types.MethodType(_mlp, layer)
 
 
 def replaced(module: nn.Module) -> bool:

@@ -116,7 +116,8 @@ def _pack(layers: Sequence[nn.Linear], keep: bool, undo: ExitStack) -> None:
             _put(layer, partial(siblings.part, number), layer.forward, undo)
         return
     (layer,) = layers
-    parameter, packed, bias = layer.weight, _reordered(layer.weight), layer.bias
+    parameter: Any = layer.weight
+    packed, bias = _reordered(layer.weight), layer.bias
     plain = layer.forward
     if not keep:
 

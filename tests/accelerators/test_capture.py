@@ -170,7 +170,7 @@ WAITING = {
 @pytest.mark.parametrize("wrap", [checked, lambda fn, key: Graph(fn, key, replaying.record)], ids=["checked", "graph"])
 def test_exchange_with_the_host_is_refused_on_the_first_call_with_its_line(fn, wrap):
     line = fn.__code__.co_firstlineno
-    with pytest.raises(CaptureError, match=rf"step .*test_graphs\.py:{line}\)"):
+    with pytest.raises(CaptureError, match=rf"step .*test_capture\.py:{line}\)"):
         wrap(fn, "step")(X)
 
 
