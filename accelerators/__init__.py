@@ -6,9 +6,10 @@ import torch, because some runtimes read their environment at that moment, and t
 
 from typing import TYPE_CHECKING, Any
 
-from accelerators.discovery import Report, available, stdout_to_stderr
-from accelerators.errors import AcceleratorError, CaptureError, PluginError, find_out_of_memory
+from accelerators.discovery import Report, available
+from accelerators.errors import AcceleratorError, CaptureError, PluginError, describe_error, find_out_of_memory
 from accelerators.hookspecs import hookimpl, hookspec
+from accelerators.output import redirect_fd, stdout_to_stderr
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -52,9 +53,11 @@ __all__ = [
     "ShapePolicy",
     "Support",
     "available",
+    "describe_error",
     "find_out_of_memory",
     "hookimpl",
     "hookspec",
+    "redirect_fd",
     "select",
     "stdout_to_stderr",
     "verify_agreement",

@@ -8,7 +8,6 @@ This module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -24,7 +23,8 @@ from typing import Any, TypeVar
 import pluggy
 
 from accelerators import hookspecs
-from accelerators.errors import AcceleratorError, PluginError, describe
+from accelerators.errors import AcceleratorError, PluginError, describe_error
+from accelerators.output import stdout_to_stderr
 from accelerators.types import (
     ALLOWLIST_ENV,
     API_VERSION,
@@ -152,7 +152,7 @@ def _installed() -> tuple[list[EntryPoint], list[Report]]:
         except Exception as error:
             if group in (distribution.read_text("entry_points.txt") or ""):
                 reports.append(
-                    Report(name, name, version, error=f"its entry points cannot be read ({describe(error)})")
+                    Report(name, name, version, error=f"its entry points cannot be read ({describe_error(error)})")
                 )
     return points, reports
 
@@ -180,7 +180,7 @@ def _register(plugins: pluggy.PluginManager, plugin: ModuleType, name: str) -> N
     except (Exception, SystemExit) as error:
         if plugins.get_plugin(name) is plugin:
             plugins.unregister(plugin)
-        raise PluginError(describe(error)) from error
+        raise PluginError(describe_error(error)) from error
 
 
 def _allowed(
@@ -210,7 +210,7 @@ def _with_unknown_hooks(plugins: pluggy.PluginManager) -> Iterator[tuple[Any, st
             return plugins.check_pending()
         except pluggy.PluginValidationError as error:
             plugins.unregister(error.plugin)
-            yield error.plugin, describe(error)
+            yield error.plugin, describe_error(error)
 
 
 def _offers(
@@ -313,7 +313,7 @@ def run_within(limit: float | None, what: str, task: Callable[[], Result]) -> Re
     if results:
         return results[0]
     if failures:
-        raise PluginError(f"{what} failed ({describe(failures[0])})") from failures[0]
+        raise PluginError(f"{what} failed ({describe_error(failures[0])})") from failures[0]
     raise PluginError(
         f"{what} did not answer within {limit:g} s; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
     )
@@ -329,29 +329,3 @@ def warn_after(limit: float, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send to standard error what Python, libraries and child processes print in this block.
-
-    Standard output is for a command's result, which other programs may read.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a process without standard output or standard error
-            saved = os.dup(1)
-            stack.callback(os.close, saved)
-            _flush()
-            os.dup2(2, 1)
-            stack.callback(os.dup2, saved, 1)
-            stack.callback(_flush)
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield
-
-
-def _flush() -> None:
-    """Flush the buffers of Python and of the C library."""
-    for stream in (sys.stdout, sys.__stdout__):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
-            stream.flush()  # type: ignore[union-attr]
-    ctypes.CDLL(None).fflush(None)

@@ -114,7 +114,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     from_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    return from_library and _OUT_OF_MEMORY.search(describe(error)) is not None
+    return from_library and _OUT_OF_MEMORY.search(describe_error(error)) is not None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -128,7 +128,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if hidden else cause.__context__)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception's type and message in one line."""
     try:
         message = str(error)
@@ -172,7 +172,7 @@ def naming(
             raise
         if callers_error is not None:
             raise callers_error  # noqa: B904 (its own cause stays)
-        raise PluginError(f"{where} failed ({describe(error)}); {remedy}") from error
+        raise PluginError(f"{where} failed ({describe_error(error)}); {remedy}") from error
 
 
 def naming_method(backend: Any, method: str) -> contextlib.AbstractContextManager[None]:

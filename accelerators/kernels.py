@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
-from accelerators.errors import AcceleratorError, describe, is_built_in, name_kernel, naming_method
+from accelerators.errors import AcceleratorError, describe_error, is_built_in, name_kernel, naming_method
 from accelerators.types import AUTO, NONE, OPERATIONS, KernelImpl, Support, expect, one_line
 
 CHECK_OF_A_MODEL = "its check of the model"
@@ -110,7 +110,7 @@ class KernelSet:
             return one_line(expect(implementation.refuses(model), str))
         except (Exception, SystemExit) as error:
             plugin = self._plugin(implementation)
-            return f"{CHECK_OF_A_MODEL} failed ({describe(error)}), which is for the authors of {plugin}"
+            return f"{CHECK_OF_A_MODEL} failed ({describe_error(error)}), which is for the authors of {plugin}"
 
     def _brought(self) -> list[KernelImpl]:
         """Return the implementations that the backend itself brings."""
@@ -127,7 +127,7 @@ class KernelSet:
         try:
             return expect(implementation.supported(self._accelerator), Support)
         except (Exception, SystemExit) as error:
-            return Support(False, f"its check failed ({describe(error)})")
+            return Support(False, f"its check failed ({describe_error(error)})")
 
     def _make(self, implementation: KernelImpl) -> Any:
         """Return what the factory makes; None, and a refusal from now on, if that cannot be used."""
@@ -137,7 +137,7 @@ class KernelSet:
             if not is_built_in(implementation.factory):
                 _check_made(implementation, made)
         except (Exception, SystemExit) as error:
-            failure = f"its factory failed ({describe(error)}), which is for the authors of {plugin}"
+            failure = f"its factory failed ({describe_error(error)}), which is for the authors of {plugin}"
             self._failures[_key(implementation)] = failure
             logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
             return None

@@ -22,7 +22,7 @@ from accelerators.errors import (
     AUTHORS,
     AcceleratorError,
     PluginError,
-    describe,
+    describe_error,
     is_built_in,
     name_backend,
     naming,
@@ -93,7 +93,7 @@ class Selection:
             try:
                 cls = getattr(importlib.import_module(module), attribute)
             except ImportError as error:
-                reason = f"{where} cannot be imported ({describe(error)})"
+                reason = f"{where} cannot be imported ({describe_error(error)})"
                 raise AcceleratorError(f"{reason}; reinstall {self.provider}") from error
             if not (inspect.isclass(cls) and issubclass(cls, Accelerator)):
                 raise TypeError(f"it is {reprlib.repr(cls)}, expected a subclass of Accelerator")
@@ -122,7 +122,7 @@ class Selection:
                     for answer in answers(self.plugins, module, "rlhf_check_run", accelerator=accelerator, run=run):
                         problems.append(expect(answer, Problem))
             except (Exception, SystemExit) as error:
-                reason = f"the check of plugin {plugin} failed ({describe(error)})"
+                reason = f"the check of plugin {plugin} failed ({describe_error(error)})"
                 failures.append(Problem(reason, f"update it, or leave it out with {ALLOWLIST_ENV}"))
                 own_failed = own_failed or self._offers_backend(plugin)
         objections = [f"{problem.reason}: {problem.remedy}" for problem in (*problems, *failures)]
@@ -146,9 +146,9 @@ class Selection:
                 kernels += [replace(expect(kernel, KernelImpl), plugin=plugin) for kernel in offers]
             except (Exception, SystemExit) as error:
                 if self._offers_backend(plugin):
-                    reason = f"{self._where}: its hook rlhf_kernels failed ({describe(error)})"
+                    reason = f"{self._where}: its hook rlhf_kernels failed ({describe_error(error)})"
                     raise PluginError(f"{reason}; {AUTHORS}") from error
-                logger.warning("plugin %s offers no kernels: %s", plugin, describe(error))
+                logger.warning("plugin %s offers no kernels: %s", plugin, describe_error(error))
         return kernels
 
     def _offers_backend(self, plugin: str) -> bool:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from accelerators import AcceleratorError, find_out_of_memory
+from accelerators import AcceleratorError, describe_error, find_out_of_memory
 
 
 class RLHFError(Exception):
@@ -73,9 +72,9 @@ _DISK_FULL_TEXT = re.compile(
 )
 
 
-def describe_error(error: BaseException, length: int = 300) -> str:
+def summarize_error(error: BaseException, length: int = 300) -> str:
     """Return an exception's type and message in one line of at most `length` characters."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    text = describe_error(error)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -103,13 +102,13 @@ def as_resource_error(
         return RunError(f"{path}: {error.strerror}; {remedy}" if path else f"{error.strerror}; {remedy}")
     if lack := find_out_of_memory(error):
         return OutOfMemory(
-            f"not enough memory ({describe_error(lack, 160)}); lower the stage's micro_batch_size or set "
+            f"not enough memory ({summarize_error(lack, 160)}); lower the stage's micro_batch_size or set "
             "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
         )
     from_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if from_library and _DISK_FULL_TEXT.search(describe_error(error, sys.maxsize)):
+    if from_library and _DISK_FULL_TEXT.search(describe_error(error)):
         folder = f"{output}: " if output else ""
-        return RunError(f"{folder}the disk is full ({describe_error(error, 160)}); make room, then {resume}")
+        return RunError(f"{folder}the disk is full ({summarize_error(error, 160)}); make room, then {resume}")
     return None
 
 

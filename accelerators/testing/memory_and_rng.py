@@ -14,7 +14,7 @@ from unittest import SkipTest
 import torch
 from torch import Tensor
 
-from accelerators.errors import AcceleratorError, describe, find_out_of_memory
+from accelerators.errors import AcceleratorError, describe_error, find_out_of_memory
 
 if TYPE_CHECKING:
     from accelerators import Selection
@@ -105,7 +105,7 @@ def check_out_of_memory(accelerator: Accelerator) -> None:
     )
     refusal = _refusal(accelerator)
     assert refusal is None or find_out_of_memory(refusal), (
-        f"a block of 1 PiB is refused ({describe(refusal)}), not recognized by is_out_of_memory()"
+        f"a block of 1 PiB is refused ({describe_error(refusal)}), not recognized by is_out_of_memory()"
     )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 from unittest import SkipTest
 
 import accelerators
 from accelerators.errors import AcceleratorError, PluginError
+from accelerators.output import redirect_fd
 from accelerators.registry import ENV
 from accelerators.testing.checks import CHECKS, Check, Subject
 from accelerators.types import AUTO, nearest, one_line
@@ -96,12 +96,5 @@ def _one_line(error: BaseException) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the output of a check and its libraries away from the lines of progress."""
-    with tempfile.TemporaryFile() as sink, ExitStack() as stack:
-        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-            stream.flush()
-            saved = os.dup(number)
-            stack.callback(os.close, saved)
-            os.dup2(sink.fileno(), number)
-            stack.callback(os.dup2, saved, number)
-            stack.callback(stream.flush)
+    with tempfile.TemporaryFile() as sink, redirect_fd(1, sink.fileno()), redirect_fd(2, sink.fileno()):
         yield

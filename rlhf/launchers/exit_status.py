@@ -19,7 +19,7 @@ from pathlib import Path
 
 from typer import TyperException
 
-from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, as_resource_error, describe_error
+from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, as_resource_error, summarize_error
 from rlhf.utils.atomic_io import PARTIAL
 from rlhf.utils.process_info import STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
 
@@ -50,7 +50,7 @@ class InternalError(Exception):
             traceback_note = f"its traceback is in {path}"
         except OSError:
             traceback_note = "its traceback could not be saved"
-        return cls(f"this is a bug of rlhf: {describe_error(error)}; {traceback_note}; please report it")
+        return cls(f"this is a bug of rlhf: {summarize_error(error)}; {traceback_note}; please report it")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ExitStatus:
         error = as_resource_error(error) or error
         if isinstance(error, (*USER_ERRORS, RemoteRankError)):
             return cls(error.exit_code, _ERROR + " ".join(str(error).split()), known)
-        return cls(INTERNAL_ERROR, _ERROR + describe_error(error), known)
+        return cls(INTERNAL_ERROR, _ERROR + summarize_error(error), known)
 
     @property
     def message(self) -> str:

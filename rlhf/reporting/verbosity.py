@@ -1,14 +1,13 @@
-"""What libraries say while they work stays out of a terminal: a user can do nothing about it. Errors still show.
+"""Keep the messages of libraries off the terminal; a user cannot act on them. Their errors are still shown.
 
-`command` is for a process of the command line, before anything slow is imported, `session` for a program of somebody
-else's that wants it; `libraries` for what is imported by then; `unheard` for code that prints whatever it is told.
-With --debug, all of it shows. In a program of somebody else's, which has called neither, logging and standard output
-are its own, and nothing here touches them.
+`configure_logging` is for the process of a command, before anything slow is imported; `quiet_libraries` for a host
+program that asks for it; `quiet_imported_libraries` for libraries imported since; `suppress_stdout` for code that
+prints unconditionally. With --debug everything is shown. If the host program calls neither of the first two, its
+logging and standard output are left alone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
@@ -16,6 +15,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+
+from accelerators import redirect_fd
 
 _VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -25,30 +26,30 @@ _VARIABLES = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""What libraries read when they are imported; a user's own values count."""
-# Those that do not leave their level to the root of all loggers.
-_LOGGERS = ("transformers", "huggingface_hub", "datasets", "torch", "torch.distributed")
-_BARS = (
+"""Variables that libraries read when they are imported; values that the user has set are kept."""
+# Loggers that do not inherit their level from the root logger.
+_LIBRARY_LOGGERS = ("transformers", "huggingface_hub", "datasets", "torch", "torch.distributed")
+_PROGRESS_BARS = (
     ("transformers.utils.logging", "disable_progress_bar"),
     ("huggingface_hub.utils", "disable_progress_bars"),
     ("datasets.utils", "disable_progress_bars"),
 )
-_OURS = ("rlhf", "accelerators")
+_OWN_LOGGERS = ("rlhf", "accelerators")
 
-_quiet = False  # whether libraries are to be unheard
+_is_quiet = False
 
 
 def configure_logging(*, debug: bool) -> None:
-    """Set up the process of a command: our warnings are notes on standard error, libraries speak of errors only.
+    """Configure the process of a command: our warnings are notes on standard error, libraries log errors only.
 
     Args:
-        debug: show everything, our own details too.
+        debug: show everything, our own debug messages too.
     """
-    global _quiet
-    _quiet = not debug
-    notes = _Notes(logging.DEBUG if debug else logging.WARNING)
+    global _is_quiet
+    _is_quiet = not debug
+    notes = _NoteHandler(logging.DEBUG if debug else logging.WARNING)
     notes.setFormatter(logging.Formatter("rlhf: note: %(message)s"))
-    for name in _OURS:
+    for name in _OWN_LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(notes.level)
         logger.handlers = [notes]
@@ -64,81 +65,68 @@ def configure_logging(*, debug: bool) -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """In this block of somebody else's program libraries speak of errors only; its own logging stays as it is."""
-    global _quiet
-    before, _quiet = _quiet, True
+    """Let libraries log errors only in this block of a host program; its own logging stays as it is."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, True
     added = _VARIABLES.keys() - os.environ.keys()
     os.environ.update({name: _VARIABLES[name] for name in added})
     quiet_imported_libraries()
     try:
         yield
     finally:
-        _quiet = before
+        _is_quiet = before
         for name in added:
             os.environ.pop(name, None)
 
 
 def quiet_imported_libraries() -> None:
-    """Let the libraries that are imported speak of errors only, and show no bars, which would bury ours."""
-    if not _quiet:
+    """Let the libraries that are already imported log errors only, without progress bars, which would hide ours."""
+    if not _is_quiet:
         return
-    for name in _LOGGERS:
+    for name in _LIBRARY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_is_error)  # it speaks, on standard output, while it is imported
-    for name, function in _BARS:
+    # DeepSpeed logs to standard output while it is imported.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
+    for name, function in _PROGRESS_BARS:
         if module := sys.modules.get(name):
             getattr(module, function)()
 
 
 def suppress_stdout() -> AbstractContextManager[None]:
-    """Drop what is printed to standard output in this block, by any code: compilers that a library starts too.
+    """Return a context that drops what any code, compilers included, prints to standard output in its block.
 
-    Standard error stays, for the last words of a process that is brought down.
+    Standard error stays, for the last messages of a process that crashes.
     """
-    return _silence if _quiet else nullcontext()
+    return _silence if _is_quiet else nullcontext()
 
 
 class _Silence:
-    """Standard output leads nowhere from the first of overlapping blocks, in any thread, until the last is left."""
+    """Drops standard output while at least one of overlapping blocks runs, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
-        self._undo = ExitStack()
+        self._redirection = ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._blocks:
-                self._undo = _nowhere()
+                null = self._redirection.enter_context(open(os.devnull, "wb"))
+                self._redirection.enter_context(redirect_fd(1, null.fileno()))
             self._blocks += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._blocks -= 1
             if not self._blocks:
-                self._undo.close()
+                self._redirection.close()
 
 
 _silence = _Silence()
 
 
-def _nowhere() -> ExitStack:
-    """Redirect the standard output of this process, until what comes back is closed."""
-    with ExitStack() as stack:
-        with suppress(OSError):  # a process without standard output
-            saved = os.dup(1)
-            stack.callback(os.close, saved)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            stack.callback(os.close, nowhere)
-            _flush()
-            os.dup2(nowhere, 1)
-            stack.callback(os.dup2, saved, 1)
-            stack.callback(_flush)
-        return stack.pop_all()
-
-
-class _Notes(logging.Handler):
-    """Writes to standard error as it is at the time: a progress bar takes its place while it is shown."""
+class _NoteHandler(logging.Handler):
+    """Writes to the current standard error, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -147,11 +135,3 @@ class _Notes(logging.Handler):
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
-
-
-def _flush() -> None:
-    """Let what Python and C libraries still hold go where it was printed to."""
-    for stream in (sys.stdout, sys.__stdout__):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
-            stream.flush()  # type: ignore[union-attr]
-    ctypes.CDLL(None).fflush(None)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: Ctrl-C, a scheduler's SIGTERM, and SIGHUP, which says that the terminal is gone."""
+"""Signals that ask a run to end: Ctrl-C, a scheduler's SIGTERM, and SIGHUP when the terminal is closed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TERMINAL = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TERMINAL_FDS = [fd for fd in (1, 2) if os.isatty(fd)]
 
 
 @contextmanager
 def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
-    """Call `receive` with each signal that asks to end while the block runs.
+    """Call `receive` with each signal that asks the process to end while the block runs.
 
-    What this process ignores stays ignored (a job in the background, `nohup`), and outside of the main thread, where
-    no handler can be set, nothing is heard.
+    Signals that the process ignores stay ignored (a job in the background, `nohup`). Outside of the main thread, where
+    no handler can be set, nothing is handled.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _let_go_of_terminal()
+            _discard_terminal_output()
         receive(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in _ENDING if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [number for number in _SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
@@ -39,19 +39,19 @@ def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def ends_at_once(arrived: list[int], number: int) -> bool:
-    """Whether a further signal asks to end at once; a terminal that closes may send SIGHUP more than once."""
-    return bool(arrived) and number != signal.SIGHUP
+def ends_at_once(signals_seen: list[int], number: int) -> bool:
+    """Return whether another signal asks to end at once; a terminal that closes may send SIGHUP more than once."""
+    return bool(signals_seen) and number != signal.SIGHUP
 
 
 @contextmanager
 def tolerate_closed_terminal() -> Iterator[None]:
-    """In this block, what is printed to a terminal that is gone is lost, and no error in the middle of a step.
+    """Drop what this block prints to a closed terminal, instead of failing in the middle of a step.
 
-    The terminal may be written to before SIGHUP is heard.
+    The terminal may be written to before SIGHUP arrives.
     """
     streams = sys.stdout, sys.stderr
-    if _TERMINAL:
+    if _TERMINAL_FDS:
         sys.stdout, sys.stderr = _Terminal(streams[0]), _Terminal(streams[1])
     try:
         yield
@@ -60,33 +60,37 @@ def tolerate_closed_terminal() -> Iterator[None]:
 
 
 class _Terminal:
-    """A stream that goes on to nowhere when its terminal is gone."""
+    """A stream that drops its output once its terminal is closed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return int(self._tried(lambda: self._stream.write(text), len(text)))
+        try:
+            return int(self._stream.write(text))
+        except OSError as error:
+            _check_closed(error)
+            return len(text)
 
     def flush(self) -> None:
-        self._tried(self._stream.flush, None)
+        try:
+            self._stream.flush()
+        except OSError as error:
+            _check_closed(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _tried(self, action: Callable[[], Any], otherwise: Any) -> Any:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            _let_go_of_terminal()
-            return otherwise
+
+def _check_closed(error: OSError) -> None:
+    """Discard further output if the terminal is closed, else raise `error`."""
+    if error.errno != errno.EIO:
+        raise error
+    _discard_terminal_output()
 
 
-def _let_go_of_terminal() -> None:
-    """Write to nowhere from now on."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in _TERMINAL:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+def _discard_terminal_output() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    for fd in _TERMINAL_FDS:
+        os.dup2(null, fd)
+    os.close(null)

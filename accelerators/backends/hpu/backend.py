@@ -17,7 +17,7 @@ from accelerators import capture, portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.hpu import info as hpu_info
 from accelerators.backends.hpu.kernels import FUSED, runtime
-from accelerators.errors import AcceleratorError, describe
+from accelerators.errors import AcceleratorError, describe_error
 from accelerators.shapes import ShapePolicy
 from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -57,7 +57,7 @@ class HPU(Accelerator):
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             raise AcceleratorError(
-                f"hpu: {hpu_info.RUNTIME} cannot be imported ({describe(error)}); "
+                f"hpu: {hpu_info.RUNTIME} cannot be imported ({describe_error(error)}); "
                 f"install the one for torch {torch.__version__} and driver {cards.driver}"
             ) from error
         try:
@@ -67,8 +67,9 @@ class HPU(Accelerator):
             runtime("hpu").init()
         except Exception as error:
             raise AcceleratorError(
-                f"hpu: the card of rank {local_rank} cannot be opened ({describe(error)}); hl-smi shows who uses it; "
-                f"if a container has only some of the cards, set {hpu_info.VISIBLE_MODULES} to their module ids"
+                f"hpu: the card of rank {local_rank} cannot be opened ({describe_error(error)}); "
+                "hl-smi shows who uses it; if a container has only some of the cards, "
+                f"set {hpu_info.VISIBLE_MODULES} to their module ids"
             ) from error
         return torch.device("hpu")
 
@@ -147,7 +148,7 @@ class HPU(Accelerator):
         try:
             supported = runtime("utils.experimental")._is_fp16_supported()
         except (ImportError, AttributeError) as error:
-            return f"the runtime does not say whether it supports fp16 ({describe(error)})"
+            return f"the runtime does not say whether it supports fp16 ({describe_error(error)})"
         return None if supported else f"the runtime says that {self._cards.model} does not support it"
 
     # kernels

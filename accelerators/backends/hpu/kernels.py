@@ -15,7 +15,7 @@ import torch
 from accelerators import portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.hpu import info
-from accelerators.errors import AcceleratorError, describe
+from accelerators.errors import AcceleratorError, describe_error
 from accelerators.types import KernelImpl, Support
 
 ATTENTION = "gaudi_fused_sdpa"
@@ -35,7 +35,7 @@ def _importable(module: str, name: str, reason: str) -> Callable[[Accelerator], 
         try:
             getattr(runtime(module), name)
         except Exception as error:
-            return Support(False, f"{info.RUNTIME}.torch.{module}.{name} cannot be imported ({describe(error)})")
+            return Support(False, f"{info.RUNTIME}.torch.{module}.{name} cannot be imported ({describe_error(error)})")
         return Support(True, reason)
 
     return supported
