@@ -191,9 +191,9 @@ def list_changes(
 ) -> Iterator[Change]:
     """Yield changes that take less memory, the cheapest first; each only if it would change something.
 
-    Before a run, each value of a setting is a change, so that the mildest that suffices is found. After an error nobody
-    knows how much memory is lacking: one value of each setting is yielded, and only settings that help in that phase;
-    also some that change the experiment, which a plan does not propose.
+    Before a run, each value of a setting is a change, so that the mildest that suffices can be chosen. After an error,
+    when nobody knows how much memory is lacking, one value of each setting is yielded, and only settings that help in
+    that phase; also some that change the experiment, which a plan does not propose.
 
     Args:
         failed_in: the phase that ran out of memory; None before a run.

@@ -301,8 +301,8 @@ def _graphs(model: ModelMemory, batch: Rows, columns: int, number: int) -> list[
     small = number * activations if widest < BLOCK else 0
     items = [MemoryItem(model.role, "activations", number * activations, small=small)]
     if columns:  # without the chunks that logits are worked on in, which are temporary
-        kept = _logits(shape, batch, environment, columns, 1)[:-3]
-        items.append(block_item(model.role, "logits", *(number * kept)))
+        logits = _logits(shape, batch, environment, columns, 1)[:-3]
+        items.append(block_item(model.role, "logits", *(number * logits)))
     return items
 
 
@@ -313,7 +313,7 @@ def _layer_activations(shape: Shape, rows: Rows, environment: Environment, dropo
     # Each of the two parts keeps its norm's input and result; norms with gains only also compute in float32.
     norms = 2 * 2 * hidden * width + (2 * 4 * hidden if shape.rms else 0)
     attention = (2 * queries + 2 * keys) * width + 4 * shape.heads
-    feed_forward = shape.kept * shape.intermediate * width
+    feed_forward = shape.saved_ffn * shape.intermediate * width
     dropped = 2 * hidden * width if dropout and not shape.rms else 0
     return rows.tokens * (norms + attention + feed_forward + dropped) + _attention_weights(shape, rows, environment)
 

@@ -48,7 +48,7 @@ class Shape:
         outside: numbers outside of decoder layers and embeddings: final norm, learned positions, projections.
         gated: the feed-forward part multiplies its first matrix's result with a gate.
         rms: norms have gains only, and compute in float32.
-        kept: tensors as wide as the feed-forward part that a layer keeps for the backward pass.
+        saved_ffn: tensors of the feed-forward part's width that a layer keeps for the backward pass.
         plain_logits: logits are exactly the output embedding's product, neither scaled nor capped.
     """
 
@@ -68,7 +68,7 @@ class Shape:
     outside: int
     gated: bool
     rms: bool
-    kept: int
+    saved_ffn: int
     plain_logits: bool
 
     @property
@@ -214,7 +214,7 @@ def _shape(values: str, name: str) -> Shape:
         gated=widenings == 2,
         rms="LayerNorm" not in kinds,
         # ReLU needs its result alone, GELU its input too, and GELU in Python what each operation is given.
-        kept=(1 if "ReLU" in kinds else 6 if "NewGELUActivation" in kinds else 2) + (2 if widenings == 2 else 0),
+        saved_ffn=(1 if "ReLU" in kinds else 6 if "NewGELUActivation" in kinds else 2) + (2 if widenings == 2 else 0),
         plain_logits=can_be_fused(model),
     )
 

@@ -48,8 +48,8 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
             values = (format_value(name, before.get(name)), format_value(name, after.get(name)))
             table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
         if best := summary.get("kept", {}).get("metric"):
-            kept = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
-            table.add_row(Text(kept, style="dim"), "", "")
+            saved = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
+            table.add_row(Text(saved, style="dim"), "", "")
         costs = [line for line in (_phases(summary), _cost(summary)) if line]
         for line in costs:
             last = line is costs[-1] and position < len(summaries) - 1

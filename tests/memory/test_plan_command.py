@@ -14,11 +14,11 @@ from tests.helpers import user_environment
 SEVEN = ["--set", "model.path=llama-2-7b", "--set", "data.datasets=rows.jsonl"]
 
 
-def planned(forks: Forks, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+def plan_reports(forks: Forks, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     done = forks.run("plan", *SEVEN, "--json", *arguments, timeout=60)
     assert done.returncode == code, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    reports: list[dict[str, Any]] = json.loads(done.stdout)
+    return reports
 
 
 def test_plan_with_given_memory_loads_no_deepspeed() -> None:
@@ -34,61 +34,61 @@ def test_plan_with_given_memory_loads_no_deepspeed() -> None:
 
 
 def test_cheapest_change_makes_the_stage_fit(forks: Forks) -> None:
-    (found,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", code=1)
-    change = found["advice"]["cheapest change"].partition(" (")[0].split()
+    (report,) = plan_reports(forks, "--memory", "40GiB", "--stage", "ppo", code=1)
+    change = report["advice"]["cheapest change"].partition(" (")[0].split()
     assert change[:1] == ["--set"]
-    (mended,) = planned(forks, "--memory", "40GiB", "--stage", "ppo", *change)
-    assert mended["fits"]
+    (changed,) = plan_reports(forks, "--memory", "40GiB", "--stage", "ppo", *change)
+    assert changed["fits"]
 
 
 def test_several_changes_are_options_of_one_command(forks: Forks) -> None:
     tight = ["--memory", "24GB", "--stage", "ppo", "--set", "model.path=opt-13b", "--set", "lora.rank=8"]
-    (found,) = planned(forks, *tight, code=1)
-    change = found["advice"]["cheapest change"].partition(" (")[0].split()
+    (report,) = plan_reports(forks, *tight, code=1)
+    change = report["advice"]["cheapest change"].partition(" (")[0].split()
     assert change.count("--set") > 1
-    assert planned(forks, *tight, *change)[0]["fits"]
+    assert plan_reports(forks, *tight, *change)[0]["fits"]
 
 
 def test_items_list_each_kind_of_a_role_once(forks: Forks) -> None:
-    (found,) = planned(forks, "--memory", "1TB", "--devices", "2", "--stage", "sft")
-    kinds = [(item["role"], item["kind"], item["host"]) for item in found["items"]]
+    (report,) = plan_reports(forks, "--memory", "1TB", "--devices", "2", "--stage", "sft")
+    kinds = [(item["role"], item["kind"], item["host"]) for item in report["items"]]
     assert len(kinds) == len(set(kinds))
-    (fullest,) = [phase for phase in found["phases"] if phase["phase"] == found["fullest"]]
-    assert sum(item["bytes"] for item in found["items"] if not item["host"]) == fullest["device"]
+    (fullest,) = [phase for phase in report["phases"] if phase["phase"] == report["fullest"]]
+    assert sum(item["bytes"] for item in report["items"] if not item["host"]) == fullest["device"]
 
 
 def test_fewest_devices_suffice_and_half_of_them_do_not(forks: Forks) -> None:
     sharded = ["--set", "engine.zero_stage=3", "--stage", "ppo", "--memory", "80GiB", "--set", "ppo.batch_size=64"]
-    (found,) = planned(forks, *sharded, code=1)
-    few = int(found["advice"]["fewest devices"].split()[0])
-    assert planned(forks, *sharded, "--devices", str(few))[0]["fits"]
-    assert not planned(forks, *sharded, "--devices", str(few // 2), code=1)[0]["fits"]
+    (report,) = plan_reports(forks, *sharded, code=1)
+    few = int(report["advice"]["fewest devices"].split()[0])
+    assert plan_reports(forks, *sharded, "--devices", str(few))[0]["fits"]
+    assert not plan_reports(forks, *sharded, "--devices", str(few // 2), code=1)[0]["fits"]
 
 
 def test_largest_micro_batch_fits_and_twice_its_rows_do_not(forks: Forks) -> None:
     lora = ["--set", "lora.rank=8", "--stage", "ppo", "--memory", "40GiB", "--set", "ppo.batch_size=1024"]
     lora += ["--set", "ppo.generation_batch_size=1"]
-    most = int(planned(forks, *lora, code=1)[0]["advice"]["largest micro-batch"].split()[0])
-    assert planned(forks, *lora, "--set", f"ppo.micro_batch_size={most}")[0]["fits"]
-    assert not planned(forks, *lora, "--set", f"ppo.micro_batch_size={2 * most}", code=1)[0]["fits"]
+    most = int(plan_reports(forks, *lora, code=1)[0]["advice"]["largest micro-batch"].split()[0])
+    assert plan_reports(forks, *lora, "--set", f"ppo.micro_batch_size={most}")[0]["fits"]
+    assert not plan_reports(forks, *lora, "--set", f"ppo.micro_batch_size={2 * most}", code=1)[0]["fits"]
 
 
 def test_auto_shows_the_value_that_a_run_would_take(forks: Forks) -> None:
     auto = ["--set", "engine.zero_stage=auto", "--stage", "sft", "--devices", "8"]
-    roomy = planned(forks, *auto, "--memory", "640GiB")[0]
-    tight = planned(forks, *auto, "--memory", "60GiB")[0]
+    roomy = plan_reports(forks, *auto, "--memory", "640GiB")[0]
+    tight = plan_reports(forks, *auto, "--memory", "60GiB")[0]
     assert roomy["advice"]["engine.zero_stage"] == "0 (auto)"
     assert tight["advice"]["engine.zero_stage"] in ("1 (auto)", "2 (auto)", "3 (auto)")
 
 
 def test_hours_and_money_follow_from_a_throughput(forks: Forks) -> None:
     common = ["--memory", "1TB", "--stage", "sft", "--tflops", "100", "--price", "2", "--rows", "3200"]
-    (one,) = planned(forks, *common)
+    (one,) = plan_reports(forks, *common)
     # 100 steps of 32 rows of 512 tokens: 6 operations a number and token.
     expected = 100 * 32 * 512 * 6 * 6_738_415_616 / 100e12 / 3600
     assert one["hours"] == pytest.approx(expected)
     assert one["cost"] == pytest.approx(2 * expected)
-    (four,) = planned(forks, *common, "--devices", "4")
+    (four,) = plan_reports(forks, *common, "--devices", "4")
     assert four["hours"] == pytest.approx(expected / 4) and four["cost"] == pytest.approx(2 * expected)
 
 
@@ -97,11 +97,11 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "ppo").mkdir()
     (tmp_path / "ppo" / "stage.json").write_text(json.dumps({"steps": 10, "seconds": 50.0}))
     measured = ["--memory", "1TB", "--measured", str(tmp_path), "--stage", "ppo", "--set", "ppo.steps=720"]
-    assert planned(forks, *measured)[0]["hours"] == pytest.approx(1.0)
+    assert plan_reports(forks, *measured)[0]["hours"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--memory", "lots"], "--memory: must be a size, got lots; write e.g. 80GiB"),
         (["--memory", "24"], "--memory: needs a unit, got 24; write 24GiB"),
@@ -115,9 +115,9 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
         (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run; name a run's folder"),
     ],
 )
-def test_wrong_option_is_a_one_line_error(forks: Forks, arguments: list[str], said: str) -> None:
+def test_wrong_option_is_a_one_line_error(forks: Forks, arguments: list[str], message: str) -> None:
     import re
 
     done = forks.run("plan", *SEVEN, *arguments, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(rf"rlhf: error: {said}.*\n", done.stderr), done.stderr
+    assert re.fullmatch(rf"rlhf: error: {message}.*\n", done.stderr), done.stderr

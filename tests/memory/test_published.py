@@ -1,4 +1,4 @@
-"""The plan against numbers that others published, each with what is assumed beside it."""
+"""The plan against published numbers, each with its assumptions."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_sft_of_opt_13b_with_lora_takes_the_published_memory() -> None:
             "sft": {"batch_size": 4, "micro_batch_size": 4, "dropout": 0.0},
         }
     )
-    (found,) = plan_stages(config, ["sft"], Environment(1, "fp16", fused_attention=False))
-    kinds = {item.kind: item.size for item in found.fullest.items if item.kind in ("weights", "activations")}
+    (stage_plan,) = plan_stages(config, ["sft"], Environment(1, "fp16", fused_attention=False))
+    kinds = {item.kind: item.size for item in stage_plan.fullest.items if item.kind in ("weights", "activations")}
     adapters = 2 * shape_of("opt-13b").adapters(128)
     assert (kinds["weights"] - adapters) / GIB == pytest.approx(24, rel=0.1)
     assert kinds["activations"] / GIB == pytest.approx(19, rel=0.1)
-    assert found.fullest.device / GIB == pytest.approx(47, rel=0.1)
+    assert stage_plan.fullest.device / GIB == pytest.approx(47, rel=0.1)
 
 
 def seven(**settings: Any) -> Any:
@@ -106,8 +106,8 @@ def test_zero_shares_sixteen_bytes_a_number_as_published() -> None:
     for stage, expected in per_number.items():
         config = seven(engine={"zero_stage": stage, "zero_persistence_threshold": 0})
         config = config.model_copy(update={"sft": config.sft.model_copy(update={"batch_size": 64})})
-        (found,) = plan_stages(config, ["sft"], Environment(64, "fp16"))
-        held = sum(item.size for item in found.fullest.items if item.kind in ("weights", "masters", "moments"))
+        (stage_plan,) = plan_stages(config, ["sft"], Environment(64, "fp16"))
+        held = sum(item.size for item in stage_plan.fullest.items if item.kind in ("weights", "masters", "moments"))
         gradients = {0: 2, 1: 2, 2: 2 / 64, 3: 2 / 64}[stage]  # which come and go
         assert held / numbers + gradients == pytest.approx(expected, rel=0.02)
 
@@ -116,8 +116,8 @@ def test_zero_shares_sixteen_bytes_a_number_as_published() -> None:
 def test_moving_average_takes_four_bytes_a_trained_number(stage: int, ranks: int) -> None:
     def averages(**ppo: Any) -> list[tuple[int, bool]]:
         config = seven(engine={"zero_stage": stage}, ppo={"batch_size": 64, **ppo})
-        (found,) = plan_stages(config, ["ppo"], Environment(ranks, "bf16"))
-        return [(item.size, item.host) for item in found.fullest.items if item.kind == "average"]
+        (stage_plan,) = plan_stages(config, ["ppo"], Environment(ranks, "bf16"))
+        return [(item.size, item.host) for item in stage_plan.fullest.items if item.kind == "average"]
 
     share = 4 * 6_738_415_616 // (ranks if stage else 1)
     assert averages() == []

@@ -60,21 +60,21 @@ def test_gradient_bucket_has_the_size_given_to_deepspeed() -> None:
 
     def device_bytes(**deepspeed: Any) -> int:
         values = {"model": {"path": "opt-125m"}, "lora": LORA, "engine": {"zero_stage": 2, "deepspeed": deepspeed}}
-        (found,) = plan_stages(build_config(values), ["sft"], Environment(2, "bf16"))
-        return found.fullest.device
+        (stage_plan,) = plan_stages(build_config(values), ["sft"], Environment(2, "bf16"))
+        return stage_plan.fullest.device
 
     larger = device_bytes(zero_optimization={"reduce_bucket_size": 500_000_000})
     assert larger - device_bytes() == pytest.approx(2 * 500_000_000, rel=0.01)
 
 
 def test_reused_passes_exist_at_the_same_time() -> None:
-    """Four micro-batches: the actor's update begins with three more of its own, and four of the critic's."""
+    """Four micro-batches: the actor's update starts with three more of the actor's passes, and four of the critic's."""
     values = {"model": {"path": "llama-2-7b"}, "lora": LORA, "ppo": {"batch_size": 8, "micro_batch_size": 2}}
     sizes = {}
     for reuse in (True, False):
         config = build_config({**values, "ppo": {**values["ppo"], "reuse_forward": reuse}})
-        (found,) = plan_stages(config, ["ppo"], Environment(1, "bf16"))
-        for phase in found.phases:
+        (stage_plan,) = plan_stages(config, ["ppo"], Environment(1, "bf16"))
+        for phase in stage_plan.phases:
             for role in ("actor", "critic"):
                 kept = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
                 sizes[reuse, phase.name, role] = sum(kept)

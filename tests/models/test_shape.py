@@ -70,7 +70,7 @@ def test_shape_of_folder_counts_the_models_numbers(family: Family, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "grouped", "kept", "gated", "rms"),
+    ("name", "kv_heads", "saved_ffn", "gated", "rms"),
     [
         ("OPT", 4, 1, False, False),
         ("GPT-2", 4, 6, False, False),
@@ -80,9 +80,9 @@ def test_shape_of_folder_counts_the_models_numbers(family: Family, tmp_path: Pat
         ("Nemotron", 2, 2, False, True),
     ],
 )
-def test_shape_reads_what_a_layer_keeps(name: str, grouped: int, kept: int, gated: bool, rms: bool) -> None:
+def test_shape_reads_what_a_layer_keeps(name: str, kv_heads: int, saved_ffn: int, gated: bool, rms: bool) -> None:
     shape = shape_from(BY_NAME[name].configuration().to_dict(), name)
-    assert (shape.kv_heads, shape.kept, shape.gated, shape.rms) == (grouped, kept, gated, rms)
+    assert (shape.kv_heads, shape.saved_ffn, shape.gated, shape.rms) == (kv_heads, saved_ffn, gated, rms)
 
 
 def test_shape_of_known_name_ignores_owner_and_ending() -> None:

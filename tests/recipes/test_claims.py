@@ -1,4 +1,4 @@
-"""What the recipes of example_scripts say of themselves is true: their batches, devices, memory and LoRA."""
+"""Recipes of example_scripts state their batches, devices, memory and LoRA correctly."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_a_recipe_takes_from_a_hub_needs_no_further_words(recipe: Path) -> 
 
 @pytest.mark.parametrize("recipe", OF_OPT, ids=toys.name_of)
 def test_opt_has_the_data_rates_and_lengths_of_deepspeed_chat(recipe: Path) -> None:
-    """What all of its scripts for OPT have in common: step 2, the critic's rate, warm-up, schedule and lengths."""
+    """All scripts for OPT have these in common: step 2, the critic's rate, warm-up, schedule and lengths."""
     config = load_config(recipe)
     assert config.data.datasets[0].path == "Dahoas/rm-static" and config.data.stage_split == (2, 4, 4)
     assert [source.stages for source in config.data.datasets[1:]] in ([], [("sft", "reward")] * 3)

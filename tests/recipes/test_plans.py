@@ -1,4 +1,4 @@
-"""What the pages of the recipes say that a device holds is what `rlhf plan` says, and it fits there."""
+"""Pages of recipes state the memory that `rlhf plan` predicts, and it fits."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ STAGES: tuple[Stage, ...] = ("sft", "reward", "ppo", "dpo")
 ROW = re.compile(r"\| (\S+) \| (\d+) x (\w+) \|(.*)\|")
 
 
-def rows() -> list[tuple[Path, int, str, list[str]]]:
-    """(recipe, devices, memory of each, what the page says of each stage) of all tables."""
-    found = []
+def table_rows() -> list[tuple[Path, int, str, list[str]]]:
+    """Return (recipe, devices, memory of each, GiB of each stage) of the rows of all tables."""
+    recipes = []
     for page in sorted(EXAMPLES.glob("*/README.md")):
         for line in page.read_text(encoding="utf-8").partition(f"{HEAD}\n")[2].splitlines()[1:]:
             if not (row := ROW.fullmatch(line)):
                 break
-            said = [cell.strip() for cell in row[4].split("|")]
-            found.append((page.with_name(f"{row[1]}.yaml"), int(row[2]), row[3], said))
-    return found
+            stated = [cell.strip() for cell in row[4].split("|")]
+            recipes.append((page.with_name(f"{row[1]}.yaml"), int(row[2]), row[3], stated))
+    return recipes
 
 
-def name(value: object) -> str | None:
+def name_of(value: object) -> str | None:
     return f"{value.parent.name}/{value.stem}" if isinstance(value, Path) else None
 
 
-@pytest.mark.parametrize(("recipe", "devices", "memory", "said"), rows(), ids=name)
-def test_page_of_recipe_states_the_planned_memory(recipe: Path, devices: int, memory: str, said: list[str]) -> None:
+@pytest.mark.parametrize(("recipe", "devices", "memory", "stated"), table_rows(), ids=name_of)
+def test_page_of_recipe_states_the_planned_memory(recipe: Path, devices: int, memory: str, stated: list[str]) -> None:
     config = load_config(recipe)
     environment, limits = describe_environment(config, devices, parse_bytes(memory, "--memory"), None)
-    for stage, gib in zip(STAGES, said, strict=True):
+    for stage, gib in zip(STAGES, stated, strict=True):
         if gib:
             plan = report_stage(config, stage, environment, limits)
             assert plan["fits"], plan["verdict"]
@@ -47,5 +47,5 @@ def test_page_of_recipe_states_the_planned_memory(recipe: Path, devices: int, me
 
 @pytest.mark.parametrize("folder", ["bloom", "llama2-7b", "other_language"])
 def test_every_recipe_of_a_folder_is_in_its_table(folder: str) -> None:
-    listed = {recipe for recipe, *_ in rows()}
+    listed = {recipe for recipe, *_ in table_rows()}
     assert set((EXAMPLES / folder).glob("*.yaml")) - listed == set()

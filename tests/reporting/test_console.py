@@ -17,7 +17,7 @@ from rlhf.reporting.progress import progress
 
 @pytest.fixture(params=[False, True], ids=["pipe", "terminal"])
 def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What the terminal is written."""
+    """Return the output of the terminal."""
     output = io.StringIO()
     console = Terminal(file=output, force_terminal=request.param, width=60, highlight=False)
     monkeypatch.setattr(module, "console", console)

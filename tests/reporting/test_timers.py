@@ -13,7 +13,7 @@ from rlhf.config.schema import LoraConfig, build_config
 from rlhf.models.flops import ModelFlops, TextLengths, generation_lengths
 from rlhf.models.lora import add_adapters
 from rlhf.models.shape import shape_from
-from rlhf.reporting import timers as module
+from rlhf.reporting import timers
 from rlhf.reporting.timers import PhaseTimers, is_machine_dependent
 from rlhf.trainers.ppo.metrics import length_sums, record_arithmetic
 from tests.helpers import llama
@@ -54,7 +54,7 @@ def test_update_of_adapters_counts_no_gradient_of_frozen_weights():
     layers, attention, head = 2 * MATRICES * 8, 4 * WIDTH * 34, 2 * 800 * 4
     assert ModelFlops.of(SHAPE, rank=rank).forward(texts) == layers + attention + head + 2 * adapters * 8
     assert ModelFlops.of(SHAPE, rank=rank).update(texts) == 2 * layers + 3 * attention + 2 * head + 3 * 2 * adapters * 8
-    trained = ModelFlops.of(SHAPE, rank=rank, scalar_head=True)  # its head is trained beside the adapters
+    trained = ModelFlops.of(SHAPE, rank=rank, scalar_head=True)  # its head is trained in addition to the adapters
     assert trained.update(texts) == 2 * layers + 3 * attention + 3 * 2 * 8 * 4 + 3 * 2 * adapters * 8
 
 
@@ -64,8 +64,8 @@ def test_generation_lengths_equal_the_hand_count():
     prompts = TextLengths.of([p for p, _ in lengths], 0)
     whole = TextLengths.of([p + n for p, n in lengths], 0)
     pairs = sum(p * p + sum(range(p + 1, p + n)) for p, n in lengths[:2])
-    found = generation_lengths(rows - 1, TextLengths.of([3, 2], 0), TextLengths.of([7, 3], 0))
-    assert found == (7 + 3 - 2, pairs, 4 + 1)
+    lengths_read = generation_lengths(rows - 1, TextLengths.of([3, 2], 0), TextLengths.of([7, 3], 0))
+    assert lengths_read == (7 + 3 - 2, pairs, 4 + 1)
     assert generation_lengths(rows, prompts, whole).outputs == 5
 
 
@@ -95,23 +95,23 @@ def test_phases_of_a_ppo_step_count_real_rows_only(accelerator):
     drawn = torch.tensor([[1.0, 1, 0], [1, 1, 1], [0, 0, 0]])
     rows = torch.tensor([1.0, 1, 0])
     sums = length_sums(SimpleNamespace(attention_mask=attended, action_mask=drawn), rows)
-    found = {key: value.item() for key, value in sums.items()} | {"rows": 2, "tokens": 5}
-    assert found == {
+    totals = {key: value.item() for key, value in sums.items()} | {"rows": 2, "tokens": 5}
+    assert totals == {
         "prompt_tokens": 4, "prompt_pairs": 10, "text_tokens": 9, "text_pairs": 41, "rows": 2, "tokens": 5,
     }  # fmt: skip
     config = build_config({"ppo": {"batch_size": 4, "minibatch_size": 2, "ppo_epochs": 3}})
     actor, scalar = ModelFlops.of(SHAPE, rank=1), ModelFlops.of(SHAPE, scalar_head=True)
-    told = {}
+    recorded = {}
     context = SimpleNamespace(
         config=config,
         model_flops={"actor": actor, "critic": scalar, "reward": scalar},
-        phases=SimpleNamespace(count_work=lambda name, **said: told.update({name: said})),
+        phases=SimpleNamespace(count_work=lambda name, **work: recorded.update({name: work})),
     )
     raw = TextLengths.of([7], outputs=6)
-    record_arithmetic(context, found, 4, raw)  # of 3 x 2: kl_stop ended the step
+    record_arithmetic(context, totals, 4, raw)  # of 3 x 2: kl_stop ended the step
     passes, policy, values = 2, TextLengths(9, 41, 5), TextLengths(9, 41, 9)
     plain = ModelFlops.of(SHAPE)  # the reference is the actor without its adapters
-    assert told == {
+    assert recorded == {
         "generation": {"tokens": 5, "flops": actor.forward(TextLengths(4 + 1 + 1 + 1, 9 + 4 + 1 + 2 + 3, 5))},
         "scoring": {
             "tokens": 9,
@@ -124,16 +124,16 @@ def test_phases_of_a_ppo_step_count_real_rows_only(accelerator):
     }
     forward = actor.forward(policy) + scalar.forward(values)
     context.config = build_config({"ppo": {"batch_size": 4}})
-    record_arithmetic(context, found, 1, reused=True)
-    assert told["training"] == {"tokens": 9, "flops": actor.update(policy) + scalar.update(values) - forward}
+    record_arithmetic(context, totals, 1, reused=True)
+    assert recorded["training"] == {"tokens": 9, "flops": actor.update(policy) + scalar.update(values) - forward}
 
 
 class Clock:
-    """A device and a clock that moves only where it is told."""
+    """A device with a clock that only tests move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, peaks: dict[str, float] | None = None) -> None:
         self.now, self.queued, self.peaks = 0.0, 0.0, [100]
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.info = lambda: DeviceInfo("chip", 1, "none", peak_flops=peaks or {})
         self.memory = lambda: SimpleNamespace(peak=self.peaks[-1])
 
@@ -158,17 +158,17 @@ def test_phase_lasts_until_the_device_is_done(monkeypatch):
         clock.peaks[-1] = 70
         phases.count_work("generation", tokens=50, flops=10e12)
         phases.count_work("training", tokens=110, flops=22e12)
-    found = phases.metrics()
-    assert {key: found[key] for key in found if key.endswith("seconds")} == {
+    metrics = phases.metrics()
+    assert {key: metrics[key] for key in metrics if key.endswith("seconds")} == {
         "seconds": 20, "generation_seconds": 5, "scoring_seconds": 2, "training_seconds": 11, "other_seconds": 2,
     }  # fmt: skip
-    shares = [value for key, value in found.items() if key.endswith("_share") and key != "peak_share"]
+    shares = [value for key, value in metrics.items() if key.endswith("_share") and key != "peak_share"]
     assert shares == [0.25, 0.1, 0.55, 0.1]
-    assert found["generation_tokens_per_second"] == 10 and found["training_tokens_per_second"] == 10
+    assert metrics["generation_tokens_per_second"] == 10 and metrics["training_tokens_per_second"] == 10
     # of one of two devices
-    assert (found["generation_tflops"], found["training_tflops"], found["tflops"]) == (1.0, 1.0, 32 / 2 / 20)
-    assert found["peak_share"] == found["tflops"]
-    assert found["peak_memory"] == 70
+    assert (metrics["generation_tflops"], metrics["training_tflops"], metrics["tflops"]) == (1.0, 1.0, 32 / 2 / 20)
+    assert metrics["peak_share"] == metrics["tflops"]
+    assert metrics["peak_memory"] == 70
     with phases.step():
         clock.now += 1.0
     assert phases.metrics()["peak_memory"] == 10, "the peak of each step is its own"
@@ -205,9 +205,9 @@ def test_metrics_omit_unknown_arithmetic_and_unknown_peak(monkeypatch):
 
 def test_is_machine_dependent_names_speed_and_memory_only():
     keys = {key for _, key, _ in table("Numbers of a training step")}
-    told = {key for key in keys if is_machine_dependent(key)}
+    machine = {key for key in keys if is_machine_dependent(key)}
     rates = {"tokens_per_second", "pairs_per_second", "seconds", "tflops", "peak_share", "peak_memory"}
     phases = ("generation", "scoring", "training", "other")
     measures = ("seconds", "share", "tokens_per_second", "tflops")
-    assert told == rates | {f"{phase}_{measure}" for phase in phases for measure in measures} & keys
-    assert {"truncated_share", "other_share"} & told == {"other_share"}
+    assert machine == rates | {f"{phase}_{measure}" for phase in phases for measure in measures} & keys
+    assert {"truncated_share", "other_share"} & machine == {"other_share"}

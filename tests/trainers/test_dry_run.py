@@ -1,4 +1,4 @@
-"""What a run says beforehand of the models that it starts from; what a dry run shows is in tests/preflight."""
+"""The line about a run's base models; tests/preflight covers the tables of a dry run."""
 
 import subprocess
 import sys

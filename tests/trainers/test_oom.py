@@ -1,4 +1,4 @@
-"""What a stage says when memory runs out: the settings that would help there, and who holds how much."""
+"""The message of a stage that ran out of memory: settings that would help, and bytes of each model."""
 
 from __future__ import annotations
 
