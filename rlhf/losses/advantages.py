@@ -1,4 +1,4 @@
-"""Advantages of actions: how much better than expected each turned out to be."""
+"""Advantage estimators: how much better than expected each action was."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ if TYPE_CHECKING:
 Estimate = Callable[[Tensor, Tensor, Tensor, "PPOConfig"], tuple[Tensor, Tensor]]
 """(rewards, values, mask, settings) -> (advantages, returns); all tensors [B, A], float32, 0 past a row's last action.
 
-Completions of one prompt are neighbours: rows k * n to (k + 1) * n are of prompt k, n being
-`settings.method.group_size`. `values` are 0 where there is no critic. Returns are what a critic learns, and else the
-rewards from each action on; those of the last action's successors may be anything. An entry of
+Completions of one prompt are neighbours: rows k * n to (k + 1) * n belong to prompt k, n being
+`settings.method.group_size`. `values` are 0 without a critic. A critic learns the returns; without one they are the sum
+of the rewards from each action on. Columns after the last action may hold anything. An entry of
 `rlhf.config.estimators.ESTIMATORS` names the function.
 """
 
-_LEAST_STD = 1e-4  # beside it, rewards that differ by rounding alone do not come to differ by deviations
+_LEAST_STD = 1e-4  # added, so that rewards that differ only by rounding do not differ by standard deviations
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation with a critic; see `advantages_and_returns`."""
+    """Return the advantages of generalized advantage estimation; see `advantages_and_returns`."""
     return advantages_and_returns(values, rewards, 0, gamma=settings.gamma, lam=settings.lam)
 
 
 def advantages_and_returns(
     values: Tensor, rewards: Tensor, start: int, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, equation 16).
+    """Estimate advantages by a critic's values (arXiv:1506.02438, equation 16).
 
     Args:
-        values, rewards: [B, T-1], 0 past each row's last action.
+        values: [B, T-1], 0 past each row's last action.
+        rewards: [B, T-1], 0 past each row's last action.
         start: column of the first action, P - 1.
+        gamma: discount of later rewards.
+        lam: weight of later errors of the values; 1 uses rewards only, 0 the next value only.
 
     Returns:
-        advantages and returns, [B, A] float32 each, detached.
+        Advantages and returns, [B, A] float32 each, detached.
     """
     values, rewards = values[:, start:].detach().float(), rewards[:, start:].detach().float()
     deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
@@ -48,10 +51,10 @@ def advantages_and_returns(
 
 
 def rloo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
-    """REINFORCE, leave one out (arXiv:2402.14740, section 3.1): each action earns its whole completion's reward.
+    """Return the advantages of REINFORCE leave-one-out (arXiv:2402.14740, section 3.1), equal for all actions of a row.
 
-    That is the sum of its tokens' rewards, the KL penalty among them, less the mean of the other completions' of the
-    prompt. As R - (S - R) / (n - 1) = n / (n - 1) * (R - S / n), no sum is taken apart again.
+    An advantage is the completion's reward, the sum over its tokens with the KL penalty, minus the mean reward of the
+    prompt's other completions. With S the sum over n completions: R - (S - R) / (n - 1) = n / (n - 1) * (R - S / n).
     """
     groups = _groups(rewards, settings)
     size = groups.shape[1]
@@ -60,11 +63,11 @@ def rloo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> 
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages under outcome supervision (arXiv:2402.03300, section 4.1.2).
+    """Return group-relative advantages under outcome supervision (arXiv:2402.03300, section 4.1.2).
 
-    A completion's reward less the mean of the prompt's, over their deviation (of a sample: n - 1) unless
-    `settings.group_std` is false (Dr. GRPO, arXiv:2503.20783, section 3.2). Completions that all earn the same teach
-    nothing.
+    An advantage is the completion's reward minus the mean of the prompt's completions, divided by their sample standard
+    deviation unless `settings.group_std` is false (Dr. GRPO, arXiv:2503.20783, section 3.2). Completions with equal
+    rewards have no advantage.
     """
     groups = _groups(rewards, settings)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -74,21 +77,21 @@ def grpo(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> 
 
 
 def reinforce_plus_plus(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (arXiv:2501.03262, section 3): the discounted rewards from each action on.
+    """Return the advantages of REINFORCE++ (arXiv:2501.03262, section 3): the discounted rewards from each action on.
 
-    The batch's normalization of them is `whiten`'s, afterwards.
+    `whiten` normalizes them over the batch afterwards.
     """
     returns = _to_go(rewards, settings.gamma)
     return returns * mask, returns
 
 
 def _groups(rewards: Tensor, settings: PPOConfig) -> Tensor:
-    """[B, A] -> [B / n, n] float32: the reward of each completion, a prompt's in a row."""
+    """Sum rewards [B, A] over the tokens of each completion: [B / n, n] float32, one row for each prompt."""
     return rewards.detach().float().sum(1).view(-1, settings.method.group_size)
 
 
 def _to_go(rewards: Tensor, decay: float) -> Tensor:
-    """[B, A] -> [B, A] float32: the recursion G_t = r_t + decay * G_(t+1), written out as one product."""
+    """Return G_t = r_t + decay * G_(t+1), computed as one matrix product: [B, A] -> [B, A] float32."""
     rewards = rewards.detach().float()
     columns = torch.arange(rewards.shape[1], device=rewards.device)
     distance = columns.unsqueeze(1) - columns
@@ -97,13 +100,14 @@ def _to_go(rewards: Tensor, decay: float) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
-    """Scale masked values to mean 0 and deviation 1; masked-out positions become 0.
+    """Scale masked values to mean 0 and standard deviation 1; masked-out positions become 0.
 
-    The mean is taken off before the squares are summed: E[x^2] - E[x]^2 has no digits left where the mean is large.
+    The mean is subtracted before the squares are summed: if it is large, E[x^2] - E[x]^2 has no digits left.
 
     Args:
-        values, mask: [B, A].
-        all_sum: adds a tensor up over the parts of a batch that other ranks hold.
+        values: [B, A].
+        mask: [B, A].
+        all_sum: sums a tensor over the ranks that share the batch.
     """
     count, total = all_sum(torch.stack([mask.sum().float(), (values * mask).sum()]))
     centred = (values - total / count.clamp_min(1)) * mask

@@ -1,4 +1,4 @@
-"""Losses of a policy over pairs of replies, the preferred one first, against a reference (arXiv:2305.18290)."""
+"""Losses of a policy on pairs of replies, the preferred one first, relative to a reference (arXiv:2305.18290)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlhf.losses.log_probs import masked
 
 
 def sequence_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Log-probability of each reply: [R, A] of its tokens, and which of them it has -> [R], in nats.
+    """Sum the log-probabilities of each reply's tokens, [R, A] where `mask` [R, A] is 1: [R], in nats.
 
-    A sum, whatever the loss: arXiv:2310.12036 too means whole replies by its probabilities, and no mean over tokens.
+    A sum for every loss: arXiv:2310.12036 also uses probabilities of whole replies, not a mean over tokens.
     """
     return masked(log_probs, mask).sum(-1)
 
@@ -21,12 +21,13 @@ def sequence_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
 def preference_losses(
     margins: Tensor, *, loss: Literal["sigmoid", "ipo", "robust"], beta: float, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The loss of each pair, of any shape.
+    """Return the loss of each pair, in the shape of `margins`.
 
     Args:
-        margins: log (policy / reference) of the chosen reply less that of the rejected one, in nats.
-        loss: sigmoid, arXiv:2305.18290, equation 7; ipo, arXiv:2310.12036, equation 17, its tau being `beta`; robust,
-            arXiv:2403.00409, equation 12: unbiased where a share `label_smoothing` of the labels is flipped.
+        margins: log (policy / reference) of the chosen reply minus that of the rejected one, in nats.
+        loss: sigmoid: arXiv:2305.18290, equation 7. ipo: arXiv:2310.12036, equation 17, with `beta` as its tau. robust:
+            arXiv:2403.00409, equation 12, unbiased if a share `label_smoothing` of the labels is flipped.
+        beta: strength of the pull towards the reference.
         label_smoothing: below 0.5; with the sigmoid loss, the share of labels that the policy should doubt
             (conservative DPO).
     """

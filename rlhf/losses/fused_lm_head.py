@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens from hidden states: the projection to the vocabulary is a part of it.
+"""Log-probabilities and entropies of tokens from hidden states, fused with the projection to the vocabulary.
 
-Logits are made for a part of the vocabulary at a time, in the forward pass and again in the backward pass: of all
-tokens of a batch they never exist together, nor does their gradient.
+Logits are computed for one part of the vocabulary at a time, in the forward pass and again in the backward pass: those
+of a whole batch never exist at one time, nor does their gradient.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor
 from rlhf.losses import log_probs as tokens
 from rlhf.losses.log_probs import exponentials_, gradient_, tempered_
 
-_FEWEST_COLUMNS = 256  # of a part of the vocabulary: its products would be too small to be quick
+_FEWEST_COLUMNS = 256  # of a part of the vocabulary: smaller matrix products are slow
 
 
 class _Projected(torch.autograd.Function):
-    """[N, H] hidden states, [V, H] weight, [V] bias and [N] labels -> [N] log p(label), [N] entropy or None."""
+    """Maps hidden states [N, H], weight [V, H], bias [V] and labels [N] to log p(label) [N] and entropy [N] or None."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        # Of the parts so far: the highest logit; the sums of e^x and x e^x, x being a logit less that; the label's.
+        # Over the parts so far: the highest logit; the sums of e^x and x e^x, x being a logit minus that; the label's.
         top = hidden.new_full((len(hidden), 1), torch.finfo(torch.float32).min, dtype=torch.float32)
         total, mean, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
         for part in _parts(hidden, weight, bias, labels, temperature, second=entropy):
             chosen += torch.where(part.here, part.values.gather(-1, part.column), 0)
             highest = torch.maximum(top, part.values.amax(-1, keepdim=True))
-            more, more_mean = exponentials_(part.values.sub_(highest), part.second)
+            part_total, part_mean = exponentials_(part.values.sub_(highest), part.second)
             lower = top - highest
-            if more_mean is not None:
-                mean = lower.exp() * (mean + lower * total) + more_mean
-            total = lower.exp() * total + more
+            if part_mean is not None:
+                mean = lower.exp() * (mean + lower * total) + part_mean
+            total = lower.exp() * total + part_total
             top = highest
         normalizers = top + total.log()
         entropies = total.log() - mean / total if entropy else None
@@ -59,7 +59,7 @@ class _Projected(torch.autograd.Function):
             gradient_(part.values.sub_(normalizers), g, part.second, entropies, h)
             part.values.scatter_add_(-1, part.column, torch.where(part.here, g, 0))
             logits = part.logits.copy_(part.values)  # to the type of the products; in float32 they are one tensor
-            if of_weight is not None:  # each row whole at once: nothing is added up in few digits
+            if of_weight is not None:  # each row is computed at once: no sums in few digits
                 torch.mm(logits.t(), hidden, out=of_weight[part.columns])
             if of_bias is not None:
                 of_bias[part.columns] = part.values.sum(0)
@@ -70,14 +70,14 @@ class _Projected(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """The columns of a part of the vocabulary, and what is known of all N tokens there; the next part overwrites it."""
+    """One part of the vocabulary for all N tokens; the next part overwrites its tensors."""
 
     columns: slice
     logits: Tensor  # [N, v], of the weight's type
-    values: Tensor  # [N, v] float32, over the temperature; of float32 weights the same tensor
-    second: Tensor | None  # another such, to work in
-    here: Tensor  # [N, 1] whether the label is one of the columns
-    column: Tensor  # [N, 1] which; any of them where it is not
+    values: Tensor  # [N, v] float32, divided by the temperature; the same tensor if weights are float32
+    second: Tensor | None  # a buffer of the same shape
+    here: Tensor  # [N, 1] True if the label is one of the columns
+    column: Tensor  # [N, 1] its place among the columns; arbitrary if it is not one of them
 
 
 def _parts(
@@ -88,12 +88,12 @@ def _parts(
     wide = hidden.dtype == torch.float32
     products = torch.empty(rows * width, dtype=hidden.dtype, device=hidden.device)
     floats = products if wide else torch.empty_like(products, dtype=torch.float32)
-    more = torch.empty_like(floats) if second else None
+    buffer = torch.empty_like(floats) if second else None
     labels = labels.unsqueeze(-1)
     for start in range(0, size, width):
         columns = slice(start, min(start + width, size))
         shape = rows, columns.stop - start
-        logits, values = (buffer[: shape[0] * shape[1]].view(shape) for buffer in (products, floats))
+        logits, values = (flat[: shape[0] * shape[1]].view(shape) for flat in (products, floats))
         if bias is None:
             torch.mm(hidden, weight[columns].t(), out=logits)
         else:
@@ -104,7 +104,7 @@ def _parts(
             columns,
             logits,
             tempered_(values, temperature),
-            None if more is None else more[: shape[0] * shape[1]].view(shape),
+            None if buffer is None else buffer[: shape[0] * shape[1]].view(shape),
             (labels >= start) & (labels < columns.stop),
             (labels - start).clamp(0, shape[1] - 1),
         )
@@ -119,21 +119,23 @@ def projected_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `rlhf.losses.log_probs.token_log_probs` makes of `linear(hidden, weight, bias)`, without these logits.
+    """Return `rlhf.losses.log_probs.token_log_probs` of `linear(hidden, weight, bias)` without storing these logits.
 
-    The product is made twice where there is a gradient, which costs 4 products in place of 3.
+    With a gradient the logits are computed twice: 4 matrix products instead of 3.
 
     Args:
-        hidden: [..., H]; weight: [V, H] and bias: [V], of the same type.
+        hidden: [..., H].
+        weight: [V, H], of the type of `hidden`.
+        bias: [V], or None.
         labels: [...], token ids.
         temperature: above 0.
-        entropy: whether to find, in nats, the entropy of each token's distribution too.
+        entropy: also compute the entropy of each token's distribution, in nats.
 
     Returns:
         (log-probabilities, entropies or None), [...] float32 each, with gradients.
     """
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    kind = torch.nn.functional.linear(hidden[:0], weight[:0]).dtype  # under autocast another than theirs
+    kind = torch.nn.functional.linear(hidden[:0], weight[:0]).dtype  # under autocast different from theirs
     bias = None if bias is None else bias.to(kind)
     log_probs, entropies = _Projected.apply(
         hidden.to(kind), weight.to(kind), bias, labels.reshape(-1), temperature, entropy

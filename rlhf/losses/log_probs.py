@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, and means over those that count."""
+"""Log-probabilities and entropies of tokens, and masked means."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from rlhf.config.estimators import LossMean
 
 CHUNK_ELEMENTS = 1 << 22
-"""Elements of a float32 working copy of logits: 16 MiB. One such copy serves all chunks: with a new one for each, the
-passes over 512 rows of 49,152 took twice as long (two cores of an AMD EPYC)."""
+"""Elements of a float32 working copy of logits: 16 MiB. All chunks share one copy: with a new one for each, the passes
+over 512 rows of 49,152 took twice as long (two cores of an AMD EPYC)."""
 
 _LOWEST = -1e30  # a finite stand-in for the logarithm of 0
 
@@ -27,7 +27,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)  # an entropy that no loss has costs nothing in the backward pass
+        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing in the backward pass
         normalizers = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         entropies = torch.empty_like(normalizers) if entropy else None
         work, second = _working_copies(logits, 2 if entropy else 1)
@@ -37,7 +37,7 @@ class _TokenLogProbs(torch.autograd.Function):
             total, mean = exponentials_(values.sub_(top), second[: len(values)] if entropy else None)
             torch.add(top, total.log(), out=normalizers[part].unsqueeze(-1))
             if entropies is not None and mean is not None:
-                # H = log Z - E[logit], both less the highest logit.
+                # H = log Z - E[logit], both minus the highest logit.
                 torch.sub(total.log(), mean / total, out=entropies[part].unsqueeze(-1))
         ctx.save_for_backward(logits, labels, normalizers, entropies)
         ctx.temperature = temperature
@@ -64,7 +64,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each label under softmax(logits / temperature).
+    """Return the log-probability of each label under softmax(logits / temperature).
 
     Args:
         logits: [B, T, V], of any floating type.
@@ -72,7 +72,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
         temperature: above 0.
 
     Returns:
-        [B, T] float32. Neither the forward nor the backward pass makes a [B, T, V] float32 copy.
+        [B, T] float32. Neither the forward nor the backward pass stores a [B, T, V] float32 copy.
     """
     log_probs: Tensor = _TokenLogProbs.apply(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, False
@@ -81,9 +81,9 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
 
 
 def token_log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """What `token_log_probs` gives, and the entropy, in nats, of each token's distribution: [B, T] float32 each.
+    """Return `token_log_probs` and the entropy of each token's distribution, in nats: [B, T] float32 each.
 
-    Both have gradients, and neither makes a [B, T, V] float32 copy.
+    Both have gradients, and neither stores a [B, T, V] float32 copy.
     """
     log_probs, entropy = _TokenLogProbs.apply(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, True
@@ -92,33 +92,35 @@ def token_log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: flo
 
 
 def ends_with(ids: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
-    """[B] float32: 1 where a row's last token in `mask` is one of `ends` [N]; `ids`, `mask`: [B, A]."""
+    """Return 1 for each row whose last token in `mask` [B, A] is one of `ends` [N]: `ids` [B, A] -> [B] float32."""
     last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(-1, keepdim=True)
     return ((ids.gather(-1, last) == ends).any(-1) & mask.bool().any(-1)).float()
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is 1, else 0. A product would not do: log-probabilities of padding may be infinite."""
+    """Return `values` where `mask` is 1, else 0; log-probabilities of padding may be infinite, so not a product."""
     return torch.where(mask > 0, values, torch.zeros_like(values))
 
 
 def masked_mean(values: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
-    """Sum of `values` where `mask` is 1, over `total` (by default the mask's own sum, at least 1)."""
+    """Return the sum of `values` where `mask` is 1, divided by `total` (default: the sum of the mask, at least 1)."""
     total = mask.sum() if total is None else total
     return (values * mask).sum() / total.clamp_min(1)
 
 
 def token_weights(mask: Tensor, loss_mean: LossMean, *, tokens: Tensor, sequences: Tensor, longest: int) -> Tensor:
-    """What takes the place of `mask` in `masked_mean(..., total=tokens)` where not every token counts the same.
+    """Return weights that replace `mask` in `masked_mean(..., total=tokens)` for the mean `loss_mean`.
 
     Args:
         mask: [B, A], a part of a batch.
         loss_mean: token: a mean over tokens; sequence: over sequences, of each one's mean (arXiv:2402.03300, equation
             3); constant: over sequences, of each one's sum divided by `longest` (arXiv:2503.20783, section 3.2).
-        tokens, sequences: those of the whole global batch.
+        tokens: number of tokens in the global batch.
+        sequences: number of sequences in the global batch.
+        longest: the most tokens that a completion may have.
 
     Returns:
-        [B, A], 0 where the mask is.
+        [B, A], 0 where the mask is 0.
     """
     if loss_mean == "token":
         return mask
@@ -127,22 +129,22 @@ def token_weights(mask: Tensor, loss_mean: LossMean, *, tokens: Tensor, sequence
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row where `mask` is 1: [B, T] -> [B]; 0 for a row without any."""
+    """Return the mean of each row where `mask` is 1: [B, T] -> [B]; 0 for an empty row."""
     mask = mask.to(values.dtype)
     return (values * mask).sum(-1) / mask.sum(-1).clamp_min(1)
 
 
 def tempered_(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature, in place; of float32 logits: bf16 would round the quotient to 8 bits."""
+    """Divide float32 logits by the temperature, in place; in bf16 the quotient would be rounded to 8 bits."""
     return logits if temperature == 1 else logits.div_(temperature)
 
 
 def exponentials_(values: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(sum of e^x, sum of x e^x) of each row's values x, [N, 1] each; the values are overwritten.
+    """Return (sum of e^x, sum of x e^x) over each row's values x, [N, 1] each; the values are overwritten.
 
     Args:
         values: [N, V] float32, none above 0; -inf adds nothing.
-        second: as `values`, to be overwritten; None: only the first sum is asked for.
+        second: a buffer like `values`; None skips the second sum.
     """
     if second is None:
         return values.exp_().sum(-1, keepdim=True), None
@@ -154,13 +156,14 @@ def exponentials_(values: Tensor, second: Tensor | None = None) -> tuple[Tensor,
 def gradient_(
     values: Tensor, g: Tensor, second: Tensor | None = None, entropy: Tensor | None = None, h: Tensor | None = None
 ) -> Tensor:
-    """From log p of all tokens to the gradient of their logits, in place, but for the label's: + g is missing there.
+    """Turn log p of all tokens into the gradient of their logits, in place; the label's still lacks + g.
 
     Args:
         values: [N, V] float32, log p.
-        g: [N, 1], of the loss with respect to log p(label), over the temperature.
-        second, entropy, h: where the entropy has a gradient too: as `values`, to be overwritten; the entropy, and what
-            `g` is to log p(label) to it, [N, 1] each.
+        g: [N, 1], the gradient of the loss with respect to log p(label), divided by the temperature.
+        second: a buffer like `values`, if the entropy has a gradient.
+        entropy: [N, 1], with `second`.
+        h: [N, 1], the gradient of the loss with respect to the entropy, divided by the temperature, with `second`.
     """
     if second is None:
         return values.exp_().mul_(-g)
@@ -171,7 +174,7 @@ def gradient_(
 
 
 def _working_copies(logits: Tensor, count: int) -> list[Tensor]:
-    """Two float32 tensors of as many rows as a chunk has, the second empty where `count` is 1."""
+    """Return two float32 tensors with the rows of a chunk; the second is empty if `count` is 1."""
     rows = min(len(logits), _rows(logits))
     sizes = [rows, rows if count == 2 else 0]
     return [torch.empty(size, logits.shape[-1], dtype=torch.float32, device=logits.device) for size in sizes]
@@ -182,6 +185,6 @@ def _rows(logits: Tensor) -> int:
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """The rows of [N, V] logits, as many at a time as a working copy may hold."""
+    """Return slices of the rows of [N, V] logits, each as large as a working copy."""
     rows = _rows(logits)
     return (slice(start, start + rows) for start in range(0, len(logits), rows))

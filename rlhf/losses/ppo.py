@@ -1,4 +1,4 @@
-"""What the policy and the critic are trained on: per-token rewards, and the clipped losses of PPO."""
+"""Per-token rewards and the clipped losses of PPO."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rlhf.losses.log_probs import masked, masked_mean
 
 
 def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates of KL(p || q), each from one draw of p (J. Schulman, http://joschu.net/blog/kl-approx.html).
+    """Estimate KL(p || q) from single draws of p (J. Schulman, http://joschu.net/blog/kl-approx.html).
 
     A good estimate need not have a good gradient (arXiv:2506.09477, arXiv:2510.01555). With p the policy and q the
-    reference, and tokens drawn from the policy as it is (a rollout's first update; later ones lack the ratio):
+    reference, and tokens drawn from the current policy (a rollout's first update; later ones lack the ratio):
 
-    - k1 in the reward gives the gradient of KL(p || q) over whole completions, where `gamma` and `lam` are 1: E[k1 *
-      grad log p], what later tokens add being credited to earlier ones. Its missing half, E[grad k1], is 0; so in the
-      loss k1 does nothing, and the settings refuse it.
-    - k2 in the loss gives, as its gradient is k1 * grad log p, that of KL(p || q) of each token's distribution, given
-      the tokens before it; a token is not blamed for where it leads.
+    - k1 in the reward gives the gradient of KL(p || q) over whole completions if `gamma` and `lam` are 1: E[k1 * grad
+      log p], with the effect of later tokens credited to earlier ones. The other half, E[grad k1], is 0; so k1 has no
+      effect in the loss, and the settings reject it there.
+    - k2 in the loss has the gradient k1 * grad log p, that of KL(p || q) of each token's distribution given the tokens
+      before it; a token is not credited with its effect on later ones.
     - k3 in the loss gives that of KL(q || p) of each token's distribution: E[grad k3] = -E[(q / p) grad log p].
     - k2 and k3 in the reward lack E[grad k2] and E[grad k3], which are not 0: biased, for k3 by grad KL(q || p).
 
     Args:
-        log_ratio: log p - log q of what was drawn, of any shape and floating type.
-        estimator: k1: the log-ratio, unbiased, of either sign; k2: half its square, biased, of little variance where p
+        log_ratio: log p - log q of the drawn tokens, of any shape and floating type.
+        estimator: k1: the log-ratio, unbiased, of either sign; k2: half its square, biased, with little variance if p
             is near q; k3: q / p - 1 + log(p / q), unbiased and never negative.
 
     Returns:
@@ -40,8 +40,10 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
 
 
 def earned_scores(scores: Tensor, ended: Tensor, *, clip: float = 5.0, missing_end: float | None = None) -> Tensor:
-    """[B] scores within +-`clip`, less `missing_end` where `ended` [B] is 0: of an answer that is cut off, a reward
-    model's score says little (arXiv:2403.17031 gives it a score of its own, -1)."""
+    """Clip scores [B] to +-`clip`, then subtract `missing_end` where `ended` [B] is 0.
+
+    A reward model's score says little about an answer that is cut off (arXiv:2403.17031 replaces it by -1).
+    """
     clipped = scores.float().clamp(-clip, clip)
     return clipped if missing_end is None else clipped - missing_end * (1 - ended.float())
 
@@ -56,17 +58,19 @@ def shaped_rewards(
     kl_coef: float | Tensor = 0.1,
     kl_estimator: KLEstimator = "k1",
 ) -> Tensor:
-    """Per-token rewards: a KL penalty everywhere, and the score on each row's last action.
+    """Return per-token rewards: a KL penalty on every action, and the score on each row's last action.
 
     Args:
-        log_probs, ref_log_probs: [B, T-1], of the policy that acted and of the reference.
-        scores: [B], as `earned_scores` gives them.
+        log_probs: [B, T-1], of the policy that acted.
+        ref_log_probs: [B, T-1], of the reference.
+        scores: [B], from `earned_scores`.
         action_mask: [B, T-1], 1 on completion tokens.
         start: column of the first action, P - 1.
+        kl_coef: weight of the penalty.
+        kl_estimator: estimate of KL(policy || reference); see `kl_estimate`.
 
     Returns:
-        [B, T-1] float32: -kl_coef times the estimate of KL(policy || reference), plus the score on the last real
-        action; 0 before `start` and after the last action. A row without actions gets no reward.
+        [B, T-1] float32, 0 before `start` and after the last action. A row without actions gets no reward.
     """
     mask = action_mask.float()
     columns = torch.arange(mask.shape[1], device=mask.device)
@@ -86,11 +90,15 @@ def policy_loss(
     clip: float = 0.2,
     total: Tensor | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), as a loss.
+    """Return PPO's clipped surrogate (arXiv:1707.06347, equation 7) as a loss.
 
     Args:
-        log_probs, old_log_probs, advantages, mask: [B, A]; for `mask` also `rlhf.losses.log_probs.token_weights`.
-        total: real tokens of the whole global batch, where this is a part of it; default: the mask's sum.
+        log_probs: [B, A], of the policy that is trained.
+        old_log_probs: [B, A], of the policy that acted.
+        advantages: [B, A].
+        mask: [B, A], or weights of `rlhf.losses.log_probs.token_weights`.
+        clip: largest change of the ratio that is rewarded.
+        total: real tokens of the global batch, if this is a part of it; default: the sum of the mask.
     """
     ratio = torch.exp(masked(log_probs.float() - old_log_probs.float(), mask))
     unclipped = -advantages * ratio
@@ -107,14 +115,14 @@ def value_loss(
     clip: float = 0.2,
     total: Tensor | None = None,
 ) -> Tensor:
-    """Half the squared error of the values, each kept within +-`clip` of its old value. Shapes as `policy_loss`."""
+    """Return half the squared error of the values, each clipped to +-`clip` of its old value; see `policy_loss`."""
     values, old_values = values.float(), old_values.float()
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
     return 0.5 * masked_mean(torch.max((values - returns) ** 2, (clipped - returns) ** 2), mask, total)
 
 
 def value_is_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Where `value_loss` takes the error of the clipped value, which has no gradient: [B, A] booleans."""
+    """Return True where `value_loss` uses the error of the clipped value, which has no gradient: [B, A]."""
     values, old_values = values.float(), old_values.float()
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
     return (clipped - returns) ** 2 > (values - returns) ** 2

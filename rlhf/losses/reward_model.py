@@ -1,4 +1,4 @@
-"""Losses over pairs of replies, the preferred one first."""
+"""Loss of a reward model on pairs of replies, the preferred one first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.losses.log_probs import masked_mean, masked_row_mean
 
 Compared = Literal["token", "last"]
-"""What of two replies is compared: every token from where they part, or the last of each."""
+"""Scores that are compared: those of every token from the first difference of two replies, or of the last tokens."""
 
 
 class PairwiseLoss(NamedTuple):
@@ -34,19 +34,23 @@ def pairwise_reward_loss(
     pair_mask: Tensor | None = None,
     total: Tensor | None = None,
 ) -> PairwiseLoss:
-    """Ranking loss of replies: -log sigmoid(chosen - rejected - margin) (arXiv:2307.09288, equation 2).
+    """Return the ranking loss -log sigmoid(chosen - rejected - margin) of replies (arXiv:2307.09288, equation 2).
+
+    The first B rows are the chosen replies, the last B the rejected ones; row i and row B + i share a prompt; padding
+    is on the right.
 
     Args:
-        token_rewards, input_ids, attention_mask: [2B, T]; the first B rows are the chosen replies, the last
-            B the rejected ones; row i and row B + i share a prompt; padded right.
-        compared: scores of every token from the first differing one to the last real token of the longer reply
-            (arXiv:2308.01320, section 3.2), of which each pair's loss is the mean; or those of each reply's last
-            real token alone (arXiv:2203.02155, equation 1).
+        token_rewards: [2B, T], the score at every token.
+        input_ids: [2B, T].
+        attention_mask: [2B, T].
+        compared: token: scores of every token from the first differing one to the last real token of the longer reply
+            (arXiv:2308.01320, section 3.2); each pair's loss is their mean. last: scores of each reply's last real
+            token (arXiv:2203.02155, equation 1).
         margins: [B], or one for all.
         center: weight of (chosen + rejected)^2 at the last tokens, which keeps scores around 0 (arXiv:2312.09244,
-            section 3: the loss alone decides them but for a constant).
+            section 3: the loss determines them only up to a constant).
         pair_mask: [B], 0 for pairs that only fill up the batch.
-        total: pairs of the whole global batch, where this is a part of it; default: the real pairs here.
+        total: pairs of the global batch, if this is a part of it; default: the real pairs here.
     """
     chosen, rejected = token_rewards.float().chunk(2)
     chosen_ids, rejected_ids = input_ids.chunk(2)
@@ -61,7 +65,7 @@ def pairwise_reward_loss(
     else:
         either = chosen_mask | rejected_mask
         differs = ((chosen_ids != rejected_ids) | (chosen_mask != rejected_mask)) & either
-        # Past the shorter reply's end its padding columns are compared, as in the source.
+        # Past the shorter reply's end, its padding columns are compared, as in the source.
         span = (differs.int().cumsum(-1) > 0) & either
         losses = masked_row_mean(-F.logsigmoid(chosen - rejected - margins), span)
     chosen_last, rejected_last = chosen_last.squeeze(-1), rejected_last.squeeze(-1)
