@@ -31,7 +31,7 @@ with distributed.start_process_group(accelerators.select("cpu", environ={})) as 
                                                  "kl_coef": 0.0, "steps": 1}, seed=0)
     ppo.step(0)
     found = ppo.experience
-    scores = ppo.score(vars(found))["scores"].tolist()
+    scores = found.reward.tolist()
     for row, score in enumerate(scores):
         group = range(row - row % 4, row - row % 4 + 4)
         wanted = score - statistics.median(scores[other] for other in group if other != row)
