@@ -91,7 +91,7 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
 
             def rollout(index: int) -> dict[str, float]:
                 ppo.generate(prompts)
-                ppo.decoder.make_room()
+                ppo.decoder.release_if_large()
                 return {}
 
             answer(facts, rollout)

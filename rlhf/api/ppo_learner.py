@@ -151,7 +151,7 @@ class PPOLearner:
             found: list[str] = []
             for place, batch in self._texts.batches(examples):
                 found += self._texts.completions(self.trainer.generate(batch))[: len(examples[place])]
-            self.trainer.decoder.make_room()
+            self.trainer.decoder.release_if_large()
             return found
 
     @overload

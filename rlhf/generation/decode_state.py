@@ -1,10 +1,9 @@
-"""The buffers of one model, shape and way of sampling, and the step that draws one token for each row in them.
+"""The tensors of one generation for one model, shape and sampling, and the step that draws one token for each row.
 
-The step reads and writes the buffers in place, takes its randomness from a table drawn before the first one and never
-waits for the device, so an accelerator can capture it once and replay it. It works on the part of the buffers that is
-in use (`rlhf.generation.kv_cache`): columns come in windows, each of which is captured by itself; rows that have
-ended leave,
-where the device runs operators as they come.
+The step reads and writes the tensors in place, takes its random numbers from a table drawn before the first step and
+never waits for the device, so an accelerator can capture it once and replay it. It works on the part of the buffers
+that is in use (`rlhf.generation.kv_cache`): the number of columns grows in windows, each of which is captured
+separately; rows that have ended are dropped if the device runs operators eagerly.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from accelerators import CaptureError
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.kv_cache import WindowedStaticCache
-from rlhf.generation.rank_groups import Prompts, SingleRank
+from rlhf.generation.rank_groups import PromptBatch, SingleRank
 from rlhf.generation.sampling import sample
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 from rlhf.models.transformers_patches import GPTNeoLocalAttention
@@ -27,63 +26,70 @@ from rlhf.models.transformers_patches import GPTNeoLocalAttention
 Capture = Callable[[Callable[[], None], str], Callable[[], None]]
 
 WINDOW = 32
-"""Columns by which the part of the cache that is attended to grows, at least: half of them are empty on average."""
+"""Minimum number of columns by which the visible part of the cache grows: half of them are empty on average."""
 
 ALIGNED = 8
-"""Columns in sight are a multiple of this: products of odd lengths are slower on most devices."""
+"""The number of visible columns is a multiple of this: products of odd lengths are slower on most devices."""
 
-_RECORDED_WINDOWS = 4
-"""At most, where each is a recording of its own: the columns attended to are an eighth too many on average."""
+_MAX_CAPTURED_WINDOWS = 4
+"""Maximum number of windows if each is captured: attention then covers an eighth too many columns on average."""
 
-_ROW_COUNTS = 16
-"""Numbers of rows, at most, that a step is taken with: libraries prepare their products for each one anew."""
+_MAX_ROW_COUNTS = 16
+"""Maximum number of different row counts of a step: libraries prepare their products again for each of them."""
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How tokens are drawn, and how the device wants its steps.
+    """The settings of sampling, and of the device's steps.
 
-    Args:
-        length: tokens of a completion, at most.
-        eager: operators run as they come: another shape costs nothing.
+    Attributes:
+        eos_ids: tokens that end a completion.
+        pad_id: token of the padding.
+        length: maximum length of a completion in tokens.
+        sampling: temperature, top-k and top-p.
+        rank_group: the ranks that generate together.
+        eager: operators run eagerly, so a new shape costs nothing.
     """
 
     eos_ids: Tensor
     pad_id: int
     length: int
     sampling: SamplingConfig
-    team: SingleRank
+    rank_group: SingleRank
     eager: bool
 
 
 class DecodeState:
-    """Everything a decoding step touches."""
+    """All tensors that a decoding step reads or writes."""
 
-    def __init__(self, drawing: DecodeOptions, capture: Capture | None, model: nn.Module, prompt_ids: Tensor) -> None:
-        """Buffers for prompts of this shape.
+    def __init__(self, options: DecodeOptions, capture: Capture | None, model: nn.Module, prompt_ids: Tensor) -> None:
+        """Create buffers for prompts of this shape.
 
         Args:
-            capture: `Accelerator.capture`; None: steps run as they are.
+            options: settings of sampling and of the device's steps.
+            capture: `Accelerator.capture`; None: steps run without capture.
+            model: causal language model of transformers.
+            prompt_ids: [B, P].
 
         Raises:
-            CaptureError: a step cannot be repeated.
+            CaptureError: a step cannot be replayed.
         """
         rows, prompt_length = prompt_ids.shape
         device = prompt_ids.device
-        length = drawing.length
-        most = None if drawing.eager else _RECORDED_WINDOWS
-        widths = plan_windows(prompt_length, max(length - 1, 1), most)  # the last token drawn is not read
+        length = options.length
+        max_windows = None if options.eager else _MAX_CAPTURED_WINDOWS
+        widths = plan_windows(prompt_length, max(length - 1, 1), max_windows)  # the last drawn token is not read
         columns = widths[-1]
-        self.drawing = drawing
+        self.options = options
         self.model: Any = model
         self.shape = prompt_ids.shape
-        self.cache = WindowedStaticCache(model.config, columns, grows=drawing.eager)
+        self.cache = WindowedStaticCache(model.config, columns, grows=options.eager)
         self.local_attention = GPTNeoLocalAttention(model, columns)
         self.with_positions = accepts_positions(model)
-        self.compacts = drawing.eager and self.cache.drops_rows
-        # Of the prompt and what follows; columns not yet written are 1: causality hides them.
+        self.drops_rows = options.eager and self.cache.can_drop_rows
+        # For the prompt and the completion; columns not yet written are 1: causality hides them.
         self.attention_mask = torch.ones(rows, columns, dtype=torch.long, device=device)
-        # By row. While rows leave, the first `rows` are those that go on, and `order` says which prompts they are of.
+        # By row. After rows are dropped, the first `rows` are active, and `order` has the prompts' indices.
         self.rows = rows
         self.order = torch.arange(rows, device=device)
         self.ids = torch.empty(rows, length, dtype=torch.long, device=device)
@@ -92,87 +98,91 @@ class DecodeState:
         self.position = torch.empty(rows, 1, dtype=torch.long, device=device)
         self.finished = torch.empty(rows, dtype=torch.bool, device=device)
         self.uniform = torch.empty(rows, length, device=device)
-        # The place of the next token among those drawn, and that of the latest one in the cache.
-        self.column = torch.empty(1, dtype=torch.long, device=device)
-        self.place = torch.empty(1, dtype=torch.long, device=device)
-        self.done = 0
-        if not self.cache.narrows:
+        # Column of the next token in `ids`, and column of the latest token in the cache.
+        self.draw_column = torch.empty(1, dtype=torch.long, device=device)
+        self.cache_column = torch.empty(1, dtype=torch.long, device=device)
+        self.step_count = 0
+        if not self.cache.can_narrow:
             widths = widths[-1:]
-        self.width_of_prompt = prompt_length if self.cache.narrows else columns
-        if capture is not None and (counting := ", ".join(self.cache.counting())):
+        self.prompt_width = prompt_length if self.cache.can_narrow else columns
+        if capture is not None and (layers := ", ".join(self.cache.uncapturable_layers())):
             raise CaptureError(
-                f"{self._key(columns)} cannot be repeated: {counting} of transformers counts tokens in Python"
+                f"{self._key(columns)} cannot be replayed: {layers} of transformers counts tokens in Python"
             )
-        self._steps = {width: self._captured(capture, width) for width in widths}
+        self._steps = {width: self._captured_step(capture, width) for width in widths}
 
     def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> bool:
-        return self.model is model and self.shape == prompt_ids.shape and self.drawing.sampling == sampling
+        """Return True if the state serves this model, shape and sampling."""
+        return self.model is model and self.shape == prompt_ids.shape and self.options.sampling == sampling
 
     def size(self) -> int:
-        """Bytes of the cache, beside which the other buffers are small."""
+        """Return the bytes of the cache; the other buffers are small in comparison."""
         return self.cache.nbytes()
 
     def release(self) -> None:
-        """Forget the steps: a recording refers to its session, so neither would be freed while the other lives."""
+        """Delete the steps: a captured step refers to its state, so neither would be freed while the other exists."""
         self._steps.clear()
 
-    def start(self, prompts: Prompts) -> None:
+    def start(self, prompts: PromptBatch) -> None:
         """Reset the buffers, read the prompts and draw the first token."""
         rows, prompt_length = prompts.ids.shape
-        self.rows, self.done = rows, 0
+        self.rows, self.step_count = rows, 0
         self.order.copy_(torch.arange(rows, device=self.order.device))
         self.attention_mask[:, :prompt_length] = prompts.mask
-        self.ids.fill_(self.drawing.pad_id)
+        self.ids.fill_(self.options.pad_id)
         self.mask.zero_()
-        self.column.zero_()
-        self.place.fill_(prompt_length - 1)
+        self.draw_column.zero_()
+        self.cache_column.fill_(prompt_length - 1)
         self.finished.zero_()
         self.uniform.copy_(prompts.uniform.T)
         self.position.copy_(position_ids(prompts.mask)[:, -1:])
-        width = self.width_of_prompt
+        width = self.prompt_width
         self.cache.show(rows, width, torch.arange(prompt_length, device=prompts.ids.device), 0)
         self.local_attention.set_prompt(prompt_length, width)
         inputs = model_inputs(self.model, prompts.ids, self.attention_mask[:, :width], self.cache)
-        # The position rather than a count: see `completion_log_probs`.
+        # An index instead of a count: see `completion_log_probs`.
         last = torch.full((1,), prompt_length - 1, device=prompts.ids.device)
         self._draw(self.model(**inputs, logits_to_keep=last).logits[:, -1])
-        self.done = 1
+        self.step_count = 1
 
     def step(self) -> None:
-        """One token more for each row that goes on."""
-        seen = self.shape[1] + self.done
-        self._steps[next(width for width in self._steps if width >= seen)]()
-        self.done += 1
+        """Draw one more token for each active row."""
+        columns = self.shape[1] + self.step_count
+        self._steps[next(width for width in self._steps if width >= columns)]()
+        self.step_count += 1
 
-    def keep(self, alive: Sequence[int]) -> None:
-        """Go on without the rows that are not `alive`, where rows can leave; those have ended.
+    def drop_rows(self, active: Sequence[int]) -> None:
+        """Drop the rows that are not `active`, if rows can be dropped; those have ended.
 
-        The last rows move into the places of those that leave: each row of the cache moves once at most.
+        The last rows move into the places of dropped ones: each row of the cache moves at most once.
         """
-        granule = -(-len(self.order) // _ROW_COUNTS)
-        rows = -(-len(alive) // granule) * granule
-        if not self.compacts or rows >= self.rows:
+        granule = -(-len(self.order) // _MAX_ROW_COUNTS)
+        rows = -(-len(active) // granule) * granule
+        if not self.drops_rows or rows >= self.rows:
             return
-        sources = [row for row in alive if row >= rows]
-        targets = sorted(set(range(rows)).difference(alive))[: len(sources)]
+        sources = [row for row in active if row >= rows]
+        targets = sorted(set(range(rows)).difference(active))[: len(sources)]
         if sources:
-            of, to = (torch.tensor(each, device=self.order.device) for each in (sources, targets))
-            self.cache.move(of, to)
-            for buffer in self._of_rows():
-                ended = buffer.index_select(0, to)  # they change places with the others
-                buffer.index_copy_(0, to, buffer.index_select(0, of)).index_copy_(0, of, ended)
+            source_rows, target_rows = (
+                torch.tensor(indices, device=self.order.device) for indices in (sources, targets)
+            )
+            self.cache.move(source_rows, target_rows)
+            for buffer in self._row_buffers():
+                ended = buffer.index_select(0, target_rows)  # they swap places with the active ones
+                buffer.index_copy_(0, target_rows, buffer.index_select(0, source_rows))
+                buffer.index_copy_(0, source_rows, ended)
         self.rows = rows
 
     def drawn(self) -> tuple[Tensor, Tensor]:
-        """Tokens and their mask, [B, A], in the order of the prompts."""
-        back = self.order.argsort()
-        return self.ids.index_select(0, back), self.mask.index_select(0, back)
+        """Return tokens and their mask, [B, A], in the order of the prompts."""
+        inverse = self.order.argsort()
+        return self.ids.index_select(0, inverse), self.mask.index_select(0, inverse)
 
-    def _of_rows(self) -> tuple[Tensor, ...]:
+    def _row_buffers(self) -> tuple[Tensor, ...]:
         prompts = self.order, self.attention_mask, self.uniform
         return *prompts, self.ids, self.mask, self.token, self.position, self.finished
 
-    def _captured(self, capture: Capture | None, width: int) -> Callable[[], None]:
+    def _captured_step(self, capture: Capture | None, width: int) -> Callable[[], None]:
         def step() -> None:
             self._step(width)
 
@@ -183,12 +193,12 @@ class DecodeState:
         return f"decode {rows} x {prompt_length} up to {width}"
 
     def _step(self, width: int) -> None:
-        """One token for each row, with `width` columns of the cache in sight."""
+        """Draw one token for each row, with `width` columns of the cache visible."""
         rows = self.rows
         self.position.add_(1)
-        self.place.add_(1)
-        self.cache.show(rows, width, self.place, self.place[0])
-        self.local_attention.set_token(self.place, width)
+        self.cache_column.add_(1)
+        self.cache.show(rows, width, self.cache_column, self.cache_column[0])
+        self.local_attention.set_token(self.cache_column, width)
         output = self.model(
             input_ids=self.token[:rows],
             attention_mask=self.attention_mask[:rows, :width],
@@ -200,26 +210,28 @@ class DecodeState:
         self._draw(output.logits[:, -1])
 
     def _draw(self, logits: Tensor) -> None:
-        rows, drawing = self.rows, self.drawing
+        rows, options = self.rows, self.options
         finished = self.finished[:rows]
-        uniform = self.uniform[:rows].index_select(1, self.column).squeeze(1)
-        drawn = torch.where(finished, drawing.pad_id, sample(logits, uniform, drawing.sampling))
-        drawn = drawing.team.same(drawn).unsqueeze(1)
-        self.ids[:rows].index_copy_(1, self.column, drawn)
-        self.mask[:rows].index_copy_(1, self.column, (~finished).long().unsqueeze(1))
-        finished.logical_or_(torch.isin(drawn.squeeze(1), drawing.eos_ids))
+        uniform = self.uniform[:rows].index_select(1, self.draw_column).squeeze(1)
+        drawn = torch.where(finished, options.pad_id, sample(logits, uniform, options.sampling))
+        drawn = options.rank_group.synchronize(drawn).unsqueeze(1)
+        self.ids[:rows].index_copy_(1, self.draw_column, drawn)
+        self.mask[:rows].index_copy_(1, self.draw_column, (~finished).long().unsqueeze(1))
+        finished.logical_or_(torch.isin(drawn.squeeze(1), options.eos_ids))
         self.token[:rows].copy_(drawn)
-        self.column.add_(1)
+        self.draw_column.add_(1)
 
 
-def plan_windows(prompt_length: int, steps: int, most: int | None = None) -> list[int]:
-    """Numbers of columns, rising, that are attended to in turn while `steps` tokens follow the prompt.
+def plan_windows(prompt_length: int, steps: int, max_windows: int | None = None) -> list[int]:
+    """Return rising numbers of visible columns, used in turn while `steps` tokens follow the prompt.
 
-    They are about equally far apart, so that none lasts for a step or two only.
+    The numbers are about equally far apart, so that no window lasts only one or two steps.
 
     Args:
-        most: how many there may be.
+        prompt_length: columns of the prompts.
+        steps: number of tokens after the prompt.
+        max_windows: maximum number of windows; None: any number.
     """
     count = -(-steps // WINDOW)
-    count = min(count, most) if most else count
+    count = min(count, max_windows) if max_windows else count
     return [-(-(prompt_length + steps * (index + 1) // count) // ALIGNED) * ALIGNED for index in range(count)]

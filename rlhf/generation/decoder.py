@@ -1,9 +1,8 @@
-"""Generation with a static KV cache: one prefill, then one token a step, every shape known beforehand.
+"""Generate with a static KV cache: one prefill, then one token per step, with all shapes known in advance.
 
-Which rows have ended is asked every few steps only; they leave then, where the session can do without them. A rollout
-may be cut into parts of one shape, one after the other in the same buffers (`rlhf.generation.decode_state`); the
-random numbers
-are those of the whole rollout, so the samples are the same.
+Every few steps the decoder reads which rows have ended; if the decode state can drop rows, it removes them. A rollout
+may be split into batches of one shape, one after the other in the same buffers (`rlhf.generation.decode_state`); the
+random numbers are those of the whole rollout, so the split does not change the samples.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from torch.nn.functional import pad
 from accelerators import Accelerator, CaptureError
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.decode_state import Capture, DecodeOptions, DecodeState
-from rlhf.generation.rank_groups import Prompts, SingleRank
+from rlhf.generation.rank_groups import PromptBatch, SingleRank
 
 if TYPE_CHECKING:
     from accelerators import ShapePolicy
 
 _STEPS_BETWEEN_STOP_CHECKS = 4
-_ROOM = 20  # buffers above this part of the device's memory are not kept while the model trains
+_LARGE = 20  # buffers of more than 1/20 of the device's memory are released before training
 
 logger = logging.getLogger(__name__)
 
 
 class Completions(NamedTuple):
-    """ids: [B, A], padded right; mask: [B, A], 1 on the tokens drawn, the end-of-sequence token included."""
+    """ids: [B, A], padded right; mask: [B, A], 1 on the drawn tokens, the end-of-sequence token included."""
 
     ids: Tensor
     mask: Tensor
 
 
 class Decoder:
-    """Draws completions. Buffers, the cache and the recorded step of each shape are kept for the next call of it."""
+    """Samples completions. The buffers, the cache and the captured steps of each shape are reused by later calls."""
 
     def __init__(
         self,
@@ -49,13 +48,18 @@ class Decoder:
         max_new_tokens: int,
         shapes: ShapePolicy | None = None,
         batch_size: int | None = None,
-        team: SingleRank | None = None,
+        rank_group: SingleRank | None = None,
     ) -> None:
-        """Sizes of the buffers, and the ranks that generate together.
+        """Set the sizes of the buffers, and the ranks that generate together.
 
         Args:
-            batch_size: rows of this rank that are generated at a time, at most; None: all of a call.
-            team: None: this rank generates alone.
+            accelerator: device of the model.
+            eos_ids: tokens that end a completion.
+            pad_id: token of the padding.
+            max_new_tokens: maximum length of a completion in tokens.
+            shapes: rounds lengths; None: the accelerator's policy.
+            batch_size: maximum number of this rank's rows that are generated at a time; None: all of a call.
+            rank_group: None: this rank generates alone.
         """
         self.accelerator = accelerator
         self.eos_ids = torch.tensor(list(eos_ids), device=accelerator.device())
@@ -63,10 +67,10 @@ class Decoder:
         self.max_new_tokens = max_new_tokens
         self.shapes = shapes or accelerator.shape_policy()
         self.batch_size = batch_size
-        self.team = team or SingleRank()
-        self._capture: Capture | None = accelerator.capture if self.team.records else None
-        self._sessions: list[DecodeState] = []
-        self._known: set[torch.Size] = set()
+        self.rank_group = rank_group or SingleRank()
+        self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
+        self._states: list[DecodeState] = []
+        self._seen_shapes: set[torch.Size] = set()
 
     @torch.no_grad()
     def generate(
@@ -79,100 +83,107 @@ class Decoder:
         """Complete each prompt until it ends or has `max_new_tokens` tokens.
 
         Args:
-            model: a causal language model of transformers as the team holds it, in evaluation mode.
-            prompt_ids, prompt_mask: [B, P], padded left.
+            model: causal language model of transformers with the rank group's weights, in evaluation mode.
+            prompt_ids: [B, P], padded left.
+            prompt_mask: [B, P].
+            sampling: temperature, top-k and top-p.
 
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
         uniform = torch.rand(self.max_new_tokens, len(prompt_ids), device=prompt_ids.device)
-        prompts = Prompts(prompt_ids, prompt_mask, uniform)
+        prompts = PromptBatch(prompt_ids, prompt_mask, uniform)
         try:
             return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
-            # Where nothing is recorded, nothing is lost; and the line to blame is for authors, not for users.
+            # A backend without capture loses nothing. The cause is for authors of backends, not for users.
             if self.accelerator.kernels.capabilities()["graph_capture"].ok:
                 logger.warning(
-                    "generation is slower than it could be: the code of this model cannot be recorded; other "
-                    "architectures can (--debug says why)"
+                    "generation is slower than possible: the steps of this architecture cannot be captured, those of "
+                    "others can (--debug shows the reason)"
                 )
-            logger.debug("generation is not recorded: %s", refusal)
+            logger.debug("generation is not captured: %s", refusal)
             self._capture = None
             self.release()
             return self._generate(model, prompts, sampling)
 
     def release(self) -> None:
-        """Give back caches, buffers and what was recorded over them; the next call makes them anew."""
-        if self._sessions:
-            self._forget()
+        """Free the caches, buffers and captured steps; the next call makes new ones."""
+        if self._states:
+            self._release_states()
             self.accelerator.empty_cache()
 
-    def make_room(self) -> None:
-        """Release what is large beside the device's memory, for training that follows.
+    def release_if_large(self) -> None:
+        """Release the buffers before training if they are large for the device's memory.
 
-        Recording a step anew costs about two steps of a rollout of hundreds; small buffers are worth keeping.
+        Capturing a step again costs about two of the hundreds of steps of a rollout; small buffers are worth keeping.
         """
-        if sum(session.size() for session in self._sessions) > self.accelerator.memory().total / _ROOM:
+        if sum(state.size() for state in self._states) > self.accelerator.memory().total / _LARGE:
             self.release()
 
-    def _generate(self, model: nn.Module, prompts: Prompts, sampling: SamplingConfig) -> Completions:
-        parts = [self._part(model, part, sampling) for part in prompts.parts(self.batch_size)]
+    def _generate(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Completions:
+        parts = [self._generate_batch(model, batch, sampling) for batch in prompts.split(self.batch_size)]
         rows, length = len(prompts.ids), max(part.ids.shape[1] for part in parts)
         ids = [pad(part.ids, (0, length - part.ids.shape[1]), value=self.pad_id) for part in parts]
         masks = [pad(part.mask, (0, length - part.mask.shape[1])) for part in parts]
         return Completions(torch.cat(ids)[:rows], torch.cat(masks)[:rows])
 
-    def _part(self, model: nn.Module, own: Prompts, sampling: SamplingConfig) -> Completions:
-        prompts = self.team.gathered(own)
-        session = self._session(model, prompts.ids, sampling)
-        whole = self._goes_on(session)
+    def _generate_batch(self, model: nn.Module, own_prompts: PromptBatch, sampling: SamplingConfig) -> Completions:
+        prompts = self.rank_group.gather_prompts(own_prompts)
+        state = self._find_state(model, prompts.ids, sampling)
+        takes_all_steps = self._takes_all_steps(state)
         try:
-            with session.local_attention.replace_tables():
-                session.start(prompts)
-                while session.done < self.max_new_tokens:
-                    if session.done % _STEPS_BETWEEN_STOP_CHECKS == 0:
-                        finished = session.finished[: session.rows]
-                        alive = self.team.alive(torch.zeros_like(finished) if whole else finished)
-                        if not alive:
+            with state.local_attention.replace_tables():
+                state.start(prompts)
+                while state.step_count < self.max_new_tokens:
+                    if state.step_count % _STEPS_BETWEEN_STOP_CHECKS == 0:
+                        finished = state.finished[: state.rows]
+                        active = self.rank_group.active_rows(
+                            torch.zeros_like(finished) if takes_all_steps else finished
+                        )
+                        if not active:
                             break
-                        session.keep(alive)
-                    session.step()
+                        state.drop_rows(active)
+                    state.step()
                     self.accelerator.step_boundary("rollout/decode")
         finally:
-            session.cache.reset()
-        length = self.shapes.length(session.done, self.max_new_tokens)
-        drawn = (self.team.own(tensor)[:, :length].clone() for tensor in session.drawn())
+            state.cache.reset()
+        length = self.shapes.length(state.step_count, self.max_new_tokens)
+        drawn = (self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
         return Completions(*drawn)
 
-    def _goes_on(self, session: DecodeState) -> bool:
-        """Whether a rollout takes all of its steps although all rows have ended.
+    def _takes_all_steps(self, state: DecodeState) -> bool:
+        """Return True if a rollout takes all of its steps even if all rows have ended.
 
-        The first of a shape does, where shapes are few: a device that records or compiles its steps then meets all of
-        them, and none is new later on.
+        The first rollout of a shape does if shapes are few: a device that captures or compiles its steps then meets
+        all of them at once.
         """
-        if session.drawing.eager or self.shapes.kind == "dynamic" or session.shape in self._known:
+        if state.options.eager or self.shapes.kind == "dynamic" or state.shape in self._seen_shapes:
             return False
-        self._known.add(session.shape)
+        self._seen_shapes.add(state.shape)
         return True
 
-    def _eager(self) -> bool:
-        """Whether shapes are free: no policy fixes them, and nothing is recorded or compiled that could be repeated."""
-        own = getattr(self.accelerator.capture, "__func__", None) is not Accelerator.capture  # who knows what it does
-        recorded = self._capture is not None and (own or self.accelerator.kernels.capabilities()["graph_capture"].ok)
-        return not (recorded or self.accelerator.is_lazy() or self.shapes.kind == "static")
+    def _is_eager(self) -> bool:
+        """Return True if new shapes cost nothing: no policy fixes them, and nothing is captured or compiled."""
+        overrides_capture = getattr(self.accelerator.capture, "__func__", None) is not Accelerator.capture
+        can_capture = overrides_capture or self.accelerator.kernels.capabilities()["graph_capture"].ok
+        captures = self._capture is not None and can_capture
+        return not (captures or self.accelerator.is_lazy() or self.shapes.kind == "static")
 
-    def _session(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> DecodeState:
-        for session in self._sessions:
-            if session.fits(model, prompt_ids, sampling):
-                return session
-        if self.shapes.kind == "dynamic":  # this shape may never come again
-            self._forget()
-        drawing = DecodeOptions(self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.team, self._eager())
-        session = DecodeState(drawing, self._capture, model, prompt_ids)
-        self._sessions.append(session)
-        return session
+    def _find_state(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> DecodeState:
+        for state in self._states:
+            if state.fits(model, prompt_ids, sampling):
+                return state
+        if self.shapes.kind == "dynamic":  # a shape may never be repeated
+            self._release_states()
+        options = DecodeOptions(
+            self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.rank_group, self._is_eager()
+        )
+        state = DecodeState(options, self._capture, model, prompt_ids)
+        self._states.append(state)
+        return state
 
-    def _forget(self) -> None:
-        for session in self._sessions:
-            session.release()
-        self._sessions.clear()
+    def _release_states(self) -> None:
+        for state in self._states:
+            state.release()
+        self._states.clear()

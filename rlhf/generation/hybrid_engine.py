@@ -1,10 +1,9 @@
-"""The switch of one model from training to generation and back: the same weights, no second model.
+"""Switch one model from training to generation and back: the same weights, no second model.
 
-How the weights are had follows from who generates together (`rlhf.generation.rank_groups`). A rank alone has them
-whole, with
-LoRA adapters merged if there is room for that (`merges`). Ranks in step have ZeRO-3 gather each layer when it is
-needed, the adapters beside it; a team makes a second model, of which each rank holds a part. Where the device reads
-weights best in a form of its own, they are in that too, for as long as completions are drawn.
+The rank group (`rlhf.generation.rank_groups`) determines how the weights are read. A single rank has them whole, with
+LoRA adapters merged if there is memory for that. For lockstep ranks, ZeRO-3 gathers each layer when it is needed, with
+the adapters separate. A tensor-parallel group makes a second model, of which each rank holds a part. If the device
+reads weights fastest in a special layout, they have it while completions are sampled.
 """
 
 from __future__ import annotations
@@ -25,13 +24,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def generating(engine: TrainingEngine, team: SingleRank | None = None) -> Iterator[nn.Module]:
-    """The engine's model as the team reads it, in evaluation mode and the engine's precision.
+def generation_mode(engine: TrainingEngine, rank_group: SingleRank | None = None) -> Iterator[nn.Module]:
+    """Yield the engine's model as the rank group reads it, in evaluation mode and the engine's precision.
 
     Args:
-        team: the ranks that generate together; None: this one alone.
+        engine: engine of the policy.
+        rank_group: the ranks that generate together; None: this rank alone.
     """
-    with _weights(engine, team) as module, _prepared(module, engine.accelerator), engine.precision.autocast():
+    with (
+        _readable_weights(engine, rank_group) as module,
+        _inference_layout(module, engine.accelerator),
+        engine.precision.autocast(),
+    ):
         was_training = module.training
         module.eval()
         try:
@@ -41,10 +45,10 @@ def generating(engine: TrainingEngine, team: SingleRank | None = None) -> Iterat
 
 
 @contextmanager
-def _weights(engine: TrainingEngine, team: SingleRank | None) -> Iterator[nn.Module]:
-    if isinstance(team, TensorParallelGroup):
-        yield split_model(engine.module, team)
-    elif isinstance(team, LockstepRanks):
+def _readable_weights(engine: TrainingEngine, rank_group: SingleRank | None) -> Iterator[nn.Module]:
+    if isinstance(rank_group, TensorParallelGroup):
+        yield split_model(engine.module, rank_group)
+    elif isinstance(rank_group, LockstepRanks):
         yield engine.module
     else:
         memory, lora = engine.accelerator.memory().total, engine.placement.lora
@@ -53,8 +57,8 @@ def _weights(engine: TrainingEngine, team: SingleRank | None) -> Iterator[nn.Mod
 
 
 @contextmanager
-def _prepared(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Weights are as the device reads them best (operation `inference_weights`): made once for all that is drawn."""
+def _inference_layout(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Keep the weights in the device's layout for inference (operation `inference_weights`), made once per block."""
     prepare = accelerator.kernels.get("inference_weights")
     restore = prepare(module, keep=True) if prepare else None
     try:

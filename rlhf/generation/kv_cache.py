@@ -1,8 +1,9 @@
-"""A static key-value cache of which a model sees a part: the rows and columns in use at the moment.
+"""A static key-value cache with a window: the model sees only the rows and columns that are in use.
 
-A forward pass is shown the first rows and columns of the buffers, as if the cache were no larger. Fewer rows are
-another view, and so are more columns where steps are recorded, over buffers that are made once at full size. Elsewhere
-buffers grow with the columns: libraries copy what is no whole matrix before they multiply it, once in every step.
+A forward pass sees the first rows and columns of the buffers, as if the cache were no larger. Fewer rows are a
+different view of the buffers. If steps are captured, so are more columns: the buffers have their full size from the
+start. Otherwise the buffers grow with the columns, because libraries copy a slice of a matrix before they multiply it,
+in every step.
 """
 
 from __future__ import annotations
@@ -13,149 +14,168 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StaticCache
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class CacheWindow:
-    """What all layers of a cache have in common: the part in use, and where the tokens at hand are written.
+    """The part of the cache in use, and the columns of the current tokens; all layers share it.
 
-    `rows`, `columns`: sizes of the part. `place` [T]: the columns of the tokens at hand. `seen`: how many tokens there
-    are before them, a number or a tensor []. `grows`: buffers have as many columns as are in use.
+    Attributes:
+        rows: number of visible rows; None before the first forward pass.
+        columns: number of visible columns.
+        grows: the buffers have as many columns as are visible.
+        current_columns: [T], the columns of the current tokens.
+        seen: number of tokens before them, an int or a tensor [].
     """
 
     def __init__(self, columns: int, grows: bool) -> None:
         self.rows: int | None = None
         self.columns = columns
         self.grows = grows
-        self.place = torch.empty(0, dtype=torch.long)
+        self.current_columns = torch.empty(0, dtype=torch.long)
         self.seen: int | Tensor = 0
 
 
 class WindowedStaticLayer(StaticLayer):
-    """One layer. Its `keys` and `values` are views of the buffers, [rows, heads, columns, head size].
+    """One layer; `keys` and `values` are views of the buffers, [rows, heads, columns, head size].
 
-    Layers with a sliding window hold the whole row too, and the attention mask alone keeps the window: transformers'
-    own (5.x: StaticSlidingWindowLayer) counts tokens in a Python integer, and a replay would repeat the mask and the
-    place of the recorded step. Rollouts are rarely longer than the window, so it costs little.
+    Layers with a sliding window store the whole row too, and only the attention mask applies the window:
+    `StaticSlidingWindowLayer` of transformers 5.x counts tokens in a Python integer, so a replay would repeat the mask
+    and the column of the captured step. Rollouts are rarely longer than the window, so this costs little.
     """
 
-    def __init__(self, length: int, view: CacheWindow) -> None:
+    def __init__(self, length: int, window: CacheWindow) -> None:
         super().__init__(max_cache_len=length)
-        self._view = view
+        self._window = window
         self._buffers: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if self._view.grows:
-            self.max_cache_len = self._view.columns
+        """Allocate the buffers at the first update."""
+        if self._window.grows:
+            self.max_cache_len = self._window.columns
         super().lazy_initialization(key_states, value_states)
         self._buffers = self.keys, self.values
         self.show()
 
     def show(self) -> None:
-        """Take the view's sizes."""
+        """Apply the window's sizes to `keys` and `values`."""
         if self._buffers:
-            rows, columns = self._view.rows, self._view.columns
-            if self._view.grows and columns != self._buffers[0].shape[2]:
-                self._buffers = tuple(_resized(buffer, columns) for buffer in self._buffers)
+            rows, columns = self._window.rows, self._window.columns
+            if self._window.grows and columns != self._buffers[0].shape[2]:
+                self._buffers = tuple(_resize(buffer, columns) for buffer in self._buffers)
             self.keys, self.values = (buffer[:rows, :, :columns] for buffer in self._buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the current tokens' keys and values, and return those of all visible columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(2, self._view.place, key_states)
-        self.values.index_copy_(2, self._view.place, value_states)
-        if key_states.shape[2] == self._view.columns:
-            return key_states, value_states  # the same, and contiguous
+        self.keys.index_copy_(2, self._window.current_columns, key_states)
+        self.values.index_copy_(2, self._window.current_columns, value_states)
+        if key_states.shape[2] == self._window.columns:
+            return key_states, value_states  # equal, and contiguous
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._view.columns, 0
+        """Return (number of key columns, offset of the first)."""
+        return self._window.columns, 0
 
     def get_seq_length(self) -> int | Tensor:
-        return self._view.seen
+        """Return the number of tokens before the current ones."""
+        return self._window.seen
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Write some rows of the view over others."""
-        for part in (self.keys, self.values):
-            part.index_copy_(0, targets, part.index_select(0, sources))
+        """Copy the visible rows `sources` over `targets`."""
+        for states in (self.keys, self.values):
+            states.index_copy_(0, targets, states.index_select(0, sources))
 
     def reset(self) -> None:
+        """Fill the buffers with 0."""
         for buffer in self._buffers:
             buffer.zero_()
 
 
 class WindowedStaticCache(StaticCache):
-    """transformers' static cache for rows of `length` tokens, made of layers that can be seen in part.
+    """transformers' static cache for rows of `length` tokens, with layers that can be seen in part.
 
-    `narrows`: whether columns can be left out, `drops_rows`: whether rows can; layers that keep their past in other
-    ways (recurrent states, convolutions) are transformers' own, and whole.
+    Layers with other states (recurrent ones, convolutions) are transformers' and always whole.
+
+    Attributes:
+        can_narrow: columns can be hidden.
+        can_drop_rows: rows can be dropped.
     """
 
     def __init__(self, config: Any, length: int, *, grows: bool = False) -> None:
         super().__init__(config=config, max_cache_len=length)
-        self.view = CacheWindow(length, grows)
-        self._kept: list[Tensor] = []
+        self.window = CacheWindow(length, grows)
+        self._states: list[Tensor] = []
         self.layers: list[Any] = [
-            WindowedStaticLayer(length, self.view) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
+            WindowedStaticLayer(length, self.window)
+            if type(layer) in (StaticLayer, StaticSlidingWindowLayer)
+            else layer
             for layer in self.layers
         ]
-        kinds = {type(layer) for layer in self.layers}
-        self.narrows = kinds <= {WindowedStaticLayer, LinearAttentionLayer, DummyLayer}
-        self.drops_rows = kinds <= {WindowedStaticLayer, DummyLayer}
-        if not self.drops_rows:
-            whole = ", ".join(sorted(kind.__name__ for kind in kinds - {WindowedStaticLayer, DummyLayer}))
-            logger.debug("rows that have ended are computed on, since %s of transformers holds all rows", whole)
+        types = {type(layer) for layer in self.layers}
+        self.can_narrow = types <= {WindowedStaticLayer, LinearAttentionLayer, DummyLayer}
+        self.can_drop_rows = types <= {WindowedStaticLayer, DummyLayer}
+        if not self.can_drop_rows:
+            others = ", ".join(sorted(cls.__name__ for cls in types - {WindowedStaticLayer, DummyLayer}))
+            logger.debug("rows that have ended are still computed: %s of transformers needs all rows", others)
 
-    def show(self, rows: int, columns: int, place: Tensor, seen: int | Tensor) -> None:
-        """What the next forward pass sees; see `View`."""
-        self.view.place, self.view.seen = place, seen
-        if (self.view.rows, self.view.columns) != (rows, columns):
-            self.view.rows, self.view.columns = rows, columns
-            self._kept = []
-            for layer in self._viewed():
+    def show(self, rows: int, columns: int, current_columns: Tensor, seen: int | Tensor) -> None:
+        """Set the window of the next forward pass; see `CacheWindow`."""
+        self.window.current_columns, self.window.seen = current_columns, seen
+        if (self.window.rows, self.window.columns) != (rows, columns):
+            self.window.rows, self.window.columns = rows, columns
+            self._states = []
+            for layer in self._windowed_layers():
                 layer.show()
 
-    def room(self) -> tuple[list[Tensor], int] | None:
-        """For a device that computes all layers in one call; None where a layer keeps its past in other ways.
+    def decode_buffers(self) -> tuple[list[Tensor], int] | None:
+        """Return the buffers for a kernel that computes all layers in one call; None if a layer has other states.
 
         Returns:
-            Keys and values of each layer in turn, the same list until `show` takes other sizes; and the column of the
-            token at hand, read from the device.
+            Keys and values of each layer in turn, the same list until `show` changes the sizes; and the column of the
+            current token, read from the device.
         """
-        if not self._kept:
-            layers = self._viewed()
+        if not self._states:
+            layers = self._windowed_layers()
             if len(layers) < len(self.layers) or not all(layer.is_initialized for layer in layers):
                 return None
-            self._kept = [states for layer in layers for states in (layer.keys, layer.values)]
-        return self._kept, int(self.view.place[-1])
+            self._states = [states for layer in layers for states in (layer.keys, layer.values)]
+        return self._states, int(self.window.current_columns[-1])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Write the rows `sources` of the view over `targets`; both [N], and no row is in both."""
-        for layer in self._viewed():
+        """Copy the visible rows `sources` over `targets`; both [N], and no row is in both."""
+        for layer in self._windowed_layers():
             layer.move(sources, targets)
 
-    def counting(self) -> list[str]:
-        """The classes of the layers that count tokens in Python, which a recorded step cannot repeat."""
+    def uncapturable_layers(self) -> list[str]:
+        """Return the classes of the layers that count tokens in Python, which a captured step cannot repeat."""
         return sorted({type(layer).__name__ for layer in self.layers if getattr(layer, "is_sliding", False)})
 
     def nbytes(self) -> int:
-        """Bytes of all layers' states."""
-        held = [value for layer in self.layers for value in vars(layer).values()]
-        for states in [value for value in held if isinstance(value, dict)]:  # of layers with linear attention
-            held += states.values()
-        storages = [value.untyped_storage() for value in held if isinstance(value, Tensor)]
+        """Return the bytes of all layers' states."""
+        values = [value for layer in self.layers for value in vars(layer).values()]
+        for states in [value for value in values if isinstance(value, dict)]:  # of layers with linear attention
+            values += states.values()
+        storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def _viewed(self) -> list[WindowedStaticLayer]:
+    def _windowed_layers(self) -> list[WindowedStaticLayer]:
         return [layer for layer in self.layers if isinstance(layer, WindowedStaticLayer)]
 
 
-def _resized(buffer: Tensor, columns: int) -> Tensor:
-    """[B, H, S, D] -> [B, H, columns, D]: the columns that both have, and 0, which hidden columns may hold, beyond."""
-    kept = min(columns, buffer.shape[2])
+def _resize(buffer: Tensor, columns: int) -> Tensor:
+    """Copy the common columns, [B, H, S, D] -> [B, H, columns, D]; the rest is 0, as hidden columns may be."""
+    common = min(columns, buffer.shape[2])
     resized = buffer.new_empty(*buffer.shape[:2], columns, buffer.shape[3])
-    resized[:, :, :kept] = buffer[:, :, :kept]
-    resized[:, :, kept:] = 0
+    resized[:, :, :common] = buffer[:, :, :common]
+    resized[:, :, common:] = 0
     return resized

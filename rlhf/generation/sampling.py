@@ -1,7 +1,7 @@
-"""Drawing tokens from logits on the device, without a host read.
+"""Sample tokens from logits on the device, without reading on the host.
 
-One uniform number per token decides it (inverse of the cumulative distribution), so all randomness of a
-rollout is drawn before its first step and a captured step contains no generator.
+One uniform number per token determines it (inverse of the cumulative distribution), so all randomness of a rollout is
+drawn before its first step and a captured step contains no generator.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 from rlhf.config.schema import SamplingConfig
 
 _CHUNK = 256
-"""Tokens of a vocabulary that are summed up first: about the square root of one, so that both sums are short."""
+"""Tokens of a vocabulary that are summed first: about the square root of its size, so that both sums are short."""
 
 
 def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> Tensor:
-    """logits [B, V], uniform [B] in [0, 1) -> token ids [B]."""
+    """Sample one token per row: logits [B, V], uniform [B] in [0, 1) -> token ids [B]."""
     logits = logits.float()
     if config.temperature == 0:
         return logits.argmax(-1)
@@ -30,16 +30,16 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> Tensor:
     logits, order = logits.topk(count, dim=-1)  # sorted
     probabilities = logits.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    # The smallest set that reaches top_p: tokens whose predecessors do not reach it. The first is always in.
+    # The smallest set that reaches top_p: tokens whose predecessors do not reach it. The first is always in the set.
     probabilities = torch.where(before < config.top_p, probabilities, 0.0)
     drawn, _ = _invert(probabilities, uniform * probabilities.sum(-1, keepdim=True))
     return order.gather(-1, drawn).squeeze(-1)
 
 
 def _invert_in_chunks(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """[B, V] that sum to 1, [B, 1] -> [B, 1]: what `_invert` finds, the chunk first and then the token in it.
+    """Return the result of `_invert`, [B, 1], for [B, V] that sum to 1: first the chunk, then the token in it.
 
-    One sum that runs through the vocabulary takes twice as long as the softmax, and rounds at every token.
+    A single sum over the vocabulary takes twice as long as the softmax, and rounds at every token.
     """
     last = probabilities.shape[-1] - 1
     if missing := -probabilities.shape[-1] % _CHUNK:
@@ -52,13 +52,16 @@ def _invert_in_chunks(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index at which the running sum of `weights` exceeds `target`, and how far the target goes into it.
+    """Return the first index at which the running sum of `weights` exceeds `target`, and the target's excess over it.
 
-    It is never one of weight 0, whatever rounding does to the sums; of weights that are no numbers it is some index.
+    The index never has weight 0, however the sums are rounded; if weights are NaN it is any index.
 
     Args:
         weights: [B, N], not negative.
         target: [B, 1], from 0 to about their sum.
+
+    Returns:
+        Index [B, 1], and target minus the sum of the weights before the index, [B, 1].
     """
     sums = weights.cumsum(-1)
     total = sums[:, -1:]

@@ -1,7 +1,7 @@
-"""How a rollout gets at the weights of a policy that is sharded over ranks (ZeRO-3): `ppo.generation_weights`.
+"""Choose how rollouts read the weights of a policy that is sharded over ranks (ZeRO-3): `ppo.generation_weights`.
 
-The settings flow in, and the policy's engine or its outline; out comes the team that generates, or a line that says why
-what was asked for cannot be had. `check` needs no torch, and runs in the launcher too.
+`choose_rank_group` takes the policy's engine and the settings, and returns the ranks that generate together.
+`check_generation` needs no torch and runs in the launcher too; `check_generation_model` also needs the model's outline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
     from rlhf.generation.rank_groups import SingleRank
 
-_ROOM = 0.9  # of the device's memory; activations and what lies between tensors take the rest
+_USABLE = 0.9  # share of the device's memory; activations and fragmentation take the rest
 
 
-class MemoryNeed(NamedTuple):
-    """Bytes of the whole weights, of the cache and the logits of the rows that a rank generates at a time; and those
-    that are used of all that a rank has."""
+class GenerationMemory(NamedTuple):
+    """Bytes of the whole weights, of the cache and logits of the rows that a rank generates at a time, and in use.
+
+    `total` is the rank's memory, `used` the part that is in use already.
+    """
 
     weights: int
     cache: int
@@ -33,9 +35,9 @@ class MemoryNeed(NamedTuple):
     total: int
 
     def fits(self, ranks: int = 1) -> bool:
-        """Whether there is room for them, split among `ranks` that generate for the rows of all."""
+        """Return True if there is memory for them, split among `ranks` that generate for the rows of all."""
         needed = self.weights // ranks + self.cache + self.logits * ranks
-        return self.used + needed <= _ROOM * self.total
+        return self.used + needed <= _USABLE * self.total
 
     def __str__(self) -> str:
         weights, cache, used, total = map(format_bytes, (self.weights, self.cache, self.used, self.total))
@@ -43,51 +45,52 @@ class MemoryNeed(NamedTuple):
 
 
 def check_generation(config: Config, ranks: int) -> None:
-    """Find out whether the settings of PPO's rollouts fit together, whatever the model.
+    """Check that the settings of PPO's rollouts fit together, for any model.
 
     Raises:
         ConfigError: they do not.
     """
     ppo, actor = config.ppo, model_placements(config, "ppo")["actor"]
-    mode, among = ppo.generation_weights, ppo.tensor_parallel
-    if among and mode not in ("auto", "tensor_parallel"):
+    mode, size = ppo.generation_weights, ppo.tensor_parallel
+    if size and mode not in ("auto", "tensor_parallel"):
         raise ConfigError(
-            f"ppo.tensor_parallel: {among} is for ppo.generation_weights=tensor_parallel, which is {mode}; "
-            "change one of them"
+            f"ppo.tensor_parallel: {size} needs ppo.generation_weights=tensor_parallel, got {mode}; change one of them"
         )
     if mode == "tensor_parallel" and ranks == 1:
+        raise ConfigError("ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; leave it at auto")
+    # The plan resolves `auto` later, when it knows the accelerator.
+    is_auto = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
+    if actor.zero_stage < 3 and not is_auto and (size or mode in ("layerwise", "tensor_parallel")):
+        key, value = ("ppo.tensor_parallel", size) if size else ("ppo.generation_weights", mode)
+        remedy = (
+            "" if actor.quantization else ", or set roles.actor.zero_stage=3"
+        )  # quantized weights cannot be sharded
         raise ConfigError(
-            "ppo.generation_weights: tensor_parallel needs two ranks or more, and there is one; leave it at auto"
+            f"{key}: {value} needs sharded weights, and at ZeRO {actor.zero_stage} the actor's are whole on every "
+            f"rank; remove it{remedy}"
         )
-    # `auto` is for the plan to decide, which looks at the accelerator first.
-    undecided = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
-    if actor.zero_stage < 3 and not undecided and (among or mode in ("layerwise", "tensor_parallel")):
-        key, value = ("ppo.tensor_parallel", among) if among else ("ppo.generation_weights", mode)
-        sharded = "" if actor.quantization else ", or set roles.actor.zero_stage=3"  # which cannot be quantized
+    if size and ranks % size:
         raise ConfigError(
-            f"{key}: {value} is for weights that are sharded, and the actor's are whole on every rank at ZeRO "
-            f"{actor.zero_stage}; leave it out{sharded}"
-        )
-    if among and ranks % among:
-        raise ConfigError(
-            f"ppo.tensor_parallel: {ranks} ranks cannot be cut into teams of {among}; use {_nearest(ranks, among)}"
+            f"ppo.tensor_parallel: {ranks} ranks cannot be split into groups of {size}; use {_nearest(ranks, size)}"
         )
 
 
 def check_generation_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
-    """Raise `ConfigError` where the settings demand that a model be split, and it cannot be. Reads no weights."""
+    """Raise `ConfigError` if the settings require a split model and it cannot be split; no weights are read."""
     if ppo.generation_weights == "tensor_parallel" or ppo.tensor_parallel:
-        _team_size(model, ppo, ranks)
+        _resolve_group_size(model, ppo, ranks)
 
 
-def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
-    """The ranks that generate together with this one, which is how they get at the weights; the same on all ranks.
+def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
+    """Return the ranks that generate together with this one; the same choice on all ranks.
 
     Args:
-        say: is given a line where rollouts do not have the weights whole.
+        engine: engine of the policy.
+        config: settings of the run.
+        say: prints a line if rollouts do not have the whole weights.
 
     Raises:
-        ConfigError: as `check_model`.
+        ConfigError: as `check_generation_model`.
     """
     from rlhf.engine import distributed
     from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
@@ -95,52 +98,53 @@ def choose(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]
     mode, ranks = config.ppo.generation_weights, distributed.world().size
     if engine.zero_stage < 3 or mode == "whole":
         return SingleRank()
-    # Ranks decide alike: by the one that has the least room.
-    need = min(distributed.all_gather_objects(_need(engine, config, ranks)), key=lambda need: need.total - need.used)
-    if mode == "auto" and need.fits():
+    # All ranks use the numbers of the one with the least free memory, so that they choose the same.
+    memories = distributed.all_gather_objects(_estimate_memory(engine, config, ranks))
+    memory = min(memories, key=lambda memory: memory.total - memory.used)
+    if mode == "auto" and memory.fits():
         return SingleRank()
-    because = f", as {need}" if mode == "auto" else ""
+    reason = f", because {memory}" if mode == "auto" else ""
     size = 0
     if mode != "layerwise":
         try:
-            size = _team_size(engine.module, config.ppo, ranks)
+            size = _resolve_group_size(engine.module, config.ppo, ranks)
         except ConfigError:
             if mode == "tensor_parallel" or config.ppo.tensor_parallel:
                 raise
-    if size and (mode == "tensor_parallel" or need.fits(size)):
-        say(f"{engine.name}: in rollouts each of {size} ranks keeps its part of every layer (tensor_parallel){because}")
-        return TensorParallelGroup.of(size)
-    say(f"{engine.name}: in rollouts each layer is gathered for every token (layerwise), which is slow{because}")
+    if size and (mode == "tensor_parallel" or memory.fits(size)):
+        say(f"{engine.name}: in rollouts each of {size} ranks keeps its part of every layer (tensor_parallel){reason}")
+        return TensorParallelGroup.create(size)
+    say(f"{engine.name}: in rollouts each layer is gathered for every token (layerwise), which is slow{reason}")
     return LockstepRanks()
 
 
-def _team_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
-    """Among how many ranks a model is split: as many as is said, or as many of a machine as can share it."""
+def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
+    """Return the number of ranks that share a model: the configured one, or the largest possible on a machine."""
     from rlhf.generation.tensor_parallel import find_split_obstacle
 
-    machine = current_process().count_local_ranks(ranks)
-    sizes = [size for size in range(min(machine, ranks), 1, -1) if ranks % size == machine % size == 0]
-    wanted = [ppo.tensor_parallel] if ppo.tensor_parallel else sizes
-    reasons = {size: find_split_obstacle(model, size) for size in wanted}
-    if able := [size for size, why in reasons.items() if not why]:
-        return able[0]
-    why = next(iter(reasons.values()), "one rank of a machine has nobody to share with")
-    if ppo.tensor_parallel and (able := [size for size in sizes if not find_split_obstacle(model, size)]):
-        raise ConfigError(f"ppo.tensor_parallel: {why}; use {able[0]}")
-    raise ConfigError(f"ppo.generation_weights: {why}; use layerwise, or whole where a device holds the model")
+    local_ranks = current_process().count_local_ranks(ranks)
+    sizes = [size for size in range(min(local_ranks, ranks), 1, -1) if ranks % size == local_ranks % size == 0]
+    candidates = [ppo.tensor_parallel] if ppo.tensor_parallel else sizes
+    obstacles = {size: find_split_obstacle(model, size) for size in candidates}
+    if possible := [size for size, obstacle in obstacles.items() if not obstacle]:
+        return possible[0]
+    obstacle = next(iter(obstacles.values()), "a machine with one rank cannot split a model")
+    if ppo.tensor_parallel and (possible := [size for size in sizes if not find_split_obstacle(model, size)]):
+        raise ConfigError(f"ppo.tensor_parallel: {obstacle}; use {possible[0]}")
+    raise ConfigError(f"ppo.generation_weights: {obstacle}; use layerwise, or whole if a device has memory for it")
 
 
-def _need(engine: TrainingEngine, config: Config, ranks: int) -> MemoryNeed:
+def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> GenerationMemory:
     from rlhf.models.lora import should_merge
 
     ppo, data, model = config.ppo, config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
     accelerator = engine.accelerator
     memory = accelerator.memory()
-    shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
-    merged, _ = should_merge(engine.module, engine.placement.lora, memory.total)
+    is_shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
+    merges, _ = should_merge(engine.module, engine.placement.lora, memory.total)
     weights = 0
     for name, weight in engine.module.named_parameters():
-        copies = 2 if merged and name.endswith("base_layer.weight") else 1  # what adapters are merged into is kept
+        copies = 2 if merges and name.endswith("base_layer.weight") else 1  # merging keeps the original weight
         weights += copies * getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
     share = ppo.batch_size // ranks
     rows = min(ppo.generation_batch_size or share, share)
@@ -148,15 +152,15 @@ def _need(engine: TrainingEngine, config: Config, ranks: int) -> MemoryNeed:
     width = getattr(model, "head_dim", None) or model.hidden_size // heads
     width *= getattr(model, "num_key_value_heads", None) or heads
     tokens = rows * (data.max_prompt_length + data.max_completion_length)
-    return MemoryNeed(
+    return GenerationMemory(
         weights=weights,
         cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
         logits=3 * rows * model.vocab_size * 4,
         used=memory.allocated,
-        total=memory.total // current_process().count_local_ranks(ranks) if shared else memory.total,
+        total=memory.total // current_process().count_local_ranks(ranks) if is_shared else memory.total,
     )
 
 
-def _nearest(ranks: int, among: int) -> int:
-    """The size of a team into which `ranks` can be cut that is nearest to the one asked for."""
-    return min((size for size in range(2, ranks + 1) if ranks % size == 0), key=lambda size: abs(size - among))
+def _nearest(ranks: int, size: int) -> int:
+    """Return the group size nearest to `size` that divides `ranks`."""
+    return min((divisor for divisor in range(2, ranks + 1) if ranks % divisor == 0), key=lambda n: abs(n - size))

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Sta
 
 from accelerators.backends.cpu import attention as cpu_attention
 from accelerators.backends.cpu.kernels import compiler, decode, layers
-from rlhf.generation.hybrid_engine import generating
+from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.generation.kv_cache import WindowedStaticCache
 from tests.accelerators.test_packed import snapshot
 from tests.generation.test_hybrid_engine import build, train
@@ -307,7 +307,7 @@ class OneColumn:
     def __init__(self) -> None:
         self.kept = list(torch.zeros(2, 3, 2, 1, 32, dtype=torch.bfloat16))
 
-    def room(self) -> tuple[list[Tensor], int]:
+    def decode_buffers(self) -> tuple[list[Tensor], int]:
         return self.kept, 0
 
     def update(self, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -351,7 +351,7 @@ def test_caches_that_cannot_be_written_to_are_left_to_the_layers(calls, change):
     hidden = torch.randn(3, 1, 96, dtype=torch.bfloat16)
     expected = layer(hidden, **named)
     kept = change(cache.kept)
-    cache.room = lambda: kept and (kept, 0)
+    cache.decode_buffers = lambda: kept and (kept, 0)
     restore = decode.prepare(layer, True)
     calls.clear()
     found = layer(hidden, **named)
@@ -562,7 +562,7 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
             engine = build(accelerator, "bf16", zero_stage)
             for _ in range(2):
                 calls.clear()
-                with generating(engine) as module:
+                with generation_mode(engine) as module:
                     logits_of(module, prompts(3), "grown")
                 assert calls["decode"] == (STEPS if way == "native" else 0)
                 trained = train(engine)

@@ -56,7 +56,7 @@ def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
     prompts = ids[:, :14], mask[:, :14]
     decoder = Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=10)
     for _ in range(2):  # the second time with the first one's buffers
-        decoder.make_room()
+        decoder.release_if_large()
         found = decoder.generate(model, *prompts, SamplingConfig(temperature=0)).ids
         for row, start in ((0, 7), (1, 0)):
             alone = ids[row : row + 1, start:14]

@@ -211,8 +211,8 @@ def test_a_model_that_cannot_be_recorded_is_a_note_only_where_one_would_be(accel
         assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in said] == (["WARNING"] if recording else []) + ["DEBUG"]
-    assert said[-1][1].startswith("generation is not recorded: ") and "test_decoder.py:" in said[-1][1]
-    assert not recording or "slower than it could be" in said[0][1]
+    assert said[-1][1].startswith("generation is not captured: ") and "test_decoder.py:" in said[-1][1]
+    assert not recording or "slower than possible" in said[0][1]
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_all_parts_of_a_rollout_are_generated_in_the_buffers_of_one(accelerator,
     for _ in range(2):
         decode.generate(model, ids, mask, GREEDY)
     assert captured == ["decode 2 x 6 up to 24"]
-    (session,) = decode._sessions
+    (session,) = decode._states
     assert session.size() < 2 * 2 * 2 * 2 * 24 * 8 * 4 + 64, "keys and values of two rows"
 
 
@@ -246,7 +246,7 @@ def test_what_is_large_beside_the_memory_makes_room_for_training(
     monkeypatch.setattr(accelerator, "memory", lambda: Memory(0, 0, total=cache * memory_of_caches))
     drawing = decoder(accelerator)
     first = drawing.generate(model, ids, mask, GREEDY)
-    drawing.make_room()
+    drawing.release_if_large()
     again = drawing.generate(model, ids, mask, GREEDY)
     assert torch.equal(first.ids, again.ids)
     assert len(captured) == captures

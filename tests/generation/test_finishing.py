@@ -76,7 +76,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     def step(self: Any, width: int) -> None:
         whole(self, width)
-        steps.append((self.cache.view.rows, self.cache.view.columns, self.shape[1] + self.done))
+        steps.append((self.cache.window.rows, self.cache.window.columns, self.shape[1] + self.step_count))
 
     monkeypatch.setattr(decode_state.DecodeState, "_step", step)
     return steps
@@ -209,7 +209,7 @@ def test_recordings_share_the_buffers(accelerator: Any, recording: list[Graph], 
     decode.generate(model, ids, mask, GREEDY)
     assert len(recording) == 4
     size = 2 * 2 * 6 * 2 * (9 + 19) * 8 * 4  # keys and values, layers, rows, heads, columns, head size, bytes
-    assert size <= decode._sessions[0].size() < size + 64
+    assert size <= decode._states[0].size() < size + 64
 
 
 @pytest.mark.parametrize("steps", [1, 2, 31, 32, 33, 64, 97, 255, 1000])

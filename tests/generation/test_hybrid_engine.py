@@ -19,7 +19,7 @@ from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import packed
 from rlhf.config.schema import LoraConfig, OptimizerConfig
 from rlhf.engine.engine import TrainingEngine, freeze_model
-from rlhf.generation.hybrid_engine import generating
+from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.models.lora import add_adapters
 from tests.helpers import llama
@@ -95,7 +95,7 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
         engine = build(accelerator, precision, zero_stage)
         with without(accelerator) if way == "none" else contextlib.nullcontext():
             for _ in range(2):
-                with generating(engine) as module:
+                with generation_mode(engine) as module:
                     assert module is engine.module
                     assert len(packed_layers(module)) == (15 if way == "packed" else 0)
                     read[way] = logits(module)  # of weights that changed in between
@@ -110,9 +110,9 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
 @pytest.mark.parametrize("merge", [True, False])
 def test_adapters_are_in_the_packed_weights_or_run_beside_them(accelerator, merge):
     engine = build(accelerator, "fp32", merge=merge)
-    with without(accelerator), generating(engine) as module:
+    with without(accelerator), generation_mode(engine) as module:
         expected = logits(module)
-    with generating(engine) as module:
+    with generation_mode(engine) as module:
         assert len(packed_layers(module)) == 15  # no adapters among them
         torch.testing.assert_close(logits(module), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     with engine.whole_weights() as module:
@@ -122,7 +122,7 @@ def test_adapters_are_in_the_packed_weights_or_run_beside_them(accelerator, merg
 def test_a_rollout_that_fails_leaves_nothing_behind(accelerator):
     engine = build(accelerator, "fp32")
     before = logits(engine.module)
-    with pytest.raises(KeyboardInterrupt), generating(engine):
+    with pytest.raises(KeyboardInterrupt), generation_mode(engine):
         raise KeyboardInterrupt
     assert packed_layers(engine.module) == []
     assert torch.equal(logits(engine.module), before)

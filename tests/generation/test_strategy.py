@@ -4,12 +4,12 @@ import pytest
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
-from rlhf.generation.strategy import check_generation, check_generation_model, choose
+from rlhf.generation.strategy import check_generation, check_generation_model, choose_rank_group
 from tests.generation.test_decoder import build
 from tests.helpers import llama
 from tests.trainers.test_lora import build as trained
 
-LAYERWISE = "use layerwise, or whole where a device holds the model"
+LAYERWISE = "use layerwise, or whole if a device has memory for it"
 
 
 def configuration(zero_stage=3, **ppo):
@@ -27,12 +27,12 @@ def refusal(function, *arguments):
     [
         (2, 2, {"generation_weights": "layerwise"}, ["generation_weights: layerwise", "ZeRO 2", "zero_stage=3"]),
         (2, 2, {"tensor_parallel": 2}, ["ppo.tensor_parallel: 2", "whole on every rank", "zero_stage=3"]),
-        (3, 2, {"tensor_parallel": 2, "generation_weights": "whole"}, ["which is whole", "change one of them"]),
+        (3, 2, {"tensor_parallel": 2, "generation_weights": "whole"}, ["got whole", "change one of them"]),
         (3, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
         (2, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
-        (3, 8, {"tensor_parallel": 3}, ["8 ranks cannot be cut into teams of 3; use 2"]),
-        (3, 9, {"tensor_parallel": 4}, ["9 ranks cannot be cut into teams of 4; use 3"]),
-        (3, 2, {"tensor_parallel": 4}, ["2 ranks cannot be cut into teams of 4; use 2"]),
+        (3, 8, {"tensor_parallel": 3}, ["8 ranks cannot be split into groups of 3; use 2"]),
+        (3, 9, {"tensor_parallel": 4}, ["9 ranks cannot be split into groups of 4; use 3"]),
+        (3, 2, {"tensor_parallel": 4}, ["2 ranks cannot be split into groups of 4; use 2"]),
     ],
 )
 def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
@@ -43,7 +43,7 @@ def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
 def test_quantized_weights_are_not_told_to_be_sharded():
     quantized = {"engine": {"zero_stage": 2, "frozen": "int8"}, "lora": {"rank": 4}}
     line = refusal(check_generation, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
-    assert line.endswith("at ZeRO 2; leave it out")
+    assert line.endswith("; remove it")
 
 
 def test_settings_that_do():
@@ -60,13 +60,13 @@ def test_settings_that_do():
             lambda: llama(60),
             4,
             {"tensor_parallel": 4},
-            "ppo.tensor_parallel: 2 key heads cannot be shared among 4 ranks; use 2",
+            "ppo.tensor_parallel: 2 key heads cannot be divided among 4 ranks; use 2",
         ),
         (
             lambda: llama(60),
             3,
             {"tensor_parallel": 3},
-            f"ppo.generation_weights: 4 heads cannot be shared among 3 ranks; {LAYERWISE}",
+            f"ppo.generation_weights: 4 heads cannot be divided among 3 ranks; {LAYERWISE}",
         ),
         (
             lambda: llama(60, intermediate_size=49),
@@ -89,7 +89,7 @@ def test_models_that_cannot_be_split(model, ranks, ppo, line):
 
 
 def test_as_many_ranks_share_a_model_as_can():
-    check_generation_model(llama(60), configuration(generation_weights="tensor_parallel").ppo, 4)  # two teams of two
+    check_generation_model(llama(60), configuration(generation_weights="tensor_parallel").ppo, 4)  # two groups of two
 
 
 def test_experts_are_not_split():
@@ -114,5 +114,5 @@ def test_a_plan_whose_parts_do_not_fit_together_is_found_before_the_run():
 
 def test_below_zero_3_weights_are_where_they_are(accelerator):
     said = []
-    assert type(choose(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "SingleRank"
+    assert type(choose_rank_group(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "SingleRank"
     assert not said

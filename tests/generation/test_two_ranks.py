@@ -11,7 +11,7 @@ import torch
 
 from rlhf.launchers import local
 from tests.generation import two_ranks
-from tests.generation.two_ranks import GREEDY, MODELS, SAMPLED, SLOW, TEAMS
+from tests.generation.two_ranks import GREEDY, MODELS, RANK_GROUPS, SAMPLED, SLOW
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,8 @@ def alone(accelerator: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name in MODELS for mode in TEAMS if mode != "layerwise" or name not in SLOW]
+    ("name", "mode"),
+    [(name, mode) for name in MODELS for mode in RANK_GROUPS if mode != "layerwise" or name not in SLOW],
 )
 def test_tokens_are_those_of_one_device_whoever_holds_the_weights(left, alone, name, mode):
     for rank in range(2):
@@ -78,7 +79,7 @@ def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
 
 
 @pytest.mark.parametrize(
-    ("case", "team", "words"),
+    ("case", "rank_group", "words"),
     zip(
         two_ranks.CASES,
         [
@@ -101,15 +102,15 @@ def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
         ],
     ),
 )
-def test_the_first_way_that_fits_on_all_ranks_is_taken_on_all(left, case, team, words):
+def test_the_first_way_that_fits_on_all_ranks_is_taken_on_all(left, case, rank_group, words):
     (kind, said), (other, _) = (found["chosen"][case] for found in left)
-    assert kind == other == team
+    assert kind == other == rank_group
     assert len(said) == bool(words) and words in "".join(said)
 
 
 @pytest.mark.slow
 def test_four_ranks_are_two_teams(alone, tmp_path):
-    for rank, found in enumerate(run("teams_of_two", 4, tmp_path)):
+    for rank, found in enumerate(run("groups_of_two", 4, tmp_path)):
         expected = alone("Llama 3, LoRA", rank, SAMPLED)
         length = expected.ids.shape[1]
         assert torch.equal(found.ids[:, :length], expected.ids), rank

@@ -20,14 +20,18 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.generation import strategy, tensor_parallel
 from rlhf.generation.decoder import Completions, Decoder
-from rlhf.generation.hybrid_engine import generating
+from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
 from rlhf.models.lora import add_adapters
 from tests.families.table import BY_NAME, build
 from tests.in_process import make_placement
 
 LENGTH = 12
-TEAMS = {"whole": SingleRank, "layerwise": LockstepRanks, "tensor_parallel": lambda: TensorParallelGroup.of(2)}
+RANK_GROUPS = {
+    "whole": SingleRank,
+    "layerwise": LockstepRanks,
+    "tensor_parallel": lambda: TensorParallelGroup.create(2),
+}
 MODELS = ("OPT", "BLOOM", "GPT-NeoX, Pythia", "Llama 3, LoRA", "Qwen3, odd vocabulary")
 SLOW = ("BLOOM", "GPT-NeoX, Pythia")
 """Not generated layer by layer, which takes most of the time and does not depend on the architecture."""
@@ -101,7 +105,7 @@ CASES = [
 
 
 def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memory: tuple[float, float]) -> Any:
-    """(the kind of team, what was said)."""
+    """(the kind of rank_group, what was said)."""
     lengths = {"max_prompt_length": 8, "max_completion_length": 8}
     values = {"generation_weights": mode, "tensor_parallel": size, "batch_size": 4, "generation_batch_size": 1}
     config = build_config({"data": lengths, "engine": {"zero_stage": 3}, "ppo": values})
@@ -109,8 +113,8 @@ def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memo
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained.accelerator, "memory", lambda: Memory(0, 0, int(weights * memory[rank] * 2)))
-        team = strategy.choose(trained, config, say=said.append)
-    return type(team).__name__, said
+        rank_group = strategy.choose_rank_group(trained, config, say=said.append)
+    return type(rank_group).__name__, said
 
 
 @contextmanager
@@ -132,24 +136,27 @@ def watched_gathering(model: Any) -> Iterator[list[int]]:
 def main(folder: str) -> None:
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
-        teams = {name: make() for name, make in TEAMS.items()}
+        rank_groups = {name: make() for name, make in RANK_GROUPS.items()}
         found: dict[Any, Any] = {}
         for name in MODELS:
             trained = engine(accelerator, model(name))
-            for mode, team in teams.items():
+            for mode, rank_group in rank_groups.items():
                 if mode == "layerwise" and name in SLOW:
                     continue
-                with generating(trained, team) as module:
+                with generation_mode(trained, rank_group) as module:
                     for sampling in (GREEDY, SAMPLED):
                         found[name, mode, sampling.temperature] = draw(
-                            accelerator, module, rank, sampling, batch_size=2, team=team
+                            accelerator, module, rank, sampling, batch_size=2, rank_group=rank_group
                         )
-        with generating(trained, teams["layerwise"]) as module:
+        with generation_mode(trained, rank_groups["layerwise"]) as module:
             ends = range(61) if rank else []  # this rank is done after a token, the other never
-            found["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, team=teams["layerwise"])
+            found["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, rank_group=rank_groups["layerwise"])
         found["chosen"] = {case: chosen(trained, rank, *case) for case in CASES}
         gc.disable()
-        with watched_gathering(trained.module) as gathered, generating(trained, teams["tensor_parallel"]) as module:
+        with (
+            watched_gathering(trained.module) as gathered,
+            generation_mode(trained, rank_groups["tensor_parallel"]) as module,
+        ):
             found["gathered"] = max(gathered)
             found["held"] = sum(parameter.numel() for parameter in module.parameters())
             part = weakref.ref(module)
@@ -159,9 +166,12 @@ def main(folder: str) -> None:
         torch.save(found, Path(folder) / f"rank {rank}")
 
 
-def teams_of_two(folder: str) -> None:
+def groups_of_two(folder: str) -> None:
     """Of four ranks, the first two generate together and the last two."""
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
-        rank, team = distributed.world().rank, TensorParallelGroup.of(2)
-        with generating(engine(accelerator, model("Llama 3, LoRA")), team) as module:
-            torch.save(draw(accelerator, module, rank, SAMPLED, batch_size=2, team=team), Path(folder) / f"rank {rank}")
+        rank, rank_group = distributed.world().rank, TensorParallelGroup.create(2)
+        with generation_mode(engine(accelerator, model("Llama 3, LoRA")), rank_group) as module:
+            torch.save(
+                draw(accelerator, module, rank, SAMPLED, batch_size=2, rank_group=rank_group),
+                Path(folder) / f"rank {rank}",
+            )

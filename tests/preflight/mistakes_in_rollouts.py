@@ -10,14 +10,14 @@ ZERO_3 = settings(engine__zero_stage=3)
 
 @mistake
 def layer_by_layer_without_shards(bench: Bench) -> tuple[list[str], list[str]]:
-    words = ["ppo.generation_weights: layerwise is for weights that are sharded", "roles.actor.zero_stage=3"]
+    words = ["ppo.generation_weights: layerwise needs sharded weights", "roles.actor.zero_stage=3"]
     return settings(ppo__generation_weights="layerwise"), words
 
 
 @mistake
 def a_team_that_is_not_wanted(bench: Bench) -> tuple[list[str], list[str]]:
     found = settings(ppo__generation_weights="whole", ppo__tensor_parallel=2)
-    return [*ZERO_3, *found], ["ppo.tensor_parallel: 2 is for ppo.generation_weights=tensor_parallel, which is whole"]
+    return [*ZERO_3, *found], ["ppo.tensor_parallel: 2 needs ppo.generation_weights=tensor_parallel, got whole"]
 
 
 @mistake
@@ -31,7 +31,7 @@ def a_team_of_one(bench: Bench) -> tuple[list[str], list[str]]:
 @mistake
 def ranks_that_teams_do_not_divide(bench: Bench) -> tuple[list[str], list[str]]:
     found = [*ZERO_3, *settings(ppo__tensor_parallel=3), "--ranks", "2"]
-    return found, ["ppo.tensor_parallel: 2 ranks cannot be cut into teams of 3; use 2"]
+    return found, ["ppo.tensor_parallel: 2 ranks cannot be split into groups of 3; use 2"]
 
 
 @mistake
@@ -40,7 +40,7 @@ def heads_that_ranks_cannot_share(bench: Bench) -> tuple[list[str], list[str]]:
     llama(len(tokenizer), num_key_value_heads=1).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     found = settings(ppo__generation_weights="tensor_parallel", model__path=folder)
-    return [*ZERO_3, *found, "--ranks", "2"], ["1 key heads cannot be shared among 2 ranks", "use layerwise"]
+    return [*ZERO_3, *found, "--ranks", "2"], ["1 key heads cannot be divided among 2 ranks", "use layerwise"]
 
 
 @mistake

@@ -13,7 +13,7 @@ from rlhf.checkpoint import training_state
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from rlhf.data.stage_dataset import load_stage
 from rlhf.engine.engine import TrainingEngine
-from rlhf.generation.hybrid_engine import generating
+from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters
@@ -98,7 +98,7 @@ def test_generation_and_training_leave_the_frozen_weights_bit_for_bit(accelerato
     train(engine, 2)
     before = state(engine)
     assert {".lora_" in name for name in changed(at_first, before)} == {True}
-    with generating(engine) as model:
+    with generation_mode(engine) as model:
         merged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert model(input_ids=IDS).logits.isfinite().all()
     assert {name.endswith("_proj.base_layer.weight") for name in changed(before, merged)} == {True}

@@ -114,7 +114,7 @@ def test_a_step_is_the_same_however_its_rollout_is_cut(build, accelerator):
         ppo = build("static", generation_batch_size=rows)
         accelerator.seed(0)
         numbers.append(ppo.step(0))
-        held.append([session.shape[0] for session in ppo.decoder._sessions])
+        held.append([session.shape[0] for session in ppo.decoder._states])
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
     assert held == [[6], [3]]
 

@@ -29,7 +29,7 @@ ROWS, PARTS = 4, 2
 """The most rows of a micro-batch, and parts that a batch is cut into: more of them compile nothing else."""
 _STARTS_FROM = {"sft": ("sft",), "reward": ("sft", "reward"), "dpo": ("sft", "dpo"), "ppo": ("sft", "reward", "ppo")}
 """Each stage after those that it starts from."""
-_REFUSAL = re.compile(r"^rlhf: note: generation is not recorded: (.*)", re.MULTILINE)
+_REFUSAL = re.compile(r"^rlhf: note: generation is not captured: (.*)", re.MULTILINE)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

@@ -27,8 +27,8 @@ from rlhf.engine.fp16 import EngineStep, synchronized_step
 from rlhf.engine.fp32_weights import EMA
 from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
 from rlhf.generation.decoder import Decoder
-from rlhf.generation.hybrid_engine import generating
-from rlhf.generation.strategy import choose
+from rlhf.generation.hybrid_engine import generation_mode
+from rlhf.generation.strategy import choose_rank_group
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
@@ -154,7 +154,7 @@ class PPOTrainer:
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
             batch_size=settings.generation_batch_size,
-            team=choose(self.actor, context.config, say=context.say),
+            rank_group=choose_rank_group(self.actor, context.config, say=context.say),
         )
 
     @property
@@ -215,7 +215,7 @@ class PPOTrainer:
         """Draw and score completions of this rank's `prompts`, and estimate advantages; add metrics to `sums`."""
         with self.context.phases("generation"):
             rollout = self.generate(prompts)
-            self.decoder.make_room()
+            self.decoder.release_if_large()
         with self.context.phases("scoring"):
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
         mask = rollout.action_mask
@@ -246,7 +246,7 @@ class PPOTrainer:
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
-        with self.context.phases.running("generation"), generating(self.actor, self.decoder.team) as model:
+        with self.context.phases.running("generation"), generation_mode(self.actor, self.decoder.rank_group) as model:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )

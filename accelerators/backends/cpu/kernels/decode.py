@@ -5,9 +5,9 @@ the 25 small operators of a layer take as long as its products. `decode.c` compu
 other models, other dtypes, gradients) is packed for oneDNN (`packed.py`) or computed as before.
 
 `decode.c` also writes keys and values into caches that say where. Such a cache has a method
-    room() -> (kept, place) or None
-`kept` is the list of keys and values of each layer in turn, [rows, groups, columns, head size] with equal strides; it
-is the same list as long as it contains the same tensors. `place` is the column of the current token.
+    decode_buffers() -> (states, column) or None
+`states` is the list of keys and values of each layer in turn, [rows, groups, columns, head size] with equal strides; it
+is the same list as long as it contains the same tensors. `column` is the column of the current token.
 """
 
 from __future__ import annotations
@@ -245,9 +245,9 @@ class _Stack:
         **others: Any,
     ) -> Tensor | None:
         """Return the output of the last layer; None if this is no decoding step, or if a layer has hooks."""
-        mask, room = attention_mask, getattr(past_key_values, "room", None)
+        mask, decode_buffers = attention_mask, getattr(past_key_values, "decode_buffers", None)
         if (
-            room is None
+            decode_buffers is None
             or hidden.shape[1] != 1
             or position_embeddings is None
             or position_embeddings[0].shape[-1] != self._size
@@ -257,7 +257,7 @@ class _Stack:
             or any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
         ):
             return None
-        rows, (kept, place) = len(hidden), room() or ([], 0)
+        rows, (kept, place) = len(hidden), decode_buffers() or ([], 0)
         if not kept or not self._fits(kept, rows) or not 0 <= place < kept[0].shape[2]:
             return None
         first, columns = kept[0], kept[0].shape[2]
