@@ -8,7 +8,6 @@ complete or not at all, and a damaged one is rebuilt. It is next to the data set
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from rlhf.config.schema import Config, DataConfig, Stage
 from rlhf.data.arrow_store import ExampleTable, ExampleWriter, StoredExamples, UnstorableRowError
@@ -111,7 +112,7 @@ class StageCache:
         waiting = f"{self.stage}: waiting for another run that tokenizes the same rows" if show else ""
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(self.folder, waiting):
+            with _lock_build(self.folder, waiting):
                 if not self._is_complete():
                     with atomic_directory(self.folder) as folder:
                         self._write(folder, show)
@@ -189,16 +190,19 @@ def find_cache_home() -> Path:
 
 
 @contextmanager
-def _alone(folder: Path, waiting: str) -> Iterator[None]:
-    """Only one process at a time is in this block, another says that it waits; the lock ends with its process."""
-    with folder.with_name(f"{folder.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting:
-                console.print(waiting, markup=False)
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _lock_build(folder: Path, waiting: str) -> Iterator[None]:
+    """Run this block in one process at a time; another says that it waits. The lock ends with its process."""
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if waiting:
+            console.print(waiting, markup=False)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @cache

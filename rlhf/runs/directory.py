@@ -30,7 +30,7 @@ from rlhf.runs.resume import (
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json
 from rlhf.utils.command_line import get_command_line
-from rlhf.utils.file_lock import LOCK, lock_folder
+from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
 from rlhf.utils.process_info import current_process
 
 _SECONDS_TO_RECOVER = 30.0
@@ -337,7 +337,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
         partial = [file.name + PARTIAL for file in self._described_by]
-        ours = ("traceback*.txt", CONSOLE, LOCK, *partial)  # what a run that could not begin may leave
+        ours = ("traceback*.txt", CONSOLE, *LOCK_FILES, *partial)  # what a run that could not begin may leave
         others = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in ours) for path in others):
             raise RunError(

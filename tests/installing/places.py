@@ -23,6 +23,7 @@ NEWEST = {
     "datasets": "5.2.0",
     "nvidia-ml-py": "13.615.71",
     "pluggy": "1.7.0",
+    "filelock": "4.2.11",
     "pydantic": "2.14.3",
     "typer": "0.29.2",
     "rich": "15.0.0",

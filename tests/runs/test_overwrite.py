@@ -1,6 +1,7 @@
 """Who may write to a run's folder, and what a new run may replace: nothing is lost, and there is one writer."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,8 +17,7 @@ from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import RunError
 from rlhf.runs.backup import Backup
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils import file_lock
-from rlhf.utils.file_lock import LOCK, lock_folder
+from rlhf.utils.file_lock import LOCK, OWNER, lock_folder
 from tests.run_folders import checkpoint, config_in, contents, fail_in, record, run_stages
 
 
@@ -178,39 +178,38 @@ def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
     assert not (folder / LOCK).exists()
 
 
-@pytest.mark.parametrize("living", [True, False])
-def test_where_there_are_no_locks_the_owner_that_is_named_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], living: bool
+@pytest.mark.parametrize("owner", ["living", "dead", "remote"])
+def test_lock_without_kernel_locks_trusts_the_owner_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str
 ) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
+    assert not (run.path / LOCK).exists()
     Backup(run.path).create([run.description], ["sft"])  # as --overwrite has it until its first step
     other = subprocess.Popen(["sleep", "60"])
-    (run.path / LOCK).write_text(f"process {other.pid} on {socket.gethostname()}\n")
-    if not living:
+    host = "elsewhere" if owner == "remote" else socket.gethostname()
+    (run.path / LOCK).write_text(f"{other.pid}\n{host}\n")
+    (run.path / OWNER).write_text(f"process {other.pid} on {host}\n")
+    if owner != "living":
         other.kill()
         other.wait()
     before = contents(run.path)
     try:
-        if living:
-            with pytest.raises(RunError, match=f"process {other.pid} on .* may be writing"):
-                RunDirectory.check(config, resume=True)
-            assert contents(run.path) == before
-        else:
+        if owner == "dead":
             RunDirectory.check(config, resume=True)
             assert run.stage("sft").done and not (run.path / LOCK).exists()
+        else:
+            with pytest.raises(RunError, match=rf"process {other.pid} on {host} is writing .* delete .*lock if it has"):
+                RunDirectory.check(config, resume=True)
+            assert contents(run.path) == before
     finally:
         other.kill()
         other.wait()
     assert capsys.readouterr().err.count("cannot be locked") == 1
-
-
-def test_an_owner_on_another_host_may_live() -> None:
-    assert file_lock._may_live("process 1 on elsewhere") and not file_lock._may_live("")
 
 
 def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rlhf.contrib.sweep.grid import Grid, Point
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import CONSOLE, atomic_write, read_json
-from rlhf.utils.file_lock import LOCK
+from rlhf.utils.file_lock import LOCK_FILES
 
 Status = Literal["complete", "refused", "excluded", "out of memory", "failed", "not complete", "waiting"]
 
@@ -71,7 +71,7 @@ class SweepDirectory:
         """Raise `RunError` where the folder is no sweep's, or holds points that were begun with other settings."""
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
-        others = [path for path in self.path.iterdir() if path.name != LOCK] if self.path.is_dir() else []
+        others = [path for path in self.path.iterdir() if path.name not in LOCK_FILES] if self.path.is_dir() else []
         if others and not self.description.is_file():
             raise RunError(
                 f"{self.path}: is not empty and holds no sweep (no sweep.json), so nothing is written there; "

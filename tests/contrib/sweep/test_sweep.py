@@ -224,7 +224,7 @@ class Ending(threading.Thread):
     def run(self) -> None:
         while not list(self._folder.glob(self._pattern)):
             time.sleep(0.005)
-        owner = (self._folder / ".rlhf.lock").read_text()
+        owner = (self._folder / ".rlhf.lock.owner").read_text()
         os.kill(int(owner.split()[1]), self._number)
 
 
@@ -247,7 +247,7 @@ def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path
     assert states["seed1"] == "complete"
     grid, folder = load_grid(path), SweepDirectory(out)
     assert [row.status for row in rows(grid, folder, {})] == ["complete", "not complete"]
-    wait_for_end_of(out / "seed2/.rlhf.lock")  # the point's process ends with the sweep's
+    wait_for_end_of(out / "seed2/.rlhf.lock.owner")  # the point's process ends with the sweep's
 
     complete = contents(out / "seed1")
     rlhf("sweep", path, recipe=None)
