@@ -1,7 +1,6 @@
-"""Which attention implementation a model runs with: the first of the backend's that its architecture takes.
+"""Choose the attention implementation of a model: the first of the backend's that its architecture supports.
 
-A backend offers implementations, best first; a model's configuration flows in; out comes the one it gets, and why it
-did not get the better ones. At the bottom of every backend's offers is `eager`, which every architecture has.
+A backend lists implementations, best first. `eager`, which every architecture has, is the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`name` is transformers' for an attention implementation; `refused` are the better ones, each with the reason."""
+    """The attention implementation of a model.
+
+    Attributes:
+        name: transformers' name of the implementation.
+        refused: the better ones that the model does not get, with the reasons.
+    """
 
     name: str
     refused: Mapping[str, str]
@@ -31,11 +35,11 @@ EMBEDDED_MODEL = "the embedded model"
 
 
 def choose_attention(accelerator: Accelerator, path: str | None, config: ModelConfig) -> AttentionChoice:
-    """What the model at `path`, or the embedded one, gets of what the backend offers.
+    """Choose the implementation for the model at `path`, or for the embedded one if that is None.
 
     Raises:
-        ModelError: its configuration cannot be read, or nothing that the backend offers serves it.
-        AcceleratorError: the backend offers nothing.
+        ModelError: its configuration cannot be read, or no implementation of the backend supports it.
+        AcceleratorError: the backend has no implementation.
     """
     if path is None:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,38 +47,46 @@ def choose_attention(accelerator: Accelerator, path: str | None, config: ModelCo
         return choose_attention_for(accelerator, LlamaConfig(), EMBEDDED_MODEL, LlamaForCausalLM)
     check_model_folder(path)
     hub.check_available(path, "model")
-    found = load_model_config(path, config)
-    return choose_attention_for(accelerator, found, path, find_model_class(found, config))
+    model_config = load_model_config(path, config)
+    return choose_attention_for(accelerator, model_config, path, find_model_class(model_config, config))
 
 
-def choose_attention_for(accelerator: Accelerator, found: Any, path: str, architecture: Any) -> AttentionChoice:
-    """As `choose_attention`, for a configuration of transformers.
+def choose_attention_for(accelerator: Accelerator, model_config: Any, name: str, architecture: Any) -> AttentionChoice:
+    """Choose as `choose_attention` does, for a configuration of transformers.
 
     Args:
-        path: how messages call the model.
-        architecture: the class of its language model; None where only loading tells.
+        accelerator: the backend.
+        model_config: the model's configuration.
+        name: the name of the model in messages.
+        architecture: the class of its language model; None if it is known only after loading.
     """
     refused: dict[str, str] = {}
-    for implementation, name in accelerator.kernels.usable("attention"):
-        why = explain_missing_attention(architecture, name) or accelerator.kernels.refusal(implementation, found)
-        if not why:
-            return AttentionChoice(name, refused)
-        refused[name] = why
+    for implementation, attention in accelerator.kernels.usable("attention"):
+        refusal = accelerator.kernels.refusal
+        reason = explain_missing_attention(architecture, attention) or refusal(implementation, model_config)
+        if not reason:
+            return AttentionChoice(attention, refused)
+        refused[attention] = reason
     first = accelerator.kernels.get("attention", required=True)
     raise ModelError(
-        f"{path}: no attention of {accelerator.name} serves it ({_listed(refused)}); choose a model that takes {first}"
+        f"{name}: no attention implementation of {accelerator.name} supports this model ({_join_reasons(refused)}); "
+        f"choose a model that supports {first}"
     )
 
 
 def describe_attention(choices: Mapping[str, AttentionChoice]) -> str | None:
-    """What to say of models, by the names they go by, that did not get the backend's first choice; None if all did."""
-    said: dict[str, list[str]] = {}
+    """Return one line about the models that did not get the backend's first choice; None if all did.
+
+    Args:
+        choices: the choice for each model, by its name.
+    """
+    by_reasons: dict[str, list[str]] = {}
     for model, choice in choices.items():
         if choice.refused:
-            said.setdefault(f"({_listed(choice.refused)})", []).append(f"{choice.name} for {model}")
-    parts = [f"{', '.join(models)} {why}" for why, models in said.items()]
+            by_reasons.setdefault(f"({_join_reasons(choice.refused)})", []).append(f"{choice.name} for {model}")
+    parts = [f"{', '.join(models)} {reasons}" for reasons, models in by_reasons.items()]
     return f"attention: {'; '.join(parts)}" if parts else None
 
 
-def _listed(refused: Mapping[str, str]) -> str:
+def _join_reasons(refused: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in refused.items())

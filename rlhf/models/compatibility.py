@@ -1,7 +1,7 @@
-"""What a model must be able to do, found out from its configuration before any weight is read.
+"""Check what a model must be able to do, from its folder and configuration, before any weight is read.
 
-The name of a model flows in; an error of one line comes out where a stage would fail on it, or do something else
-than it says.
+A model that a stage would fail on, or train wrongly, is an error of one line. Importing this module loads neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequ
 
 
 def check_model_folder(path: str) -> None:
-    """Raise `ModelError` where a local folder lacks a configuration or weights; hub names pass."""
+    """Raise `ModelError` if a local folder lacks a configuration or weights; hub names pass."""
     if not is_path(path):
         return  # a hub name
     folder = Path(path)
@@ -44,34 +44,36 @@ def check_model_folder(path: str) -> None:
 
 
 def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False) -> PretrainedConfig:
-    """The configuration of the model at `path`, if that can be trained.
+    """Return the configuration of the model at `path` if that model can be trained.
 
     Args:
+        path: a folder or hub name.
+        config: says if the model's code is trusted, and names a GGUF file.
         attention: transformers' name of the attention implementation that it will run with.
-        scalar_head: whether the model is, or will become, one with a scalar head (reward model, critic).
+        scalar_head: the model has, or will get, a scalar head (reward model, critic).
 
     Raises:
         ModelError: its configuration cannot be read, or its architecture lacks something.
     """
-    found = load_model_config(path, config)
-    why = _missing(found, config, attention, scalar_head)
-    if why:
+    model_config = load_model_config(path, config)
+    reason = _find_obstacle(model_config, config, attention, scalar_head)
+    if reason:
         raise ModelError(
-            f"{path}: the architecture {found.model_type} is not supported yet: {why}; "
+            f"{path}: the architecture {model_config.model_type} is not supported yet: {reason}; "
             "choose another decoder-only architecture"
             + (", or call this one in a function of ppo.reward_functions" if scalar_head else "")
         )
-    return found
+    return model_config
 
 
 def check_positions(
     path: str,
-    found: PretrainedConfig,
+    model_config: PretrainedConfig,
     max_length: int,
     keys: str = "data.max_prompt_length + data.max_completion_length",
 ) -> None:
-    """Raise `ModelError` where sequences of `max_length` tokens, which `keys` say, have no room in the model."""
-    positions = get_max_positions(found)
+    """Raise `ModelError` if sequences of `max_length` tokens, the value of `keys`, are too long for the model."""
+    positions = get_max_positions(model_config)
     if positions is not None and max_length > positions:
         raise ModelError(
             f"{path}: has {positions} positions, fewer than {keys} = {max_length}; "
@@ -80,7 +82,7 @@ def check_positions(
 
 
 def load_model_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """The configuration of the model at `path`.
+    """Return the configuration of the model at `path`.
 
     Raises:
         ModelError: it cannot be read.
@@ -99,93 +101,93 @@ def load_model_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
 
 def load_generation_config(path: str, config: ModelConfig) -> GenerationConfig:
-    """How the model at `path` generates: what ends its replies, above all."""
+    """Return the generation settings of the model at `path`, above all the tokens that end its replies."""
     from transformers import GenerationConfig
 
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:  # it has no settings of its own
+    except OSError:  # it has no generation_config.json
         return GenerationConfig.from_model_config(load_model_config(path, config))
 
 
 def get_max_positions(config: PretrainedConfig) -> int | None:
-    """The most tokens a sequence may have; None where the configuration names no limit."""
-    text = config.get_text_config(decoder=True)
-    found = (getattr(text, name, None) for name in _POSITIONS)
-    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+    """Return the largest number of tokens in a sequence; None if the configuration has no limit."""
+    text_config = config.get_text_config(decoder=True)
+    limits = (getattr(text_config, name, None) for name in _POSITIONS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
-def find_model_class(found: PretrainedConfig, config: ModelConfig) -> Any:
-    """The class of the language model that a configuration describes; None where only loading tells."""
+def find_model_class(model_config: PretrainedConfig, config: ModelConfig) -> Any:
+    """Return the class of the language model that a configuration describes; None if only loading shows it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    if config.trust_remote_code and (own := getattr(found, "auto_map", None)):
+    if config.trust_remote_code and (classes := getattr(model_config, "auto_map", None)):
         try:
-            return get_class_from_dynamic_module(own["AutoModelForCausalLM"], found.name_or_path)
-        except Exception:  # loading says what is wrong
+            return get_class_from_dynamic_module(classes["AutoModelForCausalLM"], model_config.name_or_path)
+        except Exception:  # loading reports it
             return None
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
 
 
 def explain_missing_attention(architecture: Any, attention: str) -> str:
-    """Why a class of transformers does not run with an attention implementation; empty where it does.
+    """Return why a class of transformers does not support an attention implementation; empty if it does.
 
     Args:
-        architecture: a model's class; of None nothing is said.
+        architecture: a model's class; None supports all.
         attention: transformers' name of the implementation.
     """
     if architecture is None or attention == "eager":
         return ""
     if "flash" in attention:
-        has = architecture._supports_flash_attn
+        supported = architecture._supports_flash_attn
     elif attention in ("sdpa", "flex_attention"):
-        has = architecture._supports_sdpa if attention == "sdpa" else architecture._supports_flex_attn
+        supported = architecture._supports_sdpa if attention == "sdpa" else architecture._supports_flex_attn
     elif architecture._supports_attention_backend or architecture._can_set_attn_implementation():
         return ""
-    else:  # it would fail while it is built (Falcon), or take its own in silence (BLOOM)
+    else:  # building it would fail (Falcon), or silently use another one (BLOOM)
         return f"{architecture.__name__} takes none that is registered with transformers"
-    return "" if has else f"{architecture.__name__} has none"
+    return "" if supported else f"{architecture.__name__} has none"
 
 
-def _cannot_generate(found: Any, language_model: Any) -> str:
-    """Why a model cannot generate with a static cache; empty where it can."""
+def _explain_missing_cache(model_config: Any, language_model: Any) -> str:
+    """Return why a model cannot generate with a static cache; empty if it can."""
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
     try:
-        layers = StaticCache(config=found, max_cache_len=1).layers
+        layers = StaticCache(config=model_config, max_cache_len=1).layers
     except Exception as error:
         return f"no static cache can be made for it ({summarize_error(error)})"
     if not any(isinstance(layer, StaticLayer) for layer in layers):
         return "it keeps a recurrent state and no keys and values, so a static cache cannot hold its past"
-    if language_model._can_compile_fullgraph or found.model_type in STATIC_CACHE_WORKS:
+    if language_model._can_compile_fullgraph or model_config.model_type in STATIC_CACHE_WORKS:
         return ""
-    if getattr(found, "is_decoder", True) is False:  # BERT and its kin, which see what follows
+    if getattr(model_config, "is_decoder", True) is False:  # BERT and its relatives, which see later tokens
         return "it is no decoder-only language model"
     if language_model._is_stateful:
-        return "it keeps a recurrent state in a cache of its own, which a static cache cannot hold"
+        return "it keeps a recurrent state in a separate cache, which a static cache cannot hold"
     return "transformers' code of it cannot generate with a static cache"
 
 
-def _missing(found: Any, config: ModelConfig, attention: str, scalar_head: bool) -> str | None:
-    """What the architecture lacks."""
+def _find_obstacle(model_config: Any, config: ModelConfig, attention: str, scalar_head: bool) -> str | None:
+    """Return what the architecture lacks; None if nothing."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.trust_remote_code and getattr(found, "auto_map", None):
+    if config.trust_remote_code and getattr(model_config, "auto_map", None):
         return None  # its classes are in code that only loading runs
-    language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
-    if language_model is None or found.is_encoder_decoder:
+    language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if language_model is None or model_config.is_encoder_decoder:
         return "it is no decoder-only language model"
-    if why := explain_missing_attention(language_model, attention):
-        return f"of {attention} attention, {why}"
-    if why := _cannot_generate(found, language_model):
-        return why
+    if reason := explain_missing_attention(language_model, attention):
+        return f"of {attention} attention, {reason}"
+    if reason := _explain_missing_cache(model_config, language_model):
+        return reason
     if scalar_head:
         from rlhf.models.scalar_head import build_scalar_head_class
 
         try:
-            build_scalar_head_class(found)
+            build_scalar_head_class(model_config)
         except ValueError as error:
             return str(error)
     return None

@@ -1,4 +1,4 @@
-"""What a library's error means for someone who named a model: one sentence, without the library's advice."""
+"""Turn a library's error about a model into one sentence, without the library's advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from rlhf.errors import ModelError
 
-# What libraries say -> what it means; \1 is the first group.
+# Patterns of libraries' messages -> their meaning; \1 is the first group.
 _MEANINGS = (
     (r"model type `(.*?)` but Transformers does not recognize", r"transformers does not know the model type '\1'"),
     (r"Unrecognized model in .*Should have a `model_type`", "config.json names no model_type"),
@@ -25,16 +25,16 @@ _ADVICE = re.compile(
 
 
 def summarize_error(error: BaseException) -> str:
-    """An error of a library in one sentence: what is wrong, not what to do."""
+    """Return what is wrong in one sentence, without what to do."""
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     if isinstance(error, json.JSONDecodeError):
         return f"one of its files is not valid JSON: {text}"
     for pattern, meaning in _MEANINGS:
-        if found := re.search(pattern, text):
-            return found.expand(meaning)
+        if match := re.search(pattern, text):
+            return match.expand(meaning)
     return _ADVICE.split((text or type(error).__name__).splitlines()[0])[0].rstrip(".!")
 
 
 def hub_load_error(path: str, error: BaseException) -> ModelError:
-    """What to say of a name that is no folder here and that the hub did not give."""
+    """Return the error for a name that is no local folder and could not be loaded from the hub."""
     return ModelError(f"{path}: no folder here, and not loaded from the hub ({summarize_error(error)}); check the name")

@@ -132,8 +132,8 @@ def test_a_backend_without_eager_refuses_what_it_cannot_serve(cpu: Any, tmp_path
     path = saved(tmp_path, "bloom")
     with pytest.raises(ModelError) as caught:
         chosen(cpu, path)
-    reasons = "no attention of cpu serves it (sdpa: BloomForCausalLM has none)"
-    assert str(caught.value) == f"{path}: {reasons}; choose a model that takes sdpa"
+    reasons = "no attention implementation of cpu supports this model (sdpa: BloomForCausalLM has none)"
+    assert str(caught.value) == f"{path}: {reasons}; choose a model that supports sdpa"
 
 
 def test_one_line_says_which_models_did_not_get_the_first_choice() -> None:

@@ -39,7 +39,7 @@ def refusal(path: str, **what: Any) -> str:
         ("mamba2", "it keeps a recurrent state and no keys and values"),
         ("rwkv", "it keeps a recurrent state"),
         ("xlstm", "it keeps a recurrent state"),
-        ("recurrent_gemma", "it keeps a recurrent state in a cache of its own"),
+        ("recurrent_gemma", "it keeps a recurrent state in a separate cache"),
         ("openai-gpt", "cannot generate with a static cache"),
         ("bert", "no decoder-only language model"),
         ("bart", "no decoder-only language model"),
