@@ -1,6 +1,6 @@
 """The two forward passes of training and scoring: log-probabilities of a policy, scores of a scalar head.
 
-Both take a left- or right-padded batch with its mask and work on any decoder-only model of transformers.
+Both take a left- or right-padded batch with its mask and work with any decoder-only model of transformers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class ScalarHead(nn.Module):
-    """A sequence-classification model of transformers, read at every token instead of the last one.
+    """A sequence-classification model of transformers that scores every token instead of the last one.
 
-    Its last product is in float32: of scores rounded to bf16, those of two replies would often be equal.
+    Its last product is in float32: rounded to bf16, the scores of two replies would often be equal.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        model.score.forward = MethodType(_in_float32, model.score)  # called by the module: ZeRO-3 has it whole then
+        model.score.forward = MethodType(_in_float32, model.score)  # called by the module, so ZeRO-3 has gathered it
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """input_ids, attention_mask: [B, T] -> scores [B, T], float32."""
+        """Return scores [B, T], float32, for input_ids and attention_mask [B, T]."""
         backbone = getattr(self.model, self.model.base_model_prefix)
         hidden = backbone(**model_inputs(backbone, input_ids, attention_mask)).last_hidden_state
         scores: Tensor = self.model.score(hidden).squeeze(-1)
@@ -52,13 +52,17 @@ def completion_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> LogProbs:
-    """Log-probabilities of the last `completion_length` tokens (A) of each row.
+    """Return log-probabilities of the last `completion_length` tokens (A) of each row.
 
     Only their positions are projected to the vocabulary: no [B, T, V] tensor exists.
 
     Args:
-        input_ids, attention_mask: [B, T].
-        temperature: the one the tokens were drawn with; the log-probabilities are of that distribution.
+        model: a causal language model.
+        input_ids: [B, T].
+        attention_mask: [B, T].
+        completion_length: A.
+        temperature: that of sampling; the log-probabilities are of the tempered distribution.
+        entropy: compute the entropy at each position too.
     """
     # The last prompt position predicts the first completion token. Positions rather than a count: a slice of
     # the hidden states would make the projection of a frozen model a batched product, with a copy of the
@@ -71,28 +75,30 @@ def completion_log_probs(
 
 
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
-    """Keyword arguments of a forward pass over whole rows, or over prompts that fill an empty `cache`.
+    """Return keyword arguments of a forward pass over whole rows, or over prompts that fill an empty `cache`.
 
     If the architecture allows, the mask is built here (`build_causal_mask`), [B, 1, T, S]. Positions, if the model
     takes them, count real tokens.
 
     Args:
+        model: a language model of transformers.
         input_ids: [B, T].
         attention_mask: [B, S], S = T without a cache, else the cache's length.
+        cache: a static cache; None: none is used.
     """
     model = getattr(model, "module", model)  # under DeepSpeed
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": cache is not None}
     if cache is not None:
         inputs["past_key_values"] = cache
     if not accepts_positions(model):
-        return inputs  # derives positions from the [B, T] mask, as BLOOM does
-    # Of a composite model (text and images) the part that reads text.
+        return inputs  # the model derives positions from the [B, T] mask, as BLOOM does
+    # The text part of a composite model (text and images).
     config = model.config.get_text_config(decoder=True)
     present = attention_mask[:, : input_ids.shape[1]]
     inputs["position_ids"] = position_ids(present)
     if getattr(config, "alibi", False):
-        return inputs  # derives its biases from the [B, S] mask
-    # Layers with a state of their own (linear attention, convolutions) take the mask of the tokens they are given.
+        return inputs  # the model derives its biases from the [B, S] mask
+    # Layers with a recurrent state (linear attention, convolutions) take the mask of the current tokens.
     inputs["attention_mask"] = present
     if _attends_to_all(config):
         like = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
@@ -101,25 +107,25 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
 
 
 def accepts_positions(model: nn.Module) -> bool:
-    """Whether a model's forward takes `position_ids`."""
+    """Return True if a model's forward pass takes `position_ids`."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _attends_to_all(config: Any) -> bool:
-    """Whether one mask serves all layers: none has a window of its own."""
+    """Return True if one mask serves all layers, since none has an attention window."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """[B, T]: the index of each real token among its row's real tokens; 0 for padding before them."""
+    """Return [B, T]: the index of each real token among its row's real tokens; 0 for padding before them."""
     return (attention_mask.cumsum(-1) - 1).clamp_min(0)
 
 
 def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """[B] float32: a reward model's score of each row, that of its last real token.
+    """Return a reward model's score of each row, [B] float32: that of its last real token.
 
-    Where its configuration has an `unread_token` (see `rlhf.models.deepspeed_chat`), it is that of the last other one.
+    If its configuration has an `unread_token` (see `rlhf.models.deepspeed_chat`), that of the last other token.
     """
     head = getattr(model, "module", model)  # under DeepSpeed
     unread = getattr(getattr(head.model, "config", None), "unread_token", None)
@@ -128,6 +134,6 @@ def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor)
 
 
 def last_token_scores(token_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """[B, T] scores and mask -> [B]: the score at each row's last real token."""
+    """Return [B]: the score at each row's last real token, for scores and mask [B, T]."""
     columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     return token_scores.gather(-1, (columns * attention_mask).argmax(-1, keepdim=True)).squeeze(-1).float()

@@ -1,7 +1,7 @@
-"""Where the numbers of a parameter come from: a tensor in a file or in memory, of which any part can be read alone.
+"""Lazy tensors: sources of a parameter's numbers, in a file or in memory, of which any part can be read alone.
 
-A checkpoint's folder or hub name flows in; a `Source` for each of its tensors flows out. Files are read with `pread`
-and closed again: pages of a mapped file would count as this process's memory.
+`open_checkpoint` returns a `Source` for each tensor of a folder or hub name. Files are read with `pread` and closed
+again, since pages of a mapped file would count as this process's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Elements that are read at a time where a tensor is not kept as it was stored."""
+"""Elements that are read at a time if the type or device differs from the stored tensor's."""
 
 # In the order in which transformers looks for them.
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -39,13 +39,17 @@ class Source(Protocol):
     """A tensor that can be read whole or in part."""
 
     @property
-    def shape(self) -> torch.Size: ...
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Type of the stored numbers."""
+        ...
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """[stop - start]: its elements from `start` on, in the order in which they are stored, in its own type."""
+        """Return its elements from `start` to `stop`, flat, in stored order and in the stored type."""
         ...
 
 
@@ -59,22 +63,23 @@ class OnDisk:
     dtype: torch.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read elements from the file; see `Source.read`."""
         stop = self.shape.numel() if stop is None else stop
         tensor = torch.empty(stop - start, dtype=self.dtype)
         self.read_into(tensor, start)
         return tensor
 
     def read_into(self, tensor: Tensor, start: int) -> None:
-        """Fill a flat tensor of its type, in the host's memory, with elements from `start` on."""
+        """Fill a flat tensor of the stored type, in the host's memory, with elements from `start` on."""
         rest = memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]  # Python 3.10 knows no Buffer
-        place = self.offset + start * self.dtype.itemsize
+        position = self.offset + start * self.dtype.itemsize
         file = os.open(self.path, os.O_RDONLY)
         try:
             while rest:
-                count = os.preadv(file, [rest], place)
+                count = os.preadv(file, [rest], position)
                 if not count:
-                    raise OSError(f"{self.path}: ends before its tensors do")
-                rest, place = rest[count:], place + count
+                    raise OSError(f"{self.path}: truncated: it ends before its tensors do")
+                rest, position = rest[count:], position + count
         finally:
             os.close(file)
 
@@ -87,61 +92,68 @@ class InMemory:
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of the tensor."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the tensor."""
         return self.tensor.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a view of elements; see `Source.read`."""
         return self.tensor.detach().reshape(-1)[start:stop]
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that is computed when it is read, whole whatever part is wanted."""
+    """A tensor that is computed when it is read, always as a whole."""
 
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
     shape: torch.Size
     dtype: torch.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.make().reshape(-1)[start:stop]
+        """Compute the tensor and return elements of it; see `Source.read`."""
+        return self.compute().reshape(-1)[start:stop]
 
 
 @dataclass(frozen=True)
 class Extended:
-    """A matrix or vector with rows added, all equal to `row`, which is float32."""
+    """A matrix or vector `original` with rows added, all equal to `row`, which is float32."""
 
-    before: Source
+    original: Source
     rows: int
     row: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.rows, *self.before.shape[1:]))
+        """Shape with the added rows."""
+        return torch.Size((self.rows, *self.original.shape[1:]))
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.before.dtype, self.row.dtype)
+        """The type that fits the stored numbers and float32."""
+        return torch.promote_types(self.original.dtype, self.row.dtype)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read elements of the original and of the added rows; see `Source.read`."""
         stop = self.shape.numel() if stop is None else stop
-        old = self.before.shape.numel()
+        old = self.original.shape.numel()
         parts = []
         if start < old:
-            parts.append(self.before.read(start, min(stop, old)).to(self.dtype))
+            parts.append(self.original.read(start, min(stop, old)).to(self.dtype))
         if stop > old:
-            places = torch.arange(max(start, old), stop) % self.row.numel()
-            parts.append(self.row.reshape(-1)[places].to(self.dtype))
+            indices = torch.arange(max(start, old), stop) % self.row.numel()
+            parts.append(self.row.reshape(-1)[indices].to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def open_checkpoint(path: str) -> dict[str, Source] | None:
-    """The tensors of the checkpoint at `path`, a folder or a hub name, by the names they are stored under.
+    """Return the tensors of the checkpoint at `path`, a folder or a hub name, by their stored names.
 
     Returns:
-        None where its files are not those that `save_pretrained` writes, so that transformers must read them.
+        None if its files are not those that `save_pretrained` writes, so that transformers must read them.
     """
     from transformers.utils.hub import cached_file
 
@@ -153,23 +165,23 @@ def open_checkpoint(path: str) -> dict[str, Source] | None:
         if name.endswith(".json"):
             content = json.loads(Path(file).read_text(encoding="utf-8"))
             files = [cached_file(path, part) for part in sorted(set(content["weight_map"].values()))]
-        found: dict[str, Source] = {}
+        sources: dict[str, Source] = {}
         for part in map(Path, files):
-            found |= _in_bin(part) if part.suffix == ".bin" else _in_safetensors(part)
-        return found if all(found.values()) else None
+            sources |= _open_bin(part) if part.suffix == ".bin" else _open_safetensors(part)
+        return sources if all(sources.values()) else None
     return None
 
 
 def copy_source(source: Source, out: Tensor, start: int = 0) -> Tensor:
-    """Fill `out`, in its type and on its device, with elements of `source` from `start` on; little is read at a time.
+    """Fill `out` with elements of `source` from `start` on, in small pieces, and return it.
 
-    Each number is rounded once.
+    Each number is rounded once, to the type of `out`.
     """
     flat = out.detach().view(-1)
     if isinstance(source, OnDisk) and out.dtype == source.dtype and out.device == torch.get_default_device():
         source.read_into(flat, start)
         return out
-    step = _step(source)
+    step = _get_chunk(source)
     for first in range(0, flat.numel(), step):
         last = min(first + step, flat.numel())
         flat[first:last].copy_(source.read(start + first, start + last))
@@ -177,13 +189,13 @@ def copy_source(source: Source, out: Tensor, start: int = 0) -> Tensor:
 
 
 def read_whole(source: Source, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """The tensor of `source`."""
+    """Return the whole tensor of `source`."""
     return copy_source(source, torch.empty(source.shape, dtype=dtype, device=device))
 
 
 def sources_equal(left: Source, right: Source) -> bool:
-    """Whether two sources hold the same numbers."""
-    size, step = left.shape.numel(), max(_step(left), _step(right))
+    """Return True if two sources have the same numbers."""
+    size, step = left.shape.numel(), max(_get_chunk(left), _get_chunk(right))
     parts = [(first, min(first + step, size)) for first in range(0, size, step)]
     return left.shape == right.shape and all(
         torch.equal(left.read(*part).float(), right.read(*part).float()) for part in parts
@@ -191,26 +203,26 @@ def sources_equal(left: Source, right: Source) -> bool:
 
 
 def compute_mean_row(source: Source) -> Tensor:
-    """The mean of the rows of `source`, in float32; of numbers added up in float64, so the same however it is read."""
+    """Return the mean of the rows of `source`, in float32; sums in float64 make it independent of how it is read."""
     rows, size = source.shape[0], source.shape[1:].numel()
     total = torch.zeros(size, dtype=torch.float64)
-    step = max(1, _step(source) // size)
+    step = max(1, _get_chunk(source) // size)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         total += source.read(first * size, last * size).double().view(-1, size).sum(0)
     return (total / rows).float().reshape(source.shape[1:])
 
 
-def _step(source: Source) -> int:
-    """Elements to read at a time: of what is computed anew for each part, all."""
+def _get_chunk(source: Source) -> int:
+    """Return the number of elements to read at a time: all, if each read computes the whole tensor."""
     return max(1, source.shape.numel()) if isinstance(source, Computed) else CHUNK
 
 
-def _in_safetensors(path: Path) -> dict[str, Any]:
-    """Its tensors; None in the place of one whose type is of a quantized checkpoint."""
+def _open_safetensors(path: Path) -> dict[str, Any]:
+    """Return its tensors; None for each whose type is that of a quantized checkpoint."""
     from safetensors import safe_open
 
-    with safe_open(path, "pt"):  # which sees whether it is whole
+    with safe_open(path, "pt"):  # raises if the file is damaged
         pass
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -224,8 +236,8 @@ def _in_safetensors(path: Path) -> dict[str, Any]:
     }
 
 
-def _in_bin(path: Path) -> dict[str, Any]:
-    """Its tensors, mapped into memory: what is read of them may stay there for as long as they do."""
+def _open_bin(path: Path) -> dict[str, Any]:
+    """Return its tensors, mapped into memory: pages that were read may stay there as long as the tensors exist."""
     from transformers.modeling_utils import load_state_dict
 
     return {name: InMemory(tensor) for name, tensor in load_state_dict(path).items()}
