@@ -159,7 +159,7 @@ def test_layers_are_chosen_by_a_regular_expression_for_their_whole_path():
 
 
 def test_an_expression_that_matches_part_of_paths_alone_is_answered_with_a_path():
-    with pytest.raises(ConfigError, match=r"'re:q_proj' matches the whole path of no .* is model\.layers\.0\.\S+$"):
+    with pytest.raises(ConfigError, match=r"'re:q_proj' matches no full path .* is model\.layers\.0\.\S+$"):
         adapted(llama(60), target_modules=["re:q_proj"])
 
 

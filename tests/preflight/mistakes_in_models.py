@@ -247,7 +247,7 @@ def unknown_layers_of_the_one_model_that_has_adapters(bench: Bench) -> tuple[lis
 @mistake
 def layers_by_a_pattern_that_fits_none(bench: Bench) -> tuple[list[str], list[str]]:
     wanted = settings(lora__rank=2, lora__target_modules="re:.*query")
-    return wanted, ["'re:.*query' matches the whole path of no linear layer", "model.layers.0.self_attn.q_proj"]
+    return wanted, ["'re:.*query' matches no full path of a linear layer", "model.layers.0.self_attn.q_proj"]
 
 
 @mistake

@@ -108,7 +108,7 @@ def reinforced(
 
 def _loaded(model: Any, config: Config) -> Any:
     """A copy of a model as `rlhf.models.loading` hands it over."""
-    return model and loading._fit(copy.deepcopy(model), Tokenizer())
+    return model and loading._fit_to_tokenizer(copy.deepcopy(model), Tokenizer())
 
 
 def _sequences(stage: PPOTrainer, ids: Tensor, columns: int, examples: list[Any]) -> list[Sequence]:
