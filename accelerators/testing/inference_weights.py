@@ -181,16 +181,16 @@ def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> li
 
 
 def _cache(config: Any, length: int) -> Any:
-    """Return a static cache with `room`, like that of rollouts."""
+    """Return a static cache with `decode_buffers`, like that of rollouts."""
     from transformers import StaticCache
 
     cache: Any = StaticCache(config=config, max_cache_len=length)
     tensors: list[Tensor] = []
 
-    def room() -> tuple[list[Tensor], int]:
+    def decode_buffers() -> tuple[list[Tensor], int]:
         if not tensors:
             tensors.extend(states for layer in cache.layers for states in (layer.keys, layer.values))
         return tensors, int(cache.layers[0].cumulative_length)
 
-    cache.room = room
+    cache.decode_buffers = decode_buffers
     return cache
