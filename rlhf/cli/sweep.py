@@ -15,9 +15,8 @@ from rlhf.cli.tables import print_json, print_table
 from rlhf.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from rlhf.contrib.sweep.folder import Ending, SweepDirectory
     from rlhf.contrib.sweep.grid import Grid, Point
-    from rlhf.contrib.sweep.rows import Row
+    from rlhf.contrib.sweep.results import PointOutcome, PointResult, SweepDirectory
 
 
 @shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
@@ -71,8 +70,8 @@ def sweep(
     Exit code 0: every point is complete, refused, left out, or out of memory; 1: a point failed; 2: something has to
     be mended first.
     """
-    from rlhf.contrib.sweep.folder import SweepDirectory
     from rlhf.contrib.sweep.grid import load_grid
+    from rlhf.contrib.sweep.results import SweepDirectory
     from rlhf.reporting.console import console
     from rlhf.utils.units import parse_bytes
 
@@ -93,9 +92,9 @@ def sweep(
         return
     if as_json or not _has_terminal():
         console.stderr = True  # how it goes is no part of the result
-    rows = _renewed(found, folder) if report else _run(found, folder, retry=retry, debug=options.debug)
-    _print(found, folder, rows, as_json)
-    if any(row.status == "failed" for row in rows):
+    collect_results = _renewed(found, folder) if report else _run(found, folder, retry=retry, debug=options.debug)
+    _print(found, folder, collect_results, as_json)
+    if any(row.status == "failed" for row in collect_results):
         raise typer.Exit(1)
 
 
@@ -108,18 +107,18 @@ def _check_alone() -> None:
 
 def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
     """What a sweep would do with each point."""
-    from rlhf.contrib.sweep.rows import rows
-    from rlhf.contrib.sweep.running import Sweeping
+    from rlhf.contrib.sweep.results import collect_results
+    from rlhf.contrib.sweep.runner import SweepRunner
 
-    sweeping, points = Sweeping(grid, folder), {point.name: point for point in grid.points}
+    sweeping, points = SweepRunner(grid, folder), {point.name: point for point in grid.points}
     foreseen = []
-    for row in rows(grid, folder, folder.endings(grid)):
-        reason = sweeping.refusal(points[row.name]) if row.status == "waiting" else ""
+    for row in collect_results(grid, folder, folder.read_outcomes(grid)):
+        reason = sweeping.find_refusal(points[row.name]) if row.status == "waiting" else ""
         foreseen.append(replace(row, status="refused", reason=reason) if reason else row)
     if as_json:
-        from rlhf.contrib.sweep.report import document
+        from rlhf.contrib.sweep.report import to_document
 
-        print_json(document(grid, foreseen))
+        print_json(to_document(grid, foreseen))
         return
     aside = _has_terminal()
     header = ("point", "status", "sets", *([] if aside else ["reason"]))
@@ -129,57 +128,59 @@ def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
         _print_reasons(foreseen)
 
 
-def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[Row]:
-    from rlhf.contrib.sweep.report import in_words, record, write
-    from rlhf.contrib.sweep.rows import rows
-    from rlhf.contrib.sweep.running import Sweeping
+def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[PointResult]:
+    from rlhf.contrib.sweep.report import describe_result, write_index, write_report
+    from rlhf.contrib.sweep.results import collect_results
+    from rlhf.contrib.sweep.runner import SweepRunner
     from rlhf.utils import file_lock
 
     with file_lock.lock_folder(folder.path):
-        endings = {} if retry else folder.endings(grid)
-        record(grid, folder, rows(grid, folder, endings))
+        outcomes = {} if retry else folder.read_outcomes(grid)
+        write_index(grid, folder, collect_results(grid, folder, outcomes))
 
-        def ended(point: Point, ending: Ending | None) -> str:
-            if ending:
-                endings[point.name] = ending
-            now = rows(grid, folder, endings)
-            write(grid, folder, now)
-            return next(in_words(grid, row) for row in now if row.name == point.name)
+        def report_point(point: Point, outcome: PointOutcome | None) -> str:
+            if outcome:
+                outcomes[point.name] = outcome
+            now = collect_results(grid, folder, outcomes)
+            write_report(grid, folder, now)
+            return next(describe_result(grid, row) for row in now if row.name == point.name)
 
-        Sweeping(grid, folder, debug).run([point for point in grid.points if point.name not in endings], ended)
-        found = rows(grid, folder, endings)
-        write(grid, folder, found)
+        SweepRunner(grid, folder, debug).run(
+            [point for point in grid.points if point.name not in outcomes], report_point
+        )
+        found = collect_results(grid, folder, outcomes)
+        write_report(grid, folder, found)
     return found
 
 
-def _renewed(grid: Grid, folder: SweepDirectory) -> list[Row]:
+def _renewed(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
     """The rows as they are now; files are checked and renewed, unless a sweep is at work, which does that itself."""
-    from rlhf.contrib.sweep.report import write
-    from rlhf.contrib.sweep.rows import rows
+    from rlhf.contrib.sweep.report import write_report
+    from rlhf.contrib.sweep.results import collect_results
     from rlhf.utils import file_lock
 
-    found = rows(grid, folder, folder.endings(grid))
+    found = collect_results(grid, folder, folder.read_outcomes(grid))
     with ExitStack() as held:
         try:
             held.enter_context(file_lock.lock_folder(folder.path))
         except RunError:
             return found
         folder.check(grid)
-        write(grid, folder, found)
+        write_report(grid, folder, found)
     return found
 
 
-def _print(grid: Grid, folder: SweepDirectory, rows: list[Row], as_json: bool) -> None:
-    from rlhf.contrib.sweep.report import cells, document
+def _print(grid: Grid, folder: SweepDirectory, collect_results: list[PointResult], as_json: bool) -> None:
+    from rlhf.contrib.sweep.report import format_table, to_document
     from rlhf.reporting.console import console
 
     if as_json:
-        print_json(document(grid, rows))
+        print_json(to_document(grid, collect_results))
         return
-    header, lines = cells(grid, rows, people=_has_terminal())
+    header, lines = format_table(grid, collect_results, people=_has_terminal())
     print_table(f"{grid.file}: {', '.join(grid.stages)}", header, lines)
     if _has_terminal():
-        _print_reasons(rows)
+        _print_reasons(collect_results)
         there = [path for path in (folder.plot, folder.curves, folder.table) if path.is_file()]
         console.print(f"in {', '.join(map(str, there))}", markup=False, soft_wrap=True)
 
@@ -190,11 +191,11 @@ def _has_terminal() -> bool:
     return Console().is_terminal
 
 
-def _print_reasons(rows: Sequence[Row]) -> None:
+def _print_reasons(collect_results: Sequence[PointResult]) -> None:
     """Below a table, in which they would be columns of single words."""
     from rlhf.reporting.console import console
 
-    for row in rows:
+    for row in collect_results:
         if row.reason:
             again = "; --retry tries it again" if row.status == "failed" else ""
             console.print(f"{row.name}: {row.status}: {row.reason}{again}", markup=False, soft_wrap=True)

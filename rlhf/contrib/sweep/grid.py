@@ -1,6 +1,7 @@
-"""The points of a sweep: a grid file flows in; names, what each point sets, and its whole configuration flow out.
+"""Read a grid file, and build the name and the complete configuration of each point of a sweep.
 
-Every point's configuration is built before anything runs, so that a value that cannot be is an error of the grid.
+All configurations are built before anything runs, so that an invalid value is an error of the grid. Grid files follow
+the rules of recipes: unknown keys are refused, and errors are one line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, ValidationError, field_validator
+
 from rlhf.config.loader import (
     Origin,
     TrackedDict,
@@ -22,26 +25,101 @@ from rlhf.config.loader import (
     overlay,
     read_yaml,
 )
-from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, Config, Stage, build_config
-from rlhf.contrib.sweep.schema import Exclusion, GridFile, parsed
+from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, STAGES, Config, Stage, build_config
+from rlhf.config.types import ConfigModel, Folder
+from rlhf.config.validation_errors import format_validation_error, short_repr
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import apply_settings
 from rlhf.roles.lineage import base_models
 from rlhf.utils.units import parse_bytes
 
 SHARED = "shared"
-"""The folder of the stages that all points share."""
+"""The folder of the shared stages."""
 RESERVED = (SHARED, "recipes")
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]{0,99}", re.ASCII)
 _OF_THE_START = ("model.path", "model.tokenizer")
 
 
+class Exclusion(ConfigModel):
+    """Combinations that are excluded, and why."""
+
+    where: dict[str, Any] = Field(
+        min_length=1, description="axes, each with the excluded value or label, or a list of them"
+    )
+    reason: str = Field(min_length=1, description="reason, shown in the table")
+
+
+class GridFile(ConfigModel):
+    """A sweep: a recipe, and the keys that differ between points."""
+
+    recipe: Folder | None = Field(
+        None, description="the recipe that every point starts from; empty: the defaults, or the embedded example"
+    )
+    base: dict[str, Any] = Field({}, description="keys that replace the recipe's, the same at every point")
+    output: Folder | None = Field(None, description="folder of the sweep; empty: runs/ and the name of this file")
+    stages: tuple[Stage, ...] = Field(STAGES, min_length=1, description="stages that every point trains")
+    share: tuple[Stage, ...] = Field(
+        (), description="stages trained once, with recipe and base only; every point starts from their models"
+    )
+    ranks: int = Field(1, ge=1, description="processes of each point, on this machine")
+    memory: str | None = Field(
+        None, description="memory of each device, e.g. 80GiB; points that do not fit, by the plan, are refused"
+    )
+    grid: dict[str, Any] = Field(
+        {},
+        description="axes: a key with a list of values, or a name with labels that each set keys. The points are all "
+        "combinations",
+    )
+    names: dict[str, Any] = Field(
+        {},
+        description="how an axis that is a key appears in the names of points: a word before its value, or a label for "
+        "each value; empty to omit it",
+    )
+    points: dict[str, dict[str, Any]] = Field({}, description="further points by name, each with its keys")
+    exclude: tuple[Exclusion, ...] = Field((), description="combinations to exclude, with a reason")
+
+    @field_validator("grid")
+    @classmethod
+    def _check_axes(cls, grid: dict[str, Any]) -> dict[str, Any]:
+        for axis, values in grid.items():
+            if not isinstance(values, list | dict) or not values:
+                raise ValueError(f"{axis} needs a list of values, or labels that set keys, got {_describe(values)}")
+            for label, keys in values.items() if isinstance(values, dict) else ():
+                if keys is not None and not isinstance(keys, dict):
+                    raise ValueError(f"{axis}.{label} needs keys and values, got {short_repr(keys)}")
+        return grid
+
+    @field_validator("names")
+    @classmethod
+    def _check_names(cls, names: dict[str, Any]) -> dict[str, Any]:
+        for axis, named in names.items():
+            words = named.values() if isinstance(named, dict) else [named]
+            if not all(isinstance(word, str) for word in words):
+                raise ValueError(f"{axis} needs a word, or a label for each value, got {short_repr(named)}")
+        return names
+
+    @field_validator("points", mode="before")
+    @classmethod
+    def _fill_points(cls, points: Any) -> Any:
+        """Accept points without keys, which are the base itself."""
+        return (
+            {name: {} if keys is None else keys for name, keys in points.items()}
+            if isinstance(points, dict)
+            else points
+        )
+
+
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its name, the label that it has on each axis, the keys that it sets, and all settings.
+    """One run of a sweep.
 
-    `alone` starts from nothing that the shared stages leave: shapes of models are known before these are there.
+    Attributes:
+        labels: its label on each axis.
+        keys: the keys that it sets.
+        config: its complete configuration.
+        alone: the configuration without the models of the shared stages, whose shapes are known before training.
+        stages: the stages to train.
     """
 
     name: str
@@ -54,7 +132,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a grid file asks for; `memory` is bytes of a device."""
+    """The contents of a grid file; `memory` is that of a device, in bytes."""
 
     file: Path
     output: Path
@@ -69,7 +147,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class _Value:
-    """One value of an axis: its label, how the grid writes it, its keys, and where they were given."""
+    """One value of an axis: its label, its text in the file, the keys it sets, and where they were written."""
 
     label: str
     text: str
@@ -83,32 +161,37 @@ def load_grid(
     """Read a grid file and build every point.
 
     Args:
-        overrides: `key=value` texts above the recipe and the base, and below the axes.
+        path: the grid file.
+        overrides: `key=value` texts that replace keys of the recipe and the base, but not those of axes.
         options: options that are keys (`output` is the sweep's folder).
-        ranks: in place of the file's.
+        ranks: number of processes per point; None for the file's.
 
     Raises:
-        ConfigError: the file cannot be read, a key or value is wrong, a point's settings are, or two points share a
-            name.
+        ConfigError: the file cannot be read, a key, a value or a point's configuration is invalid, or two points have
+            the same name.
     """
     raw = read_yaml(path, "the name of the grid file")
-    file = parsed(raw, str(path))
+    file = validate_grid(raw, str(path))
     options = dict(options or {})
     output = options.pop("output", None) or file.output or Path("runs") / path.stem
     given = apply_overrides(TrackedDict(), overrides, options)
     axes = _axes(file, raw)
-    for key in _leaves(given):
-        if axis := next((axis for axis in axes if any(_meet(key, other) for other in _keys_of(axes[axis]))), None):
-            raise ConfigError(f"{key}: is swept by the axis {axis} of {path}; change it there, or leave it out")
+    for key in _list_keys(given):
+        if axis := next(
+            (axis for axis in axes if any(_overlap(key, other) for other in _collect_keys(axes[axis]))), None
+        ):
+            raise ConfigError(f"{key}: set by the axis {axis} of {path}; change it there, or remove this option")
     for one, other in itertools.combinations(axes, 2):
-        theirs = _keys_of(axes[other])
-        if both := next((key for key in _keys_of(axes[one]) if any(_meet(key, their) for their in theirs)), None):
-            raise ConfigError(f"{path}: {both}: is set by the axes {one} and {other}; leave it to one of them")
+        theirs = _collect_keys(axes[other])
+        if both := next(
+            (key for key in _collect_keys(axes[one]) if any(_overlap(key, their) for their in theirs)), None
+        ):
+            raise ConfigError(f"{path}: {both}: set by both axes {one} and {other}; remove it from one of them")
     base = _Base(file, raw, path, given)
-    chosen, excluded = _chosen(file, path, axes)
+    chosen, excluded = _combine_axes(file, path, axes)
     wanted = [(name, labels, values) for name, (labels, values) in chosen.items()]
     wanted += [(name, {}, [_point_of(raw, name, path)]) for name in file.points]
-    keys = {key for _, _, values in wanted for key in _keys_of(values)}
+    keys = {key for _, _, values in wanted for key in _collect_keys(values)}
     _check_share(file, path, keys)
     points = tuple(base.point(output, name, labels, values, file.stages) for name, labels, values in wanted)
     shared = (
@@ -121,7 +204,7 @@ def load_grid(
         memory=parse_bytes(file.memory, f"{path}: memory") if file.memory else None,
         axes=tuple(axes),
         stages=tuple(stage for stage in EVERY_STAGE if stage in file.stages),
-        points=tuple(_on_shared(point, file, path, output) for point in points),
+        points=tuple(_start_from_shared(point, file, path, output) for point in points),
         excluded=excluded,
         shared=shared,
     )
@@ -129,7 +212,7 @@ def load_grid(
 
 @dataclass(frozen=True)
 class _Base:
-    """What all points have in common."""
+    """The settings that all points have in common."""
 
     file: GridFile
     raw: TrackedDict
@@ -152,7 +235,7 @@ class _Base:
         except ConfigError as error:
             raise ConfigError(f"{error} (point {name})") from error
         order = tuple(stage for stage in EVERY_STAGE if stage in stages)
-        return Point(name, labels, dict(_flat(own)), config, config, order)
+        return Point(name, labels, dict(_flatten(own)), config, config, order)
 
     @property
     def _written(self) -> TrackedDict:
@@ -161,11 +244,13 @@ class _Base:
 
 
 def _axes(file: GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
-    """The values of each axis, in the grid's order."""
+    """Return the values of each axis, in the grid's order."""
     for axis in file.names:
         if not isinstance(file.grid.get(axis), list):
             raise ConfigError(
-                _unknown(axis, [axis for axis, values in file.grid.items() if isinstance(values, list)], raw)
+                _describe_unknown_axis(
+                    axis, [axis for axis, values in file.grid.items() if isinstance(values, list)], raw
+                )
             )
     found: dict[str, list[_Value]] = {}
     for axis, values in raw["grid"].items() if file.grid else ():
@@ -173,7 +258,7 @@ def _axes(file: GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
             found[axis] = [
                 _Value(
                     _label(axis, value, file.names.get(axis)),
-                    _text(value),
+                    _format_value(value),
                     TrackedDict({axis: value}),
                     values.origins[at],
                 )
@@ -181,13 +266,13 @@ def _axes(file: GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
             ]
         else:
             found[axis] = [
-                _Value(label, label, keys or TrackedDict(), _within(values.origins[label], axis, label))
+                _Value(label, label, keys or TrackedDict(), _origin_of_label(values.origins[label], axis, label))
                 for label, keys in values.items()
             ]
     return found
 
 
-def _within(origin: Origin, axis: str, label: str) -> Origin:
+def _origin_of_label(origin: Origin, axis: str, label: str) -> Origin:
     return Origin(f"{origin.text}: grid.{axis}.{label}")
 
 
@@ -195,10 +280,10 @@ def _point_of(raw: TrackedDict, name: str, path: Path) -> _Value:
     return _Value(name, name, raw["points"][name] or TrackedDict(), None)
 
 
-def _chosen(
+def _combine_axes(
     file: GridFile, path: Path, axes: Mapping[str, list[_Value]]
 ) -> tuple[dict[str, tuple[dict[str, str], list[_Value]]], dict[str, str]]:
-    """The combinations by name, and the reasons of those that are excluded."""
+    """Return (the combinations by name, the reasons for excluded ones by name)."""
     for exclusion in file.exclude:
         _check_exclusion(exclusion, path, axes)
     chosen: dict[str, tuple[dict[str, str], list[_Value]]] = {}
@@ -207,68 +292,70 @@ def _chosen(
         labels = {axis: value.label for axis, value in zip(axes, values)}
         name = "-".join(filter(None, labels.values())) or "base"
         if name in chosen or name in excluded:
-            raise ConfigError(
-                f"{path}: two points are called {name}; give their values different labels in `names`, or in their axis"
-            )
+            raise ConfigError(f"{path}: two points are called {name}; set different labels in `names`, or in the axis")
         choice = dict(zip(axes, values))
-        if left_out := next((one.reason for one in file.exclude if _excludes(one, choice)), None):
+        if left_out := next((one.reason for one in file.exclude if _is_excluded(one, choice)), None):
             excluded[name] = " ".join(left_out.split())
         else:
             chosen[name] = (labels, values)
     for name in (*chosen, *file.points):
         if name in file.points and (name in chosen or name in excluded):
-            raise ConfigError(f"{path}: points.{name}: the grid has a point of this name; choose another")
+            raise ConfigError(f"{path}: points.{name}: the grid has a point with this name; choose another")
         if not _NAME.fullmatch(name) or name in RESERVED:
             raise ConfigError(
-                f"{path}: {name!r} cannot be the name of a point, which is a folder's; use letters, digits and any of "
-                "_.+-, at most 100, in `names` or as labels"
+                f"{path}: {name!r} is not a valid name of a point (a folder); use at most 100 letters, digits "
+                "and any of _.+- in `names` or as labels"
             )
     if not chosen and not file.points:
-        raise ConfigError(f"{path}: exclude: leaves no point; take one of them out")
+        raise ConfigError(f"{path}: exclude: all points are excluded; remove some of these entries")
     return chosen, excluded
 
 
 def _check_exclusion(exclusion: Exclusion, path: Path, axes: Mapping[str, list[_Value]]) -> None:
     for axis, wanted in exclusion.where.items():
         if axis not in axes:
-            raise ConfigError(f"{path}: exclude: no axis {axis!r}; {_near(axis, axes)}")
+            raise ConfigError(f"{path}: exclude: unknown axis {axis!r}; {_suggest_axis(axis, axes)}")
         for one in wanted if isinstance(wanted, list) else [wanted]:
             known = [word for value in axes[axis] for word in (value.label, value.text)]
-            if _text(one) not in known:
+            if _format_value(one) not in known:
                 raise ConfigError(
-                    f"{path}: exclude: the axis {axis} has no value {_text(one)!r}; it has "
+                    f"{path}: exclude: the axis {axis} has no value {_format_value(one)!r}; it has "
                     f"{', '.join(value.label or repr(value.text) for value in axes[axis])}"
                 )
 
 
-def _excludes(exclusion: Exclusion, choice: Mapping[str, _Value]) -> bool:
+def _is_excluded(exclusion: Exclusion, choice: Mapping[str, _Value]) -> bool:
     return all(
         {choice[axis].label, choice[axis].text}
-        & {_text(one) for one in (wanted if isinstance(wanted, list) else [wanted])}
+        & {_format_value(one) for one in (wanted if isinstance(wanted, list) else [wanted])}
         for axis, wanted in exclusion.where.items()
     )
 
 
 def _check_share(file: GridFile, path: Path, keys: set[str]) -> None:
-    """Raise `ConfigError` where stages that are shared cannot be."""
+    """Check that points do not differ in the shared stages.
+
+    Raises:
+        ConfigError: a point sets a key that a shared stage reads.
+    """
     for stage in file.share:
         if stage in file.stages:
-            raise ConfigError(f"{path}: share: {stage} is one of `stages` too; leave it out of one of them")
+            raise ConfigError(f"{path}: share: {stage} is also in `stages`; remove it from one of them")
         for key in sorted(keys):
             if key.startswith(f"{stage}.") or key in _OF_THE_START:
                 raise ConfigError(
-                    f"{path}: {key}: differs between points, and {stage}, which reads it, is shared by all; "
-                    "take it out of `share`, or the key out of the grid"
+                    f"{path}: {key}: differs between points, but the shared stage {stage} reads it; remove {stage} "
+                    "from `share`, or the key from the grid"
                 )
     if "output" in keys:
-        raise ConfigError(f"{path}: output: each point has a folder of its own; leave this key out")
+        raise ConfigError(f"{path}: output: each point has its own folder; remove this key")
 
 
-def _on_shared(point: Point, file: GridFile, path: Path, output: Path) -> Point:
-    """The point, starting from what the shared stages leave.
+def _start_from_shared(point: Point, file: GridFile, path: Path, output: Path) -> Point:
+    """Return the point with the models of the shared stages as base models.
 
     Raises:
-        ConfigError: a stage starts from one that no part of the sweep trains.
+        ConfigError: a stage starts from a stage that the sweep does not train.
     """
     config = point.config
     for stage in point.stages:
@@ -285,8 +372,8 @@ def _on_shared(point: Point, file: GridFile, path: Path, output: Path) -> Point:
 
 
 def _label(axis: str, value: Any, named: Any) -> str:
-    """How a value of an axis is written in the name of a point."""
-    text = _text(value)
+    """Return the label of a value in the name of a point."""
+    text = _format_value(value)
     if isinstance(named, dict) and text in named:
         return str(named[text])
     word = named if isinstance(named, str) else axis.rpartition(".")[2]
@@ -296,40 +383,59 @@ def _label(axis: str, value: Any, named: Any) -> str:
     return word + "_".join(re.sub(r"[^\w.+-]+", "_", Path(part).name) for part in parts)
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as people write it in YAML: `true`, `null`, `1e-5`."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return re.sub(r"e([-+])0(?=\d)", r"e\1", str(value)) if isinstance(value, float) else str(value)
 
 
-def _unknown(axis: str, axes: Sequence[str], raw: TrackedDict) -> str:
+def _describe_unknown_axis(axis: str, axes: Sequence[str], raw: TrackedDict) -> str:
     names = raw["names"]
     where = names.origins[axis].text if isinstance(names, TrackedDict) and axis in names.origins else "names"
-    return f"{where}: names: {axis!r} is no axis with a list of values; {_near(axis, axes)}"
+    return f"{where}: names: {axis!r} is not an axis with a list of values; {_suggest_axis(axis, axes)}"
 
 
-def _near(axis: str, axes: Any) -> str:
+def _suggest_axis(axis: str, axes: Any) -> str:
     near = difflib.get_close_matches(axis, list(axes), n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there is: {', '.join(axes) or 'none'}"
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(axes) or '(no axes)'}"
 
 
-def _keys_of(values: Sequence[_Value]) -> set[str]:
-    return {key for value in values for key in _leaves(value.keys)}
+def _collect_keys(values: Sequence[_Value]) -> set[str]:
+    return {key for value in values for key in _list_keys(value.keys)}
 
 
-def _leaves(values: TrackedDict) -> list[str]:
-    return [key for key, _ in _flat(values)]
+def _list_keys(values: TrackedDict) -> list[str]:
+    return [key for key, _ in _flatten(values)]
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, TrackedDict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
 
 
-def _meet(key: str, other: str) -> bool:
-    """Whether one of two keys is the other, or a section that holds it."""
+def _overlap(key: str, other: str) -> bool:
+    """Return whether two keys are equal, or one is a section that contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def validate_grid(values: Mapping[str, Any], source: str) -> GridFile:
+    """Build a `GridFile` from nested values.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is invalid.
+    """
+    try:
+        grid_file = GridFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(format_validation_error(error, GridFile, values, source)) from error
+    if not grid_file.grid and not grid_file.points:
+        raise ConfigError(f"{source}: grid: no axis; add a key with values, e.g. engine.zero_stage: [2, 3]")
+    return grid_file
+
+
+def _describe(values: Any) -> str:
+    return "an empty one" if isinstance(values, list | dict) else short_repr(values)

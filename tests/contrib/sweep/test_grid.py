@@ -162,9 +162,9 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
     ("text", "said"),
     [
         ("grd: {}", "grid.yaml:1: unknown key 'grd'; did you mean 'grid'?"),
-        ("stages: [ppo]", "grid.yaml: grid: has no axis; give it a key with values, e.g. engine.zero_stage: [2, 3]"),
-        ("grid: {lora.rank: []}", "grid.yaml:1: grid: lora.rank needs a list of values, or labels with keys of their"),
-        ("grid: {lora.rank: 8}", "lora.rank needs a list of values, or labels with keys of their own, got 8"),
+        ("stages: [ppo]", "grid.yaml: grid: no axis; add a key with values, e.g. engine.zero_stage: [2, 3]"),
+        ("grid: {lora.rank: []}", "grid.yaml:1: grid: lora.rank needs a list of values, or labels that set keys"),
+        ("grid: {lora.rank: 8}", "lora.rank needs a list of values, or labels that set keys, got 8"),
         ("grid: {a: {b: 3}}", "grid.yaml:1: grid: a.b needs keys and values, got 3"),
         (
             "grid:\n  engine.zero_stge: [2]",
@@ -186,34 +186,40 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         ("points:\n  a: {sft.max_steps: false}", "grid.yaml:2: sft.max_steps: expected a number, got false (point a)"),
         (
             AXIS + "names: {lora: x}",
-            "grid.yaml:3: names: 'lora' is no axis with a list of values; there is: engine.zero",
+            "grid.yaml:3: names: 'lora' is not an axis with a list of values; use one of engine.zero",
         ),
-        (AXIS + "names: {engine.zero_stag: x}", "no axis with a list of values; did you mean 'engine.zero_stage'?"),
+        (AXIS + "names: {engine.zero_stag: x}", "not an axis with a list of values; did you mean 'engine.zero_stage'?"),
         (AXIS + "names: {engine.zero_stage: 3}", "engine.zero_stage needs a word, or a label for each value, got 3"),
-        ("grid: {seed: [1, 1]}", "grid.yaml: two points are called seed1; give their values different labels"),
+        ("grid: {seed: [1, 1]}", "grid.yaml: two points are called seed1; set different labels"),
         (
             "grid: {seed: [1, 2], other: {a: {seed: 3}}}",
-            "grid.yaml: seed: is set by the axes seed and other; leave it to one of them",
+            "grid.yaml: seed: set by both axes seed and other; remove it from one of them",
         ),
-        (AXIS + "names: {engine.zero_stage: {2: z, 3: z}}", "grid.yaml: two points are called z; give"),
-        (AXIS + "points: {zero_stage2: {}}", "grid.yaml: points.zero_stage2: the grid has a point of this name"),
-        ("points: {shared: {}}", "grid.yaml: 'shared' cannot be the name of a point, which is a folder's; use letters"),
-        ("points: {../up: {}}", "grid.yaml: '../up' cannot be the name of a point"),
-        (AXIS + "exclude: [{where: {zero: 2}, reason: x}]", "exclude: no axis 'zero'; there is: engine.zero_stage"),
+        (AXIS + "names: {engine.zero_stage: {2: z, 3: z}}", "grid.yaml: two points are called z; set"),
+        (AXIS + "points: {zero_stage2: {}}", "grid.yaml: points.zero_stage2: the grid has a point with this name"),
+        ("points: {shared: {}}", "grid.yaml: 'shared' is not a valid name of a point (a folder); use at most"),
+        ("points: {../up: {}}", "grid.yaml: '../up' is not a valid name of a point"),
+        (
+            AXIS + "exclude: [{where: {zero: 2}, reason: x}]",
+            "exclude: unknown axis 'zero'; use one of engine.zero_stage",
+        ),
         (AXIS + "exclude: [{where: {engine.zero_stage: 4}, reason: x}]", "the axis engine.zero_stage has no value '4'"),
         (AXIS + "exclude: [{where: {engine.zero_stage: 2}}]", "exclude.0.reason: missing; set a value"),
-        (AXIS + "exclude: [{where: {engine.zero_stage: [2, 3]}, reason: x}]", "exclude: leaves no point; take one of"),
-        (AXIS + "share: [sft]", "grid.yaml: share: sft is one of `stages` too; leave it out of one of them"),
+        (
+            AXIS + "exclude: [{where: {engine.zero_stage: [2, 3]}, reason: x}]",
+            "exclude: all points are excluded; remove",
+        ),
+        (AXIS + "share: [sft]", "grid.yaml: share: sft is also in `stages`; remove it from one of them"),
         (
             "stages: [ppo]\nshare: [sft, reward]\ngrid: {sft.epochs: [1, 2]}",
-            "grid.yaml: sft.epochs: differs between points, and sft, which reads it, is shared by all; take it out of",
+            "grid.yaml: sft.epochs: differs between points, but the shared stage sft reads it; remove sft",
         ),
         (
             "stages: [ppo]\ngrid: {seed: [1]}",
             "stages: ppo starts from the model of sft, which no point trains; add it to `stages` or to `share`, or set "
             "ppo.actor (point seed1)",
         ),
-        ("grid: {output: [a, b]}", "grid.yaml: output: each point has a folder of its own; leave this key out"),
+        ("grid: {output: [a, b]}", "grid.yaml: output: each point has its own folder; remove this key"),
         (
             AXIS + "recipe: absent.yaml",
             "absent.yaml: cannot be read (No such file or directory); check `recipe` in gri",
@@ -231,11 +237,9 @@ def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
 
 
 def test_a_key_of_the_command_line_that_is_swept() -> None:
-    with pytest.raises(
-        ConfigError, match=r"lora.rank: is swept by the axis lora of grid.yaml; change it there, or leave"
-    ):
+    with pytest.raises(ConfigError, match=r"lora.rank: set by the axis lora of grid.yaml; change it there, or remove"):
         grid(SIXTEEN, "lora.rank=4")
-    with pytest.raises(ConfigError, match=r"lora.alpha: is swept by the axis lora"):
+    with pytest.raises(ConfigError, match=r"lora.alpha: set by the axis lora"):
         grid(SIXTEEN, "lora={alpha: 3}")
     assert grid(SIXTEEN, "lora.dropout=0.1").points[0].config.lora.dropout == 0.1
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.contrib.sweep.folder import SweepDirectory
 from rlhf.contrib.sweep.grid import load_grid
-from rlhf.contrib.sweep.rows import columns, rows
+from rlhf.contrib.sweep.results import SweepDirectory, collect_results, select_columns
 from rlhf.utils.file_lock import lock_folder
 from tests.helpers import assert_same_weights
 from tests.run_folders import contents
@@ -99,7 +98,7 @@ def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swe
     assert done.returncode == 1
     table = shown(done)
     assert table["int8-at-zero3"]["status"] == table["elsewhere"]["status"] == "refused"
-    assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: ZeRO-3 shards the weights")
+    assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: quantized weights cannot be sharded")
     assert table["elsewhere"]["reason"].startswith(f"{path.parent}/absent/model: no such model folder")
     assert table["wild"]["status"] == "failed" and "loss became nan at step 2" in table["wild"]["reason"]
     assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
@@ -158,7 +157,7 @@ def test_a_point_that_is_there_with_other_settings_is_an_error_that_changes_noth
     before = contents(path.parent / "out")
     line = error_of(rlhf("sweep", path, "--set", "reward.margin=2", recipe=None, check=False))
     assert "out/center0: what is complete was trained with other settings: reward.margin (0.0 there, 2.0 now); " in line
-    assert line.endswith("/center0 to train this point anew, or give the sweep another --output")
+    assert line.endswith("/center0 to train this point again, or choose another --output")
     assert contents(path.parent / "out") == before
 
 
@@ -190,9 +189,9 @@ def test_other_folders_are_left_alone(rlhf: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/letter.txt").write_text("x")
     line = error_of(rlhf("sweep", path, recipe=None, check=False))
-    assert "out: is not empty and holds no sweep (no sweep.json), so nothing is written there" in line
+    assert "out: not empty, and not the folder of a sweep (no sweep.json)" in line
     file = error_of(rlhf("sweep", path, "--output", tmp_path / "out/letter.txt", recipe=None, check=False))
-    assert "letter.txt: is a file; choose a folder with --output" in file
+    assert "letter.txt: expected a folder, got a file" in file
     report = error_of(rlhf("sweep", path, "--report", "--output", tmp_path / "absent", recipe=None, check=False))
     assert report.endswith("absent: holds no sweep to report; leave --report out to start it")
 
@@ -213,7 +212,7 @@ grid: {{seed: [1, 2]}}
 """
 
 
-class Ending(threading.Thread):
+class SignalSender(threading.Thread):
     """Sends a signal to the sweep in a folder as soon as `path` is there."""
 
     def __init__(self, folder: Path, pattern: str, number: int) -> None:
@@ -230,7 +229,7 @@ class Ending(threading.Thread):
 
 def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path) -> None:
     path, out = written(tmp_path, rlhf.recipe, LONG), tmp_path / "out"
-    Ending(out, "seed1/sft/checkpoints/step-*", signal.SIGINT)
+    SignalSender(out, "seed1/sft/checkpoints/step-*", signal.SIGINT)
     stopped = rlhf("sweep", path, recipe=None, check=False)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     last = stopped.stderr.splitlines()[-1]
@@ -240,13 +239,13 @@ def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path
     assert last.endswith(f"; to continue: rlhf sweep {path}")
     assert not (out / "seed2").exists() and not (out / ".rlhf.lock").exists()
 
-    Ending(out, "seed2/sft/checkpoints/step-*", signal.SIGKILL)
+    SignalSender(out, "seed2/sft/checkpoints/step-*", signal.SIGKILL)
     killed = rlhf("sweep", path, recipe=None, check=False)
     assert killed.returncode == -signal.SIGKILL
     states = {point["name"]: point["status"] for point in json.loads((out / "sweep.json").read_text())["points"]}
     assert states["seed1"] == "complete"
     grid, folder = load_grid(path), SweepDirectory(out)
-    assert [row.status for row in rows(grid, folder, {})] == ["complete", "not complete"]
+    assert [row.status for row in collect_results(grid, folder, {})] == ["complete", "not complete"]
     wait_for_end_of(out / "seed2/.rlhf.lock.owner")  # the point's process ends with the sweep's
 
     complete = contents(out / "seed1")
@@ -260,9 +259,9 @@ def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path
     rlhf("sft", *wishes, "--output", plain)
     assert_same_weights(plain / "sft/model", out / "seed2/sft/model")
     alone = [json.loads(line) for line in (plain / "sft/metrics.jsonl").read_text().splitlines()]
-    course = [(record["step"], record["loss"]) for record in alone if "loss" in record]
-    assert folder.course("seed2", "sft", "loss") == course and len(course) > 5
-    assert columns(grid, rows(grid, folder, {})) == ["sft perplexity", "seconds", "peak_memory"]
+    losses = [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    assert folder.read_metric("seed2", "sft", "loss") == losses and len(losses) > 5
+    assert select_columns(grid, collect_results(grid, folder, {})) == ["sft perplexity", "seconds", "peak_memory"]
 
 
 def wait_for_end_of(lock: Path) -> None:
