@@ -58,4 +58,7 @@ def layers_without_a_plan(bench: Bench) -> tuple[list[str], list[str]]:
 @mistake
 def prompts_that_ranks_cannot_share(bench: Bench) -> tuple[list[str], list[str]]:
     found = settings(ppo__estimator="rloo", ppo__batch_size=6, ppo__completions_per_prompt=2, ppo__micro_batch_size=1)
-    return [*found, "--ranks", "2"], ["ppo.batch_size: 6 completions are not 2", "make it a multiple of 4"]
+    return [*found, "--ranks", "2"], [
+        "ppo.batch_size: 6 completions cannot be divided into 2",
+        "make it a multiple of 4",
+    ]
