@@ -239,7 +239,7 @@ def test_what_others_keep_is_read_where_nothing_can_be_written(
     kept = cache_of(tokenizer, rows)
     assert kept.build() is None
     read_only = OSError(30, "Read-only file system")
-    monkeypatch.setattr(cache, "_alone", lambda *arguments: (_ for _ in ()).throw(read_only))
+    monkeypatch.setattr(cache, "_lock_build", lambda *arguments: (_ for _ in ()).throw(read_only))
     assert cache_of(tokenizer, rows).build() is None
     assert "(Read-only file system)" in str(cache_of(tokenizer, rows, seed=4).build())
 
