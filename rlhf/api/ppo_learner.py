@@ -44,7 +44,7 @@ Reward = Callable[[str, str, dict[str, Any]], float]
 
 @dataclass(frozen=True)
 class Score:
-    """What the models make of one completion.
+    """The scores of one completion.
 
     `reward` is its score, by the reward model and `ppo.reward_functions`. `log_prob` is the policy's, in nats, summed
     over the completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely
@@ -110,7 +110,7 @@ class PPOLearner:
             RLHFError: it is not the next step, or there is none, or `reward` gives no finite number, or a number of the
                 step is not finite.
             KeyboardInterrupt: Ctrl-C, or a notebook's stop button; the step was finished first, so the next may follow.
-                A second one does not wait, and what it leaves is to be begun anew with `session.ppo()`.
+                A second one does not wait, and start again with `session.ppo()`.
         """
         self._check(index)
         trainer, context = self.trainer, self._context
@@ -159,7 +159,7 @@ class PPOLearner:
     @overload
     def score(self, prompts: Batch) -> Batch: ...
     def score(self, prompts: Sequence[Conversation] | Batch, completions: Sequence[str] = ()) -> list[Score] | Batch:
-        """What the reward model and functions, the policy and its reference make of completions.
+        """Score completions with the reward model and functions, the policy and its reference.
 
         Args:
             prompts: as `generate` takes them. Or tensors: what `generate` gives for tensors.
@@ -189,7 +189,7 @@ class PPOLearner:
             ]
 
     def evaluate(self) -> Metrics:
-        """What the policy does on held-out prompts, the same ones with the same random numbers each time; recorded.
+        """Evaluate the policy on held-out prompts, with the same random numbers each time, and record the result.
 
         Returns:
             Means of `reward`, `kl`, `entropy`, `response_length`, `distinct_2`, ... (docs/metrics.md).
@@ -233,11 +233,11 @@ class PPOLearner:
         """Raise `RunError` where step `index` cannot be taken now."""
         self._check_open()
         if self._saved:
-            raise RunError("the policy is saved, and PPO complete; begin anew with session.ppo(overwrite=True)")
+            raise RunError("the policy is saved, and PPO is complete; start again with session.ppo(overwrite=True)")
         if index not in (None, self.done):
             raise RunError(
                 f"step {index}: {self.done} steps are done, so the next is {self.done}; "
-                "begin anew with session.ppo(), or leave the number out"
+                "start again with session.ppo(), or omit the number"
             )
         if self.done >= self.steps:
             raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")

@@ -90,7 +90,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that talks: rank 0, or the only one."""
+        """True for the process that prints: rank 0, or the only one."""
         return current_process().rank == 0
 
     def run(self, *stages: Stage, overwrite: bool = False) -> dict[Stage, dict[str, Any]]:

@@ -17,7 +17,7 @@ from rlhf.trainers.ppo.experience import Rollout
 from rlhf.trainers.ppo.trainer import PPOTrainer
 
 Conversation = str | Sequence[Mapping[str, str]]
-"""What a user says, or the turns so far as `{"role": "user", "content": "..."}`."""
+"""A user's message, or the turns so far as `{"role": "user", "content": "..."}`."""
 
 
 class Texts:

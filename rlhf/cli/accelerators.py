@@ -177,5 +177,5 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _peaks(stated: dict[str, float]) -> str:
-    """What the maker states, as 989 TFLOP/s in bf16."""
+    """Return the maker's peak rates, as 989 TFLOP/s in bf16."""
     return f"at most {', '.join(f'{peak / 1e12:,.0f} TFLOP/s in {name}' for name, peak in stated.items())}"

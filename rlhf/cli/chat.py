@@ -89,7 +89,7 @@ class ChatModel:
 
     @property
     def converses(self) -> bool:
-        """Whether the model was trained on conversations rather than on lone texts."""
+        """True if the model was trained on conversations rather than on single texts."""
         return self.writer.prompt_format != "plain"
 
     def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:

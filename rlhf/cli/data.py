@@ -85,7 +85,7 @@ def _print(stage: dict[str, Any]) -> None:
 
 
 def _facts(stage: dict[str, Any], source: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is printed of a source: names and values, one a line."""
+    """Return the names and values to print for a source, one a line."""
     shares = ":".join(f"{share:g}" for share in stage["split"].values())
     facts = [
         ("read as", source["read_as"]),

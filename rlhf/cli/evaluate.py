@@ -149,7 +149,7 @@ def _check(models: Sequence[str], *, reward: bool) -> None:
 
 
 class _Measure(NamedTuple):
-    """How models of one kind are measured, and what is shown of it: keys of the numbers, and what they are called."""
+    """The measurement of one kind of model, and what is shown: keys of the numbers with their labels."""
 
     kind: str
     stage: Stage

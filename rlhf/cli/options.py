@@ -25,7 +25,7 @@ from rlhf.runs.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of a run; None where it says nothing and the config decides."""
+    """The command line's options for a run; None if one is not given and the config decides."""
 
     config: Annotated[
         Path | None,
@@ -175,5 +175,5 @@ def stages_of(text: str) -> tuple[Stage, ...]:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether the command line says something; `--seed 0` does, though 0 == False."""
+    """Return whether an option is given; `--seed 0` is, although 0 == False."""
     return value is not None and value is not False and value != []

@@ -106,7 +106,7 @@ def _check_alone() -> None:
 
 
 def _foresee(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
-    """What a sweep would do with each point."""
+    """Print what a sweep would do with each point."""
     from rlhf.contrib.sweep.results import collect_results
     from rlhf.contrib.sweep.runner import SweepRunner
 

@@ -1,4 +1,4 @@
-"""How commands print facts: tables on a terminal, tab-separated lines in a pipe, JSON on request."""
+"""Print the results of commands: tables on a terminal, tab-separated lines in a pipe, JSON on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 @contextmanager
 def route_notes_to_stderr(as_json: bool) -> Iterator[bool]:
-    """Whether a program reads standard output: a pipe, or what wants JSON. Then progress and notes go to the other."""
+    """Yield whether a program reads standard output, through a pipe or as JSON; if so, send notes to standard error."""
     from rlhf.reporting.console import console
 
     piped, before = as_json or not console.is_terminal, console.stderr

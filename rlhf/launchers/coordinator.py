@@ -24,7 +24,7 @@ from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, 
 from rlhf.launchers.sockets import JSONLineReader, connect_with_retry, keep_alive, send
 
 SECONDS_FOR_VERDICT = 30.0
-"""How long a worker that has ended waits for the verdict."""
+"""Time that a worker that has ended waits for the verdict."""
 
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_OF_SILENCE = 20.0  # after which a process counts as stopped, if others wait for it

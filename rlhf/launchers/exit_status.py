@@ -1,4 +1,4 @@
-"""How a command ends: the exit code and the line for standard error.
+"""The exit code of a command, and its line for standard error.
 
 Every exception that reaches the command line becomes an `ExitStatus`. Processes that a launcher started write theirs
 to a folder, so that the launcher can tell the root cause from its consequences on the other ranks.
@@ -55,7 +55,7 @@ class InternalError(Exception):
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended.
+    """The exit of a process.
 
     Attributes:
         code: the exit code.

@@ -1,4 +1,4 @@
-"""What a new run may replace, set aside until the new run has something to show.
+"""Keep what a new run replaces until the new run has recorded a step or a checkpoint.
 
 Folders are moved within the run's folder, so nothing is copied and nothing can be lost: a process that is killed
 in between leaves them where the next one finds them.
@@ -17,20 +17,22 @@ from rlhf.utils.atomic_io import PARTIAL, sync
 
 @dataclass(frozen=True)
 class Backup:
-    """The place in `run` for what may come back; absent where there is nothing."""
+    """The folder in `run` with what may be restored; it does not exist if there is nothing."""
 
     run: Path
 
     @property
     def path(self) -> Path:
+        """The backup folder."""
         return self.run / ".rlhf.replaced"
 
     @property
     def exists(self) -> bool:
+        """Whether there is a backup."""
         return self.path.exists()
 
     def create(self, files: Iterable[Path], folders: Sequence[str]) -> None:
-        """Set aside copies of `files`, then the `folders` of the run themselves."""
+        """Copy `files` into the backup, then move `folders` of the run into it."""
         self.path.mkdir()
         for file in files:
             copy = self.path / (file.name + PARTIAL)
@@ -41,9 +43,9 @@ class Backup:
         sync(self.run)
 
     def restore(self) -> None:
-        """Put back what is here, if anything, in the place of what is there now.
+        """Restore the backup, if there is one, replacing what is in the run now.
 
-        It may be killed too, and is then done by the next process.
+        If this is killed too, the next process completes it.
         """
         if not self.exists:
             return
@@ -58,9 +60,9 @@ class Backup:
         sync(self.run)
 
     def delete(self) -> None:
-        """Delete what is here, if anything."""
+        """Delete the backup, if there is one."""
         if self.exists:
             discarded = self.path.with_name(self.path.name + PARTIAL)
             shutil.rmtree(discarded, ignore_errors=True)
-            os.rename(self.path, discarded)  # half of it deleted, it must not come back
+            os.rename(self.path, discarded)  # a backup that is half deleted must not be restored
             shutil.rmtree(discarded, ignore_errors=True)

@@ -44,6 +44,7 @@ class RunDirectory:
 
     @property
     def description(self) -> Path:
+        """The file that describes the run."""
         return self.path / "run.json"
 
     @property
@@ -52,10 +53,12 @@ class RunDirectory:
         return self.path / "recipe.yaml"
 
     def stage(self, name: Stage) -> StageDirectory:
+        """Return the folder of a stage."""
         return StageDirectory(self.path / name, name)
 
     @property
     def stages(self) -> list[StageDirectory]:
+        """The folders of all stages."""
         return [self.stage(name) for name in EVERY_STAGE]
 
     @classmethod
@@ -88,7 +91,7 @@ class RunDirectory:
         return run
 
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
-        """Whether something of the run stays when `stages` are run."""
+        """Return whether part of the run stays when `stages` are run."""
         return any(stage.started and not (overwrite and stage.name in stages) for stage in self.stages)
 
     def ensure_recipe(self) -> Path | None:
@@ -327,7 +330,7 @@ class RunDirectory:
                 file.with_name(file.name + PARTIAL).unlink(missing_ok=True)
 
     def _holds_a_run(self) -> bool:
-        """Whether the folder is a run's; False where it is absent or empty.
+        """Return whether the folder is a run's; False if it does not exist or is empty.
 
         Raises:
             RunError: it holds something else.
@@ -348,5 +351,5 @@ class RunDirectory:
 
 
 def _precision(accelerator: dict[str, Any] | None) -> str | None:
-    """What `precision: auto` came to."""
+    """Return what `precision: auto` resolved to."""
     return accelerator["precision"]["name"] if accelerator else None

@@ -1,4 +1,4 @@
-"""Whether a run's disk has room for what the run will leave there: checkpoints while a stage trains, and its model."""
+"""Check that a run's disk has room for its checkpoints and models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MOMENTS, _MASTER = 8, 4
 
 
 class StorageNeed(NamedTuple):
-    """What a stage writes: checkpoints of the models that it trains, and when it is done the first of them, or both."""
+    """The files of a stage: checkpoints of the models that it trains; at the end the first model, or both."""
 
     models: Sequence[nn.Module]
     steps: int
 
 
 def check_disk_space(config: Config, folder: Path, needs: Mapping[Stage, StorageNeed], precision: Precision) -> None:
-    """Raise `RunError` where less is free than the stages are sure to write to `folder`.
+    """Raise `RunError` if less is free than the stages are sure to write to `folder`.
 
     Args:
         needs: of each stage that is still to be run; models are left out that are small, as the embedded one.
@@ -39,14 +39,14 @@ def check_disk_space(config: Config, folder: Path, needs: Mapping[Stage, Storage
     free = shutil.disk_usage(place).free + held  # what is there of these stages gives way
     if needed > free:
         raise RunError(
-            f"{folder}: checkpoints and models will take {format_bytes(needed)}, and its disk has "
+            f"{folder}: checkpoints and models need {format_bytes(needed)}, and its disk has "
             f"{format_bytes(free)} free; "
             "make room, choose another --output, or write fewer checkpoints (<stage>.checkpoint_every)"
         )
 
 
 def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: Precision) -> int:
-    """Bytes on disk at the fullest moment: the models that are left, and the checkpoints of a stage."""
+    """Return the largest number of bytes on disk at any time: saved models and the checkpoints of a stage."""
     width = precision.dtype.itemsize
     state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)
     left, most = 0, 0

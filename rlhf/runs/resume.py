@@ -1,4 +1,4 @@
-"""What `run.json` holds of a run's settings, and whether the run may go on: those of then against those given now."""
+"""Compare the settings that `run.json` recorded with those given now, to decide if a run may resume."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
 
 
 def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[str, Any]:
-    """What `run.json` holds for one stage beside its own section; `precision` is what `auto` came to."""
+    """Return what `run.json` records for a stage besides its section; `precision` is what `auto` resolved to."""
     values = config.model_dump(mode="json")
     shared = {key: values[key] for key in _OF_EVERY_STAGE}
     return shared | {"roles": _roles(values, stage), "precision": precision or config.precision}
@@ -67,7 +67,7 @@ def find_differences(
     *,
     kept: Sequence[Stage] = (),
 ) -> list[str]:
-    """Keys that keep a run from going on, each as `key (recorded there, given now)`.
+    """Return the keys that keep a run from resuming, each as `key (recorded there, given now)`.
 
     Args:
         recorded: the contents of `run.json`.
@@ -113,7 +113,7 @@ def find_changed_data(recorded: dict[str, Any], config: Config, found: Fingerpri
 
 
 def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:
-    """Where the settings of ranks, in rank order, differ from those of rank 0; empty where they do not."""
+    """Return the first setting of a rank, in rank order, that differs from that of rank 0; empty if none does."""
     for rank, config in enumerate(configs):
         if found := _leaves(configs[0], config, "", frozenset()):
             key, first, other = found[0]
@@ -142,7 +142,7 @@ def _differing_beside(recorded: dict[str, Any], config: Config, stage: Stage, pr
 
 
 def _roles(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
-    """What `roles` says of a stage's own models."""
+    """Return the settings in `roles` of a stage's own models."""
     names = {role.name for role in ROLES[stage]}
     return {name: own for name, own in values.get("roles", {}).items() if name in names}
 
@@ -200,7 +200,7 @@ def _leaves(there: Any, now: Any, key: str, harmless: Set[str]) -> list[tuple[st
 
 
 def collect_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's numbers."""
+    """Return the versions of Python and of the packages that decide a run's numbers."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

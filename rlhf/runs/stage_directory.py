@@ -14,13 +14,13 @@ from rlhf.errors import RunError
 from rlhf.utils.atomic_io import PARTIAL, atomic_write_json, read_json
 
 STATE = "state-rank{rank}.pt"
-"""In a checkpoint, what a rank has saved beside its engines."""
+"""In a checkpoint, the state that a rank saved in addition to its engines."""
 
 CRITIC = "critic"
-"""The folder of PPO's critic, beside that of its model."""
+"""The folder of PPO's critic, next to that of its model."""
 
 AVERAGE = "-ema"
-"""What follows the name of a model's folder, or its adapter's, in that of its moving average."""
+"""The suffix of a model's or an adapter's folder that contains its moving average."""
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,32 @@ class StageDirectory:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
     def metrics(self) -> Path:
+        """The records of all steps, one JSON object a line."""
         return self.path / "metrics.jsonl"
 
     @property
     def console(self) -> Path:
-        """What the terminal showed, as text."""
+        """The log of what the terminal showed, as text."""
         return self.path / "console.log"
 
     @property
     def started(self) -> bool:
-        """Whether there is anything here to lose: results, a checkpoint, or a record of training."""
+        """True if there is anything here to lose: results, a checkpoint, or a record of training."""
         return self.done or self.latest_checkpoint is not None or self._has_trained
 
     @property
     def done(self) -> bool:
-        """Whether the stage ran to its end: `finish` was called."""
+        """True if the stage is complete: `finish` was called."""
         return self._summary.is_file()
 
     @property
@@ -93,7 +96,7 @@ class StageDirectory:
         return max(self.all_checkpoints, default=None)
 
     def check_checkpoint(self, ranks: int) -> None:
-        """Raise `RunError` where the newest checkpoint was not written by `ranks` ranks, or is not whole."""
+        """Raise `RunError` if the newest checkpoint was not written by `ranks` ranks, or is not whole."""
         path = self.latest_checkpoint
         if path is None:
             return
@@ -112,7 +115,7 @@ class StageDirectory:
         return RunError(f"{path}: cannot be read ({why}); move this folder away to {what}")
 
     def check_steps(self, steps: int) -> None:
-        """Raise `RunError` where the newest checkpoint is of a later step than the last of `steps`."""
+        """Raise `RunError` if the newest checkpoint is of a later step than the last of `steps`."""
         path = self.latest_checkpoint
         if path and (saved := parse_step(path)) > steps:
             raise RunError(
@@ -132,7 +135,7 @@ class StageDirectory:
         shutil.rmtree(self.best, ignore_errors=True)
 
     def summary(self) -> dict[str, Any]:
-        """What `finish` was given.
+        """Return what `finish` was given.
 
         Raises:
             RunError: the stage is not complete.
@@ -147,7 +150,7 @@ class StageDirectory:
 
     @property
     def _has_trained(self) -> bool:
-        """Whether a step is recorded; evaluation before the first one is step 0."""
+        """True if a step is recorded; evaluation before the first one is step 0."""
         try:
             with self.metrics.open("rb") as lines:
                 return any(_step(line) > 0 for line in lines)
@@ -161,7 +164,7 @@ def parse_step(checkpoint: Path) -> int:
 
 
 def _step(line: bytes) -> int:
-    """The step of a record; 0 where a crash cut it short."""
+    """The step of a record; 0 if a crash cut it short."""
     try:
         return int(json.loads(line)["step"])
     except ValueError:

@@ -94,7 +94,7 @@ def run(
 def open_run(
     config: Config, stages: Sequence[Stage], *, resume: bool = False, overwrite: bool = False
 ) -> Iterator[tuple[Config, Accelerator]]:
-    """What `run` does around the stages, for code that runs `stages` itself: `rlhf.api.session`.
+    """Prepare and lock a run for code that runs `stages` itself, as `rlhf.api.session` does.
 
     While the block runs the folder is locked, and the environment is what the accelerator wants; signals are nobody's.
     Gives the configuration with what the plan decided in it, and the accelerator.
@@ -113,7 +113,7 @@ def open_run(
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be done with a run's folder."""
+    """The request for a run's folder."""
 
     stages: Sequence[Stage]
     resume: bool
@@ -231,7 +231,7 @@ def _announce(
 
 
 def _report(accelerator: Accelerator, selection: Selection, config: Config) -> dict[str, Any]:
-    """What `run.json` says of the accelerator."""
+    """Return what `run.json` records about the accelerator."""
     precision = accelerator.precision(config.precision)
     return {
         "name": selection.name,

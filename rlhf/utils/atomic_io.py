@@ -1,4 +1,4 @@
-"""How files and folders appear: never half-written, for they are completed beside their final name, then renamed."""
+"""Write files and folders atomically: each is completed next to its final name, then renamed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from rlhf.errors import RunError
 
 PARTIAL = ".partial"
-"""How the names of unfinished files and folders end; after a crash they are worth nothing."""
+"""The suffix of unfinished files and folders; after a crash they can be deleted."""
 
 CONSOLE = "console.log"
 """In a run's folder, what the run printed, where whoever started it (`rlhf sweep`) keeps that."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that this package wrote.
+    """Return the object in a JSON file that this package wrote.
 
     Raises:
         RunError: the file cannot be read, or was changed into something else.
@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise `RunError` where `folder` cannot be written to, or be made."""
+    """Raise `RunError` if `folder` cannot be written to or created."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         why = "is a file"
@@ -70,7 +70,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends, and vanishes when it fails."""
+    """Yield a temporary folder that becomes `path` when the block ends, and is deleted if it fails."""
     temporary = path.with_name(path.name + PARTIAL)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -100,7 +100,7 @@ def atomic_rename_dir(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, reach the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

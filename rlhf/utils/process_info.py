@@ -1,4 +1,4 @@
-"""Where this process stands among those of a run, whichever launcher started it.
+"""The rank of this process among those of a run, whichever launcher started it.
 
 The environment flows in: what torchrun and the deepspeed launcher set (RANK, ...), what `srun` (SLURM_*) and `mpirun`
 (OMPI_*, PMI_*) tell the processes that they start, or nothing. Out comes one `ProcessInfo`, which everything that asks
@@ -63,7 +63,7 @@ class ProcessInfo:
     """Which machine, where the launcher says."""
     address: str | None = None
     port: int | None = None
-    """Where all meet: on the machine of rank 0."""
+    """The port where all ranks meet, on the machine of rank 0."""
     launcher: str | None = None
 
     def count_local_ranks(self, ranks: int | None = None) -> int:
@@ -71,7 +71,7 @@ class ProcessInfo:
         return self.local_size or (self.size if ranks is None else ranks)
 
     def launcher_options(self) -> list[str]:
-        """Those with which our launcher was started."""
+        """Return the options that our launcher was started with."""
         if self.launcher != "rlhf":
             return []
         words = ["--ranks", str(self.count_local_ranks())]
@@ -81,7 +81,7 @@ class ProcessInfo:
         return words
 
     def variables(self) -> dict[str, str]:
-        """What torch, DeepSpeed and the runtimes of devices read; empty without a launcher."""
+        """Return the variables that torch, DeepSpeed and device runtimes read; empty without a launcher."""
         if not self.launcher:
             return {}
         found = {names[0]: getattr(self, name) for name, names in _TORCH.items()}
@@ -116,7 +116,7 @@ def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.count_local_ranks():
         raise ConfigError(
             f"{place.launcher} says rank {place.rank} of {place.size}, local rank {place.local_rank} of "
-            f"{place.count_local_ranks()}, which cannot be; mend or unset these variables"
+            f"{place.count_local_ranks()}, which is inconsistent; fix or unset these variables"
         )
     if place.size > 1 and not (place.address and place.port):
         raise ConfigError(
@@ -189,7 +189,7 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as one of several.
+    """Return whether `srun` started this process as one of several.
 
     The shell of a job (sbatch, salloc) is none, though SLURM_NTASKS may be 8 there and SLURM_PROCID 0: no step is
     named, or one of SLURM's own. A step of one task is a shell too (`srun --pty`), or this process alone.
@@ -236,11 +236,11 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     except ValueError:
         if name == "SLURM_NTASKS_PER_NODE":  # a limit, in words of its own
             return None
-        raise ConfigError(f"{name} is {environ[name]!r}, and no whole number; mend or unset it") from None
+        raise ConfigError(f"{name} is {environ[name]!r}, not a whole number; fix or unset it") from None
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """Where to meet, as users may set it for any launcher."""
+    """Return the rendezvous address and port that users may set for any launcher."""
     port = _number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise ConfigError(f"MASTER_PORT is {port}, which is no port; set it to one from 1024 to 65535")

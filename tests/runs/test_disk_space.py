@@ -108,7 +108,7 @@ def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
     assert bytes_needed(averaged, {"sft": StorageNeed([model], 1)}, FP32) == (12 + 4) * 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 21_000_000))
     check_disk_space(config(), tmp_path / "run", few, FP32)
-    with pytest.raises(RunError, match=r"run: checkpoints and models will take 31 MiB, and its disk has 20 MiB"):
+    with pytest.raises(RunError, match=r"run: checkpoints and models need 31 MiB, and its disk has 20 MiB"):
         check_disk_space(config(), tmp_path / "run", many, FP32)
     (tmp_path / "run" / "sft").mkdir(parents=True)
     (tmp_path / "run" / "sft" / "old").write_bytes(b"x" * 12_000_000)  # gives way to what comes
