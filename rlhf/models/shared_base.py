@@ -30,40 +30,40 @@ from rlhf.models.weight_loading import get_source, set_source
 
 
 class SharedBase:
-    """The weights of a model, as another may stand on them; taken when it is whole, before an engine has it.
+    """The weights of a model, on which others can be built; created while they are whole, before an engine has them.
 
-    What it trains, but adapters, it trains in a copy: the parameters themselves are kept, frozen, with the numbers that
-    training begins with. Other models may stand on them, and it may have them from the base that it stands on itself.
+    Parameters that the model trains, except adapters, are trained in a copy: the original ones stay frozen, with their
+    initial numbers. Other models may share them, and the model may share them with its own base.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         trained: dict[int, nn.Parameter] = {}
-        self._first: dict[str, nn.Parameter] = {}
+        self._initial: dict[str, nn.Parameter] = {}
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if parameter.requires_grad and ".lora_" not in name:
                 if id(parameter) not in trained:
                     trained[id(parameter)] = nn.Parameter(parameter.detach().clone())
                     set_source(trained[id(parameter)], get_source(parameter))
-                self._first[_place(model, name)] = parameter
+                self._initial[_base_name(model, name)] = parameter
                 path, _, key = name.rpartition(".")
                 model.get_submodule(path)._parameters[key] = trained[id(parameter)]
-        for parameter in self._first.values():
+        for parameter in self._initial.values():
             parameter.requires_grad_(False)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names below the transformer, the adapters that are trained left out; tied ones by all of them."""
-        now = {
-            _place(self.model, name): parameter
+        """Return parameters, without trained adapters, by their names below the transformer; tied ones by all names."""
+        current = {
+            _base_name(self.model, name): parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
             if f".{TRAINED_ADAPTER}." not in name
         }
-        return now | self._first
+        return current | self._initial
 
     def modules(self) -> dict[str, nn.Module]:
-        """By their names below the transformer, without the layers that adapters are around."""
+        """Return modules, without layers that have adapters, by their names below the transformer."""
         return {
-            _place(self.model, f"{path}.").removesuffix("."): module
+            _base_name(self.model, f"{path}.").removesuffix("."): module
             for path, module in self.model.named_modules()
             if ".lora_" not in path and not isinstance(module, LoraLayer)
         }
@@ -72,59 +72,64 @@ class SharedBase:
 def build_on_base(
     base: SharedBase, config: ModelConfig, *, attention: str, scalar_head: bool = False, adapter: Path | None = None
 ) -> Any:
-    """A model on the weights of `base`, frozen.
+    """Build a frozen model on the weights of `base`.
 
     Args:
-        scalar_head: as a sequence-classification model with one output; else as a causal language model.
-        adapter: the folder of an adapter that it has on top, and of what else is its own, where `base` has it not.
+        base: the weights to share.
+        config: says if the model's code is trusted.
+        attention: transformers' name of its attention implementation.
+        scalar_head: build a sequence-classification model with one output; else a causal language model.
+        adapter: the folder of the model's adapter and other tensors that `base` does not have.
 
     Raises:
-        ModelError: something of it is neither in `base` nor in `adapter`.
+        ModelError: a tensor is neither in `base` nor in `adapter`.
     """
     model = build_on_meta(base.model.config, config, attention=attention, scalar_head=scalar_head)
-    own: Mapping[str, Tensor] = {}
+    tensors: Mapping[str, Tensor] = {}
     if adapter:
         inject_adapters(model, FROZEN_ADAPTER, read_adapter_config(adapter))
-        own = {_place(model, name): tensor for name, tensor in read_adapter_tensors(adapter, FROZEN_ADAPTER).items()}
-    share_tensors(model, base, own)
+        tensors = {
+            _base_name(model, name): tensor for name, tensor in read_adapter_tensors(adapter, FROZEN_ADAPTER).items()
+        }
+    share_tensors(model, base, tensors)
     return model.requires_grad_(False)
 
 
-def share_tensors(model: Any, base: SharedBase, own: Mapping[str, Tensor]) -> None:
-    """Give a model on the meta device the parameters and buffers of `base`, but for those in `own`.
+def share_tensors(model: Any, base: SharedBase, tensors: Mapping[str, Tensor]) -> None:
+    """Give a model on the meta device the parameters and buffers of `base`, except those in `tensors`.
 
-    Where the adapter of a reward model is on the base already, its tensors are shared too.
+    If the base already has the adapter of a reward model, its tensors are shared too.
 
     Raises:
-        ModelError: `base` has no tensor for a place, or one of another shape.
+        ModelError: `base` lacks a tensor, or has one of another shape.
     """
     parameters, modules = base.parameters(), base.modules()
     frozen = {name for name in parameters if f".{FROZEN_ADAPTER}." in name}
-    if frozen:  # whoever has the adapter has all that came with it
-        own = {}
+    if frozen:  # with the adapter it has all other tensors of that folder
+        tensors = {}
     for path, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             continue
-        place = _place(model, f"{path}.").removesuffix(".")
+        place = _base_name(model, f"{path}.").removesuffix(".")
         theirs = modules.get(place)
         if theirs is not None and type(theirs) is not type(module) and _holds_tensors(theirs) and path:
             parent, _, key = path.rpartition(".")
-            setattr(model.get_submodule(parent), key, _twin(theirs))  # its weights are held otherwise: quantized
+            setattr(model.get_submodule(parent), key, _copy_module(theirs))  # a layer of another class: quantized
             continue
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             full = f"{place}.{name}".lstrip(".")
-            if full in own:
-                found: Any = nn.Parameter(own[full], requires_grad=False)
+            if full in tensors:
+                shared: Any = nn.Parameter(tensors[full], requires_grad=False)
             else:
-                found = parameters.get(full)
-            if found is None or found.shape != parameter.shape:
+                shared = parameters.get(full)
+            if shared is None or shared.shape != parameter.shape:
                 raise ModelError(
-                    f"{full}: the base that is to be shared has none for {type(model).__name__}, or of another shape; "
+                    f"{full}: the shared base lacks this tensor of {type(model).__name__}, or has another shape of it; "
                     "set lora.share_base=false"
                 )
-            module._parameters[name] = found
+            module._parameters[name] = shared
         if theirs is not None:
             for name in module._buffers:
                 module._buffers[name] = theirs._buffers[name]
@@ -133,8 +138,8 @@ def share_tensors(model: Any, base: SharedBase, own: Mapping[str, Tensor]) -> No
                     setattr(module, name, getattr(theirs, name))
 
 
-def _place(model: Any, name: str) -> str:
-    """A name as it was before adapters, below the transformer where it is of that: heads differ in how they call it."""
+def _base_name(model: Any, name: str) -> str:
+    """Return a name before adapters and below the transformer, whose own name differs between kinds of heads."""
     return to_plain_name(name).removeprefix(f"{model.base_model_prefix}.")
 
 
@@ -142,9 +147,9 @@ def _holds_tensors(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """A module of its own that holds the same tensors."""
-    made = copy.copy(module)
+def _copy_module(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares its tensors."""
+    twin = copy.copy(module)
     for name in ("_parameters", "_buffers", "_modules"):
-        vars(made)[name] = dict(vars(module)[name])
-    return made
+        vars(twin)[name] = dict(vars(module)[name])
+    return twin

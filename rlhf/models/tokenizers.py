@@ -1,4 +1,4 @@
-"""Loading a tokenizer and making sure that it can pad and end a sequence."""
+"""Load a tokenizer and make sure that it can pad and end a sequence."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _PADDING = re.compile(r"(?<![a-z])pad(?![a-z])|padding", re.IGNORECASE)
 _RESERVED = re.compile(r"reserved|unused|placeholder", re.IGNORECASE)
 _MEDIA = re.compile(r"image|vision|video|audio", re.IGNORECASE)
 _STRANGE = "\u0378 \u2603 \ua9c5 \U000f0000"
-"""Characters that only a tokenizer that can write every text (byte by byte) has tokens for."""
+"""Characters that have tokens only in a tokenizer that can encode every text (by bytes)."""
 
 
 def load_tokenizer(
     path: str, *, trust_remote_code: bool = False, eos_token: str | None = None
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """A tokenizer with an EOS token and a pad token that is not EOS.
+    """Load a tokenizer with an EOS token and a pad token that is not EOS.
 
     A reward model in Hugging Face's format finds the last token of a row as the last one that is not
-    padding, so a pad token that equals EOS would hide the EOS. Where the tokenizer has no other, a token
+    padding, so a pad token that equals EOS would hide the EOS. If the tokenizer has no other, a token
     that no text contains becomes the pad token, or a new one is added.
 
     Args:
-        eos_token: the text of the token that is to be EOS, added where the tokenizer has no such token; None: its own.
+        path: a folder or hub name.
+        trust_remote_code: run the tokenizer's own code.
+        eos_token: the text of the EOS token, added if the tokenizer does not have it; None: the tokenizer's EOS.
 
     Returns:
         (tokenizer, notes about what was changed).
@@ -69,15 +71,15 @@ def load_tokenizer(
 
 
 def find_end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:
-    """Ids that end a reply: the tokenizer's end-of-sequence token, and those of the model's generation settings.
+    """Return ids that end a reply: the tokenizer's EOS, and those of the model's generation settings.
 
-    Of the settings only special and added tokens count. A configuration may never have met this tokenizer: Llama's
+    Of the settings only special and added tokens count, since a configuration may belong to another tokenizer: Llama's
     default end-of-sequence id, 2, is `#` in GPT-2's vocabulary, and every reply would be cut there.
     """
-    more = getattr(settings, "eos_token_id", None)
-    more = more if isinstance(more, list) else [more]
+    ids = getattr(settings, "eos_token_id", None)
+    ids = ids if isinstance(ids, list) else [ids]
     control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return sorted({tokenizer.eos_token_id, *(token for token in more if token in control)})
+    return sorted({tokenizer.eos_token_id, *(token for token in ids if token in control)})
 
 
 def _end_with(tokenizer: PreTrainedTokenizerBase, token: str, path: str) -> list[str]:
@@ -108,11 +110,11 @@ def _ensure_pad(tokenizer: PreTrainedTokenizerBase, path: str, ends: set[int | N
 
 
 def _unused(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Tokens that no prompt and no reply contains, the likeliest choice for padding first.
+    """Return tokens that no prompt and no reply contains, the best choice for padding first.
 
-    A model neither learns nor, in some uses, sees its pad token. So only tokens that are there for padding or for
-    nothing are taken (<pad>, <|fim_pad|>, <|finetune_right_pad_id|>, <|reserved_special_token_0|>, <unused3>), and the
-    unknown token where every text can be written without it. Other special tokens begin turns, or mark images or tools.
+    A model does not learn its pad token and sometimes does not see it. So only tokens for padding and unused ones
+    qualify (<pad>, <|fim_pad|>, <|finetune_right_pad_id|>, <|reserved_special_token_0|>, <unused3>), and the
+    unknown token if every text can be encoded without it. Other special tokens begin turns, or mark images or tools.
     """
     taken = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token}
     tokens = [

@@ -1,4 +1,4 @@
-"""The embedded default: a Llama of about three million parameters, from scratch, for the embedded world."""
+"""Build the embedded default: a Llama of about three million parameters, from scratch, for the embedded world."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def build_llama_on_meta(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model without its weights, on torch's meta device."""
+    """Build the model without its weights, on torch's meta device."""
     with torch.device("meta"):
         return build_llama(tokenizer, attention="sdpa", seed=0, max_length=0)
 
 
 def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
-    """A Llama with random weights drawn from `seed`, its vocabulary the tokenizer's."""
+    """Build a Llama with random weights drawn from `seed` and the tokenizer's vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

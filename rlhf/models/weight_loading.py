@@ -5,7 +5,7 @@ parameter, and computes what no checkpoint holds (a new head, buffers). `fill_pa
 their place, of any type and on any device, so that no more than one exists twice. Each tensor of a file is read once
 and rounded once.
 
-Names and conversions (experts that a model holds stacked, ...) are transformers' own; 5.17 to 5.23 have them alike.
+Names and conversions (such as stacked experts) are those of transformers, the same in 5.17 to 5.23.
 """
 
 from __future__ import annotations
@@ -22,139 +22,143 @@ from rlhf.models import lazy_tensors
 from rlhf.models.lazy_tensors import Computed, InMemory, Source
 
 PlaceParameter = Callable[[str, nn.Module, nn.Parameter], nn.Parameter | None]
-"""(name, module, parameter that waits to be filled) -> the one that takes its place; None: the module has it already.
+"""(name, module, unfilled parameter) -> the parameter that replaces it; None if the module has it already.
 
-The name ends with the module's own name of it. `get_source` the parameter says what it is to hold.
+The name ends with the parameter's name in the module. `get_source` returns the numbers for the parameter.
 """
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint under the names of the model that they are for."""
+    """The tensors of a checkpoint under the names of its model."""
 
     def __init__(self, model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None = None) -> None:
         """`model` is on the meta device; `keys` is transformers' `key_mapping`: patterns of names -> the model's."""
-        self._sources = _named(model, tensors, keys)
+        self._sources = _rename_tensors(model, tensors, keys)
 
     def covers(self, model: Any) -> bool:
-        """Whether it has all that transformers found for `model` when it made it on the meta device."""
-        mine = {id(parameter) for name, parameter in _parameters(model).items() if name in self}
+        """Return True if it has all tensors that transformers found for `model` on the meta device."""
+        covered = {id(parameter) for name, parameter in _parameters(model).items() if name in self}
         return all(
-            id(parameter) in mine for parameter in model.parameters() if getattr(parameter, "_is_hf_initialized", False)
+            id(parameter) in covered
+            for parameter in model.parameters()
+            if getattr(parameter, "_is_hf_initialized", False)
         )
 
     @property
     def names(self) -> list[str]:
+        """The names of the tensors."""
         return list(self._sources)
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 
     def source(self, name: str) -> Source:
+        """Return the source of a tensor."""
         return self._sources[name]
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
-        found = self._sources[name]
-        return found.read().view(found.shape)
+        """Read a tensor in its stored type."""
+        source = self._sources[name]
+        return source.read().view(source.shape)
 
 
 def get_source(parameter: Tensor) -> Source | None:
-    """Where the numbers of a parameter came from, unrounded; None where that is not known."""
-    found: Source | None = getattr(parameter, "source", None)
-    return found
+    """Return the unrounded source of a parameter's numbers; None if it is unknown."""
+    source: Source | None = getattr(parameter, "source", None)
+    return source
 
 
 def set_source(parameter: Tensor, source: Source | None) -> None:
-    """Note where the numbers of a parameter come from. It is kept through wrapping, renaming and sharding."""
+    """Note the source of a parameter's numbers; the note survives wrapping, renaming and sharding."""
     parameter.source = source  # type: ignore[attr-defined]
 
 
 def clear_sources(model: nn.Module) -> None:
-    """Let go of all numbers that are held in memory beside the parameters that were made of them."""
+    """Release all sources in memory; the parameters made from them stay."""
     for parameter in model.parameters():
         if not isinstance(get_source(parameter), lazy_tensors.OnDisk):
             set_source(parameter, None)
 
 
 def prepare_parameters(model: Any, checkpoint: CheckpointTensors) -> None:
-    """Make all of `model`, which is on the meta device, but the parameters that `checkpoint` holds; note their source.
+    """Note the sources of the parameters that `checkpoint` has, and create the rest of `model`.
 
-    Parameters that the checkpoint lacks, or has in another shape, are drawn in float32 from torch's generator, and
-    buffers computed, as transformers does it. Tied weights are tied.
+    `model` is on the meta device. Parameters that the checkpoint lacks, or has in another shape, are drawn in float32
+    from torch's generator, and buffers are computed, as transformers does it. Tied weights are tied.
     """
-    held = {name: checkpoint.source(name) for name in checkpoint.names}
-    _tie(model, held)
+    sources = {name: checkpoint.source(name) for name in checkpoint.names}
+    _tie_weights(model, sources)
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, parameter in _parameters(model).items():
-        found = held.get(name)
-        if found is not None and found.shape == parameter.shape and get_source(parameter) is None:
-            set_source(parameter, found)
-    real: dict[int, nn.Parameter] = {}
+        source = sources.get(name)
+        if source is not None and source.shape == parameter.shape and get_source(parameter) is None:
+            set_source(parameter, source)
+    created: dict[int, nn.Parameter] = {}
     for name, parameter in _parameters(model).items():
         parameter._is_hf_initialized = get_source(parameter) is not None  # type: ignore[attr-defined]
         if get_source(parameter) is None:
-            owner, key = _place(owners, name)
-            fresh = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-            owner._parameters[key] = real.setdefault(id(parameter), fresh)
+            owner, key = _find_owner(owners, name)
+            new = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            owner._parameters[key] = created.setdefault(id(parameter), new)
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        owner, key = _place(owners, name)
-        found = held.get(name)
-        if found is None:
+        owner, key = _find_owner(owners, name)
+        source = sources.get(name)
+        if source is None:
             owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
         else:
-            owner._buffers[key] = lazy_tensors.read_whole(found, buffer.dtype)
+            owner._buffers[key] = lazy_tensors.read_whole(source, buffer.dtype)
             owner._buffers[key]._is_hf_initialized = True  # type: ignore[union-attr]
     for module in owners.values():
         module._is_hf_initialized = False
-    model.initialize_weights()  # of parameters and buffers that are not marked
+    model.initialize_weights()  # those that are not marked as initialized
 
 
 def read_parameters(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Read the parameters of `module` itself, so that they can be inspected and changed before `fill_parameters`."""
     for key, parameter in list(module.named_parameters(recurse=False)):
-        if (found := get_source(parameter)) is not None:
-            module._parameters[key] = nn.Parameter(lazy_tensors.read_whole(found, dtype))
+        if (source := get_source(parameter)) is not None:
+            module._parameters[key] = nn.Parameter(lazy_tensors.read_whole(source, dtype))
 
 
 def fill_parameters(model: Any, put: PlaceParameter) -> Any:
-    """Replace each parameter of a prepared model by what `put` makes of it; tied ones by one.
+    """Replace each parameter of a prepared model by the result of `put`; tied ones by one.
 
     Returns:
         The model.
     """
-    made: dict[int, nn.Parameter | None] = {}
+    filled: dict[int, nn.Parameter | None] = {}
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, parameter in _parameters(model).items():
-        owner, key = _place(owners, name)
-        if id(parameter) not in made:
+        owner, key = _find_owner(owners, name)
+        if id(parameter) not in filled:
             if get_source(parameter) is None:
                 set_source(parameter, InMemory(parameter.detach()))
-            made[id(parameter)] = put(name, owner, parameter)
-        if (new := made[id(parameter)]) is not None:
+            filled[id(parameter)] = put(name, owner, parameter)
+        if (new := filled[id(parameter)]) is not None:
             owner._parameters[key] = new
     return model
 
 
 def place_in_memory(dtype: torch.dtype, device: torch.device | None = None) -> PlaceParameter:
-    """A `PlaceParameter`: parameters in memory, numbers that are not whole in `dtype`."""
+    """Return a `PlaceParameter` for parameters in memory; floating-point ones get `dtype`."""
 
     def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-        found = get_source(parameter)
-        assert found is not None
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        if isinstance(found, InMemory) and found.dtype == kind and device in (None, found.tensor.device):
-            tensor, found = found.tensor, None
+        source = get_source(parameter)
+        assert source is not None
+        new_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        if isinstance(source, InMemory) and source.dtype == new_dtype and device in (None, source.tensor.device):
+            tensor, source = source.tensor, None
         else:
-            tensor = lazy_tensors.read_whole(found, kind, device)
+            tensor = lazy_tensors.read_whole(source, new_dtype, device)
         new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        set_source(new, found)
+        set_source(new, source)
         return new
 
     return put
 
 
 def extend_embeddings(model: Any, rows: int) -> None:
-    """Add rows to the embeddings of a prepared model, each the mean of the old ones: the same wherever it is computed.
+    """Add rows to the embeddings of a prepared model, each the mean of the old rows, so the same on every rank.
 
     The mean's logit is the mean of all logits, so a new token is never likelier than the average one. Rows drawn at
     random would have a logit near 0, which in a model whose logits are all far below (GPT-2) takes all probability.
@@ -168,7 +172,7 @@ def extend_embeddings(model: Any, rows: int) -> None:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By all of their names: one that is tied has several."""
+    """Return parameters by all of their names; a tied one has several."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
@@ -182,25 +186,25 @@ def _embeddings(model: Any) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _tie(model: Any, held: dict[str, Source]) -> None:
-    """Tie weights that a checkpoint holds twice and that are to be one; those that differ stay two."""
+def _tie_weights(model: Any, sources: dict[str, Source]) -> None:
+    """Tie weights that a checkpoint has twice and the model once; if the copies differ, they stay separate."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
-        if target not in held or source not in held:
+        if target not in sources or source not in sources:
             continue  # transformers has tied them
-        if lazy_tensors.sources_equal(held[target], held[source]):
-            owner, key = _place(dict(model.named_modules(remove_duplicate=False)), target)
+        if lazy_tensors.sources_equal(sources[target], sources[source]):
+            owner, key = _find_owner(dict(model.named_modules(remove_duplicate=False)), target)
             owner._parameters[key] = model.get_parameter(source)
         else:
             model.all_tied_weights_keys.pop(target)
 
 
-def _place(owners: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+def _find_owner(owners: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return owners[path], key
 
 
-def _named(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
-    """`tensors` by the model's names, as transformers' `convert_and_load_state_dict_in_model` finds them."""
+def _rename_tensors(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
+    """Return `tensors` by the model's names, as transformers' `convert_and_load_state_dict_in_model` maps them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -213,8 +217,8 @@ def _named(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | 
     mapping = get_model_conversion_mapping(model, dict(keys) if keys else None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, Source] = {}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, Source] = {}
     conversions: dict[str, _Conversion] = {}
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -223,38 +227,38 @@ def _named(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | 
         if name not in state:
             continue
         if pattern is None:
-            found.setdefault(name, tensors[key])
+            sources.setdefault(name, tensors[key])
         else:
-            new = _Conversion(model, name, of_pattern[pattern])
+            new = _Conversion(model, name, by_pattern[pattern])
             conversions.setdefault(name, new).parts.append((key, pattern, tensors[key]))
     for conversion in conversions.values():
-        found |= conversion.sources()
-    return found
+        sources |= conversion.sources()
+    return sources
 
 
 class _Conversion:
-    """Some tensors of a checkpoint, and what transformers makes of them for the model."""
+    """Tensors of a checkpoint that transformers converts to tensors of the model."""
 
     def __init__(self, model: Any, name: str, converter: Any) -> None:
         self._model, self._name, self._converter = model, name, converter
-        self._made: dict[str, Tensor] = {}
+        self._results: dict[str, Tensor] = {}
         self.parts: list[tuple[str, str, Source]] = []
 
     def sources(self) -> dict[str, Source]:
-        """What it makes, by the model's names."""
+        """Return the converted tensors by the model's names."""
         outlines = self._convert(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
         return {
             name: Computed(partial(self._result, name), tensor.shape, tensor.dtype) for name, tensor in outlines.items()
         }
 
     def _result(self, name: str) -> Tensor:
-        if name not in self._made:  # others wait for their turn, which is next
-            self._made = self._convert(lambda source: source.read().view(source.shape))
-        return self._made.pop(name)
+        if name not in self._results:  # the others are kept, since they are read next
+            self._results = self._convert(lambda source: source.read().view(source.shape))
+        return self._results.pop(name)
 
     def _convert(self, read: Callable[[Source], Tensor]) -> dict[str, Tensor]:
         converter = copy.deepcopy(self._converter)
         for key, pattern, source in self.parts:
             converter.add_tensor(self._name, key, pattern, partial(read, source))
         results = converter.convert(self._name, model=self._model, config=self._model.config)
-        return {name: each[0] if isinstance(each, list) else each for name, each in results.items()}
+        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}

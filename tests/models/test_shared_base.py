@@ -127,5 +127,5 @@ def test_layers_that_hold_their_weights_otherwise_are_taken_as_they_are():
 
 def test_a_base_that_does_not_fit_is_one_line():
     scorer = build_on_meta(llama(60, hidden_size=16).config, ModelConfig(), attention="sdpa", scalar_head=True)
-    with pytest.raises(ModelError, match=r"^\S+: the base that is to be shared .*; set lora.share_base=false$"):
+    with pytest.raises(ModelError, match=r"^\S+: the shared base lacks .*; set lora.share_base=false$"):
         shared_base.share_tensors(scorer, SharedBase(llama(60)), {})
