@@ -82,7 +82,7 @@ class ChatModel:
 
         config = options.load()
         find_base_model(folder)  # what is wrong with it shows at once
-        device = EvaluationDevice.chosen(config, options.accelerator)
+        device = EvaluationDevice.select(config, options.accelerator)
         self.writer = load_language_model(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
         self.max_tokens = max_tokens
@@ -108,7 +108,7 @@ class ChatModel:
         self.writer.module.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=min(self.max_tokens, self.writer.room - len(ids)),
+            max_new_tokens=min(self.max_tokens, self.writer.max_length - len(ids)),
             eos_token_id=self.writer.end_ids,
             pad_token_id=self.writer.tokenizer.pad_token_id,
             streamer=stream,
@@ -124,11 +124,11 @@ class ChatModel:
         messages: list[Message] = [Message(role, text) for role, text in turns]
         while True:
             ids = encode_conversation(self.writer.tokenizer, messages, self.writer.prompt_format)
-            if len(ids) + min(self.max_tokens, self.writer.room // 4) <= self.writer.room:
+            if len(ids) + min(self.max_tokens, self.writer.max_length // 4) <= self.writer.max_length:
                 return ids
             if len(messages) == 1:
                 raise ModelError(
-                    f"a message of {len(ids)} tokens is too long for this model ({self.writer.room}); shorten it"
+                    f"a message of {len(ids)} tokens is too long for this model ({self.writer.max_length}); shorten it"
                 )
             messages = messages[2:]
 

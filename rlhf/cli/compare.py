@@ -122,7 +122,7 @@ def compare(
     with route_notes_to_stderr(as_json) as piped:
         config = _settings(options, prompts)
         rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
-        device = EvaluationDevice.chosen(config, options.accelerator)
+        device = EvaluationDevice.select(config, options.accelerator)
         from rlhf.evaluation import compare as comparing
         from rlhf.evaluation.compare import compute_statistics, list_records
         from rlhf.evaluation.generate import GenerationSettings

@@ -111,7 +111,7 @@ def evaluate(
     _check(models, reward=not text)
     from rlhf.evaluation.models import EvaluationDevice
 
-    device = EvaluationDevice.chosen(config, options.accelerator)
+    device = EvaluationDevice.select(config, options.accelerator)
     if source:
         measure = _by_pairs(batch_size, bins) if pairs else _by_text(batch_size)
         _measure(device, config, models, source, measure, rows=rows, json=as_json)
@@ -204,7 +204,7 @@ def _measure(
         if report.dropped:
             logger.warning("%s: left out: %s", name, report.reasons())
         del model
-        device.free()
+        device.free_memory()
     if json:
         print_json({"kind": by.kind, "source": source, **_where(device), "models": measures})
         return
@@ -260,7 +260,7 @@ def _score(
             judge = load_reward_model(name, config, device)
         found[name] = score_replies(judge, questions, batch_size=size, show=show)
         del judge
-        device.free()
+        device.free_memory()
     if json:
         print_json({"kind": "sentences", **_where(device), "questions": _as_json(questions, found)})
     else:

@@ -1,8 +1,8 @@
-"""Several models complete the same prompts, and a reward model scores what they wrote: `rlhf compare`.
+"""Compare models on the same prompts: completions, scores of a reward model, and statistics (`rlhf compare`).
 
-Names of models and rows with prompts flow in; a `Comparison` flows out, of which `rlhf.evaluation.compare`
-makes
-numbers. One model is held at a time.
+`compare_models` takes names of models and rows with prompts and returns a `Comparison`; `compute_statistics` returns
+its numbers as JSON values. One model is loaded at a time. In the statistics one prompt counts once: numbers of several
+samples are averaged over a prompt's samples first, so that confidence intervals are over independent prompts.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, ex
 
 @dataclass
 class ModelOutputs:
-    """What one model wrote: the samples of the first prompt, then those of the second, and so on.
+    """The completions of one model: the samples of the first prompt, then those of the second, and so on.
 
     Attributes:
-        ended: whether each came to its end in `max_tokens`.
-        log_ratios: log p(completion) under this model less that under the first one, in nats; None: `no_ratios` says
-            why, or this is the first.
-        counted: the tokens in which the variety of all columns is counted.
-        scores: the reward model's; None where there is none.
+        name: the user's name for the model.
+        ids: token ids of each completion.
+        texts: text of each completion.
+        ended: True for completions that ended within `max_tokens`.
+        log_ratios: log p(completion) under this model minus that under the first one, in nats; None for the first
+            model, or for the reason in `no_ratios`.
+        no_ratios: the reason why there are no log-ratios.
+        counted: token ids for distinct n-grams, in one vocabulary for all models.
+        scores: scores of the reward model, or None.
     """
 
     name: str
@@ -61,9 +65,9 @@ class ModelOutputs:
 
 @dataclass
 class Comparison:
-    """Columns side by side: `samples` completions of each of `rows`, by each model; and what is to be said of it."""
+    """The outputs of all models, `samples` completions for each of `rows`, with notes for the user."""
 
-    manner: GenerationSettings
+    settings: GenerationSettings
     reward_model: str | None
     samples: int
     rows: list[Row]
@@ -73,75 +77,83 @@ class Comparison:
 
 
 class ModelSummary(NamedTuple):
-    """What can be known of a model without its weights, as `rlhf.evaluation.models.EvaluatedModel` has it.
+    """The properties of a model that are known without its weights; see `rlhf.evaluation.models.EvaluatedModel`.
 
-    `rows`: of its embedding; some models have more than their tokenizer has tokens, and may draw those.
+    `rows` is the size of its embedding; some models have more rows than their tokenizer has tokens, and may draw them.
     """
 
     name: str
     tokenizer: Any
     prompt_format: PromptFormat
-    room: int | None
+    max_length: int | None
     rows: int
 
     def prompts(self, rows: Sequence[Row]) -> list[Ids | None]:
-        """The rows' prompts as this model was trained to see them; None where its chat template refuses one."""
-        written = [make_conversation_row(row.prompt, self.prompt_format) for row in rows]
-        return encode_prompts(self.tokenizer, written, chat_template=self.prompt_format == "template")
+        """Return the prompts in the format of the model's training; None if its chat template refuses one."""
+        formatted = [make_conversation_row(row.prompt, self.prompt_format) for row in rows]
+        return encode_prompts(self.tokenizer, formatted, chat_template=self.prompt_format == "template")
 
 
 def compare_models(
     models: Sequence[str],
     rows: Sequence[Row],
-    manner: GenerationSettings,
+    settings: GenerationSettings,
     config: Config,
     device: EvaluationDevice,
     *,
     reward_model: str | None = None,
     samples: int = 1,
 ) -> Comparison:
-    """Have each model complete the prompts `samples` times, and the reward model score the completions.
+    """Generate `samples` completions of each prompt with each model, and score them with the reward model.
 
-    The first model is loaded last, for it reads what the others wrote as well.
+    The first model is loaded last, because it also reads the completions of the others.
 
     Args:
-        config: with which tokenizer, and whether with their own code, models are loaded.
+        models: names of the models.
+        rows: rows with prompts.
+        settings: settings of generation.
+        config: decides if the models' code may run, and which tokenizer replaces the models'.
+        device: the device of all models.
+        reward_model: name of the reward model, or None.
+        samples: number of completions per prompt.
 
     Raises:
         ConfigError: a model is named twice.
         DataError: no prompt fits all models.
-        ModelError, RunError: a model cannot be loaded, or is not of the kind that is wanted.
+        ModelError, RunError: a model cannot be loaded, or is of the wrong kind.
     """
     places = [os.path.realpath(model_folder(name)) for name in models]
     if twice := [name for name, place in zip(models, places) if places.count(place) > 1]:
-        raise ConfigError(f"{twice[-1]}: is the same model as {twice[0]}; name each once")
+        raise ConfigError(f"{twice[-1]}: is the same model as {twice[0]}; name each model once")
     writers = [_look(name, config, device) for name in models]
     judge = _look(reward_model, config, device, scalar_head=True) if reward_model else None
-    kept, prompts, left_out = _fitting([*writers, *([judge] if judge else [])], rows, manner.max_tokens)
-    found = Comparison(manner, reward_model, samples, kept, left_out, [ModelOutputs(name) for name in models], [])
+    kept, prompts, left_out = _fitting([*writers, *([judge] if judge else [])], rows, settings.max_tokens)
+    comparison = Comparison(
+        settings, reward_model, samples, kept, left_out, [ModelOutputs(name) for name in models], []
+    )
     repeated = [[ids for ids in column for _ in range(samples)] for column in prompts]
-    first, *others = zip(writers, repeated, found.columns)
+    first, *others = zip(writers, repeated, comparison.columns)
     for known, asked, column in (*others, first):
         writer = load_language_model(known.name, config, device, name=known.name)
-        _write(writer, asked, column, manner)
+        _write(writer, asked, column, settings)
         if column is not first[2] and _reads(first[0], known, column):
-            column.log_ratios = _read(writer, asked, column, manner)
+            column.log_ratios = _read(writer, asked, column, settings)
         if column is first[2]:
             for _, _, other in others:
                 if other.log_ratios is not None:
-                    theirs = _read(writer, asked, other, manner)
+                    theirs = _read(writer, asked, other, settings)
                     other.log_ratios = [own - base for own, base in zip(other.log_ratios, theirs)]
         del writer
-        device.free()
-    _count_tokens(found, writers)
+        device.free_memory()
+    _count_tokens(comparison, writers)
     if judge:
-        _score(found, judge, writers, repeated[-1], load_reward_model(judge.name, config, device, name=judge.name))
-        device.free()
-    return found
+        _score(comparison, judge, writers, repeated[-1], load_reward_model(judge.name, config, device, name=judge.name))
+        device.free_memory()
+    return comparison
 
 
 def _look(name: str, config: Config, device: EvaluationDevice, *, scalar_head: bool = False) -> ModelSummary:
-    """What is known of a model before its weights are read; what loading them would raise is raised now."""
+    """Summarize a model without reading its weights; raise the errors of loading them."""
     folder = (reward_model_folder if scalar_head else model_folder)(name)
     if scalar_head:
         check_model_folder(str(folder))
@@ -159,7 +171,7 @@ def _look(name: str, config: Config, device: EvaluationDevice, *, scalar_head: b
 def _fitting(
     models: Sequence[ModelSummary], rows: Sequence[Row], max_tokens: int
 ) -> tuple[list[Row], list[Any], DropCounts]:
-    """The rows that every model can complete, the prompts of each model, and why others are left out."""
+    """Return the rows that every model can complete, the prompts of each model, and the reasons for the other rows."""
     columns = [model.prompts(rows) for model in models]
     left_out: DropCounts = {}
     kept: list[int] = []
@@ -173,89 +185,97 @@ def _fitting(
             kept.append(place)
     if not kept:
         reason, (_, where) = next(iter(left_out.items()))
-        raise DataError(f"no prompt is left: {reason} ({where}); give shorter ones, or lower --max-tokens")
+        raise DataError(f"no prompt fits all models: {reason} ({where}); give shorter prompts, or lower --max-tokens")
     return [rows[place] for place in kept], [[column[place] for place in kept] for column in columns], left_out
 
 
 def _unfit(model: ModelSummary, prompt: Ids | None, max_tokens: int) -> str:
-    """Why a model cannot be given a prompt; empty where it can."""
+    """Return the reason why a model cannot complete a prompt, or ""."""
     if prompt is None:
         return f"{model.name}: its chat template refuses the turns"
     if not prompt:
-        return f"{model.name}: no token is left of the prompt"
-    if model.room and len(prompt) + max_tokens > model.room:
-        return f"{model.name}: the prompt and --max-tokens {max_tokens} are more than its {model.room} tokens"
+        return f"{model.name}: the prompt has no tokens"
+    if model.max_length and len(prompt) + max_tokens > model.max_length:
+        return f"{model.name}: the prompt and --max-tokens {max_tokens} exceed its {model.max_length} tokens"
     return ""
 
 
-def _write(writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, manner: GenerationSettings) -> None:
+def _write(writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, settings: GenerationSettings) -> None:
     with progress(len(prompts), f"{writer.name} writes", unit="completions") as bar:
-        column.ids = generate_completions(writer, prompts, manner, bar.advance)
+        column.ids = generate_completions(writer, prompts, settings, bar.advance)
     column.texts = completion_texts(writer.tokenizer, column.ids)
     column.ended = [ids[-1] in writer.end_ids for ids in column.ids]
 
 
 def _read(
-    writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, manner: GenerationSettings
+    writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, settings: GenerationSettings
 ) -> list[float]:
     whose = "what it wrote" if writer.name == column.name else f"what {column.name} wrote"
     with progress(len(prompts), f"{writer.name} reads {whose}", unit="completions") as bar:
-        return score_completions(writer, prompts, column.ids, manner, bar.advance)
+        return score_completions(writer, prompts, column.ids, settings, bar.advance)
 
 
-def _alike(one: ModelSummary, other: ModelSummary) -> bool:
-    """Whether tokens of one are tokens of the other."""
-    return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+def _same_vocabulary(model: ModelSummary, other: ModelSummary) -> bool:
+    """Return True if the models have the same vocabulary."""
+    return bool(model.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
 def _reads(reader: ModelSummary, writer: ModelSummary, column: ModelOutputs) -> bool:
-    """Whether what a model wrote are tokens of the reader."""
-    return _alike(reader, writer) and max(map(max, column.ids)) < reader.rows
+    """Return True if a model's completions are valid tokens of the reader."""
+    return _same_vocabulary(reader, writer) and max(map(max, column.ids)) < reader.rows
 
 
-def _count_tokens(found: Comparison, writers: Sequence[ModelSummary]) -> None:
-    """Give each column the tokens that its variety is counted in: its own, or where these differ, all the first's."""
+def _count_tokens(comparison: Comparison, writers: Sequence[ModelSummary]) -> None:
+    """Set the tokens for distinct n-grams: each model's, or if vocabularies differ, the first model's for all."""
     first, *others = writers
-    strangers = [other.name for other in others if not _alike(first, other)]
-    for column in found.columns:
+    strangers = [other.name for other in others if not _same_vocabulary(first, other)]
+    for column in comparison.columns:
         column.counted = first.tokenizer(column.texts)["input_ids"] if strangers else column.ids
-        if column.log_ratios is None and column is not found.columns[0]:
-            column.no_ratios = f"its vocabulary is not that of {first.name}"
+        if column.log_ratios is None and column is not comparison.columns[0]:
+            column.no_ratios = f"its vocabulary differs from that of {first.name}"
     if strangers:
-        found.notes.append(
-            f"{', '.join(strangers)}: the vocabulary is not that of {first.name}: log-ratios are left out, lengths are "
-            f"in each model's own tokens, and variety is counted in {first.name}'s"
+        comparison.notes.append(
+            f"{', '.join(strangers)}: the vocabulary differs from that of {first.name}: log-ratios are left out, "
+            f"lengths are in each model's tokens, and distinct n-grams are counted in {first.name}'s"
         )
 
 
 def _score(
-    found: Comparison, known: ModelSummary, writers: Sequence[ModelSummary], prompts: Sequence[Ids], judge: RewardModel
+    comparison: Comparison,
+    known: ModelSummary,
+    writers: Sequence[ModelSummary],
+    prompts: Sequence[Ids],
+    judge: RewardModel,
 ) -> None:
-    """Score the completions: the tokens that were drawn or, where a vocabulary differs, those of their text.
+    """Score the completions: their tokens or, if a vocabulary differs, their encoded text.
 
-    What was cut off has no end in either case, as PPO scores it.
+    Truncated completions have no end token in either case, as in PPO.
     """
-    by_text = not all(_reads(known, writer, column) for writer, column in zip(writers, found.columns))
+    by_text = not all(_reads(known, writer, column) for writer, column in zip(writers, comparison.columns))
     if by_text:
-        found.notes.append(
-            f"{judge.name}: its vocabulary is not that of all models: completions are scored by their text"
+        comparison.notes.append(
+            f"{judge.name}: its vocabulary differs from that of a model: completions are scored by their text"
         )
     cut = 0
-    for column in found.columns:
-        sequences = _by_text(found, column, judge) if by_text else [*map(operator.add, prompts, column.ids)]
-        cut += sum(len(ids) > judge.room for ids in sequences)
+    for column in comparison.columns:
+        sequences = _by_text(comparison, column, judge) if by_text else [*map(operator.add, prompts, column.ids)]
+        cut += sum(len(ids) > judge.max_length for ids in sequences)
         column.scores = judge.scores(
-            [ids[: judge.room] for ids in sequences],
-            batch_size=found.manner.batch_size,
+            [ids[: judge.max_length] for ids in sequences],
+            batch_size=comparison.settings.batch_size,
             description=f"the reward model scores {column.name}",
         )
     if cut:
-        found.notes.append(f"{judge.name}: {cut} completions are longer than it can read; it scored what it can")
+        comparison.notes.append(f"{judge.name}: {cut} completions exceed its maximum length; it scored their beginning")
 
 
-def _by_text(found: Comparison, column: ModelOutputs, judge: RewardModel) -> list[Ids]:
-    """Prompts and completions of a column in the reward model's tokens."""
-    rows = [make_conversation_row(row.prompt, judge.prompt_format) for row in found.rows for _ in range(found.samples)]
+def _by_text(comparison: Comparison, column: ModelOutputs, judge: RewardModel) -> list[Ids]:
+    """Return the prompts and completions of a model in the reward model's tokens."""
+    rows = [
+        make_conversation_row(row.prompt, judge.prompt_format)
+        for row in comparison.rows
+        for _ in range(comparison.samples)
+    ]
     sequences = []
     for text, ended, ids in zip(column.texts, column.ended, judge.encode(rows, column.texts), strict=True):
         if ids is None:
@@ -267,58 +287,63 @@ def _by_text(found: Comparison, column: ModelOutputs, judge: RewardModel) -> lis
 _GRAMS = (1, 2, 3)
 
 
-def compute_statistics(found: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
-    """All numbers of a comparison, as docs/metrics.md defines them.
+def compute_statistics(comparison: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
+    """Return all numbers of a comparison, as docs/metrics.md defines them.
 
     Args:
-        best_of: the n of which the best is asked for, at most the samples of a prompt.
+        comparison: the comparison.
+        best_of: values of n for best-of-n, at most the number of samples.
     """
-    first, *others = found.columns
-    sampling = found.manner.sampling
-    told: dict[str, Any] = {
-        "prompts": len(found.rows),
-        "left_out": {reason: rows for reason, (rows, _) in found.left_out.items()},
-        "samples": found.samples,
+    first, *others = comparison.columns
+    sampling = comparison.settings.sampling
+    statistics: dict[str, Any] = {
+        "prompts": len(comparison.rows),
+        "left_out": {reason: rows for reason, (rows, _) in comparison.left_out.items()},
+        "samples": comparison.samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "max_tokens": found.manner.max_tokens,
-        "seed": found.manner.seed,
-        "reward_model": found.reward_model,
-        "notes": found.notes,
-        "models": [_of_model(found, column) for column in found.columns],
+        "max_tokens": comparison.settings.max_tokens,
+        "seed": comparison.settings.seed,
+        "reward_model": comparison.reward_model,
+        "notes": comparison.notes,
+        "models": [_of_model(comparison, column) for column in comparison.columns],
     }
     if best_of:
-        told["best_of"] = [_best_of(found, number) for number in best_of]
-        told["best_of_at_kl"] = [
-            _at_same_kl(found, first, column, told["models"][place]["kl"]["mean"])
+        statistics["best_of"] = [_best_of(comparison, number) for number in best_of]
+        statistics["best_of_at_kl"] = [
+            _at_same_kl(comparison, first, column, statistics["models"][place]["kl"]["mean"])
             for place, column in enumerate(others, 1)
-            if "kl" in told["models"][place]
+            if "kl" in statistics["models"][place]
         ]
-    return told
+    return statistics
 
 
-def kl_name(found: Comparison) -> str:
-    """`kl` where the mean log-ratio estimates KL(model || first), `log_ratio` where tokens were not drawn from all of
-    the model's distribution: greedily, or from its likeliest part alone."""
-    sampling = found.manner.sampling
+def kl_name(comparison: Comparison) -> str:
+    """Return `kl` if the mean log-ratio estimates KL(model || first), else `log_ratio`.
+
+    It estimates the KL divergence only if tokens are drawn from the whole distribution, not greedily or truncated.
+    """
+    sampling = comparison.settings.sampling
     return "kl" if sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0 else "log_ratio"
 
 
-def _of_model(found: Comparison, column: ModelOutputs) -> dict[str, Any]:
-    first = found.columns[0]
+def _of_model(comparison: Comparison, column: ModelOutputs) -> dict[str, Any]:
+    first = comparison.columns[0]
     numbers: dict[str, Any] = {"model": column.name}
     if column.scores is not None and first.scores is not None:
-        own, base = _by_prompt(found, column.scores), _by_prompt(found, first.scores)
-        numbers["reward"] = _told([fmean(scores) for scores in own])
+        own, base = _by_prompt(comparison, column.scores), _by_prompt(comparison, first.scores)
+        numbers["reward"] = _with_interval([fmean(scores) for scores in own])
         if column is not first:
             shares = [win_share(mine, theirs) for mine, theirs in zip(own, base)]
             low, high = wilson(sum(shares), len(shares))
             numbers["win_rate"] = {"mean": fmean(shares), "low": low, "high": high}
-            numbers["reward_difference"] = _told([fmean(mine) - fmean(theirs) for mine, theirs in zip(own, base)])
+            numbers["reward_difference"] = _with_interval(
+                [fmean(mine) - fmean(theirs) for mine, theirs in zip(own, base)]
+            )
     lengths = [len(ids) for ids in column.ids]
     if column.log_ratios is not None:
-        per_prompt = [fmean(ratios) for ratios in _by_prompt(found, column.log_ratios)]
-        numbers[kl_name(found)] = _told(per_prompt) | {"per_token": sum(column.log_ratios) / sum(lengths)}
+        per_prompt = [fmean(ratios) for ratios in _by_prompt(comparison, column.log_ratios)]
+        numbers[kl_name(comparison)] = _with_interval(per_prompt) | {"per_token": sum(column.log_ratios) / sum(lengths)}
     elif column.no_ratios:
         numbers["no_log_ratio"] = column.no_ratios
     numbers |= {f"distinct_{length}": distinct(column.counted, length) for length in _GRAMS}
@@ -328,51 +353,57 @@ def _of_model(found: Comparison, column: ModelOutputs) -> dict[str, Any]:
     return numbers
 
 
-def _best_of(found: Comparison, number: int) -> dict[str, Any]:
-    """The score that the best of `number` samples is expected to have, of each model."""
+def _best_of(comparison: Comparison, number: int) -> dict[str, Any]:
+    """Return the expected score of the best of `number` samples, for each model."""
     rewards = {
-        column.name: _told([expected_best(scores, number) for scores in _by_prompt(found, column.scores)])
-        for column in found.columns
+        column.name: _with_interval([expected_best(scores, number) for scores in _by_prompt(comparison, column.scores)])
+        for column in comparison.columns
         if column.scores is not None
     }
     return {"best_of": number, "kl_at_most": best_of_kl(number), "reward": rewards}
 
 
-def _at_same_kl(found: Comparison, first: ModelOutputs, column: ModelOutputs, kl: float) -> dict[str, Any]:
-    """The most samples of the first model of which the best is no farther from it than a model is; and its score.
+def _at_same_kl(comparison: Comparison, first: ModelOutputs, column: ModelOutputs, kl: float) -> dict[str, Any]:
+    """Return the largest n for which best-of-n of the first model has at most a model's KL, and its expected score.
 
-    `reward` is None where more samples would be needed than were drawn.
+    `reward` is None if n exceeds the number of samples.
     """
     number = best_of_at(kl)
-    scores = _by_prompt(found, first.scores or [])
-    reward = _told([expected_best(own, number) for own in scores]) if number <= found.samples else None
+    scores = _by_prompt(comparison, first.scores or [])
+    reward = _with_interval([expected_best(own, number) for own in scores]) if number <= comparison.samples else None
     return {"model": column.name, "kl": kl, "best_of": number, "kl_at_most": best_of_kl(number), "reward": reward}
 
 
-def _by_prompt(found: Comparison, values: Sequence[float]) -> list[Sequence[float]]:
-    return [values[start : start + found.samples] for start in range(0, len(values), found.samples)]
+def _by_prompt(comparison: Comparison, values: Sequence[float]) -> list[Sequence[float]]:
+    return [values[start : start + comparison.samples] for start in range(0, len(values), comparison.samples)]
 
 
-def _told(values: Sequence[float]) -> dict[str, float | None]:
+def _with_interval(values: Sequence[float]) -> dict[str, float | None]:
     mean, error, interval = estimate(values)
     low, high = interval or (None, None)
     return {"mean": mean, "error": error, "low": low, "high": high}
 
 
-def list_records(found: Comparison) -> list[dict[str, Any]]:
-    """A record for each prompt: the completions of each model and their scores, in the order of drawing."""
+def list_records(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return a record for each prompt: the completions of each model and their scores, in order of sampling."""
     lines: list[dict[str, Any]] = []
-    for place, row in enumerate(found.rows):
-        part = slice(place * found.samples, (place + 1) * found.samples)
+    for place, row in enumerate(comparison.rows):
+        part = slice(place * comparison.samples, (place + 1) * comparison.samples)
         lines.append(
             {
                 "prompt": row.text,
                 "source": row.source,
-                "completions": {column.name: column.texts[part] for column in found.columns},
-                "scores": {column.name: column.scores[part] for column in found.columns if column.scores is not None},
-                "truncated": {column.name: [not ended for ended in column.ended[part]] for column in found.columns},
+                "completions": {column.name: column.texts[part] for column in comparison.columns},
+                "scores": {
+                    column.name: column.scores[part] for column in comparison.columns if column.scores is not None
+                },
+                "truncated": {
+                    column.name: [not ended for ended in column.ended[part]] for column in comparison.columns
+                },
                 "log_ratios": {
-                    column.name: column.log_ratios[part] for column in found.columns if column.log_ratios is not None
+                    column.name: column.log_ratios[part]
+                    for column in comparison.columns
+                    if column.log_ratios is not None
                 },
             }
         )

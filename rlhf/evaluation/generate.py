@@ -1,7 +1,7 @@
-"""What a model writes, and how likely it finds what was written: in batches, by the decoder that rollouts use.
+"""Generate completions with a loaded language model, and compute the log-probabilities of completions.
 
-A loaded language model and prompts of token ids flow in; completions of token ids flow out, and log-probabilities.
-Every batch has the same number of rows, for shapes to be few: the last is filled up with copies of its first row.
+Prompts and completions are token ids; generation uses the decoder of rollouts. Every batch has the same number of rows,
+to keep shapes few: the last one is filled up with copies of its first row.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from rlhf.models.forward import completion_log_probs, model_inputs
 
 Ids = list[int]
 Done = Callable[[int], None]
-"""Is told how many rows are done, batch by batch."""
+"""Called after each batch with its number of rows."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How completions are drawn, the same for each model.
+    """The settings of generation, the same for each model.
 
     Attributes:
-        max_tokens: the most that a completion has, its end included.
-        batch_size: rows of a batch, at most.
-        seed: decides what is drawn.
+        sampling: temperature, top-k and top-p.
+        max_tokens: maximum length of a completion in tokens, its end included.
+        batch_size: maximum number of rows of a batch.
+        seed: seed of the samples.
     """
 
     sampling: SamplingConfig
@@ -46,29 +47,29 @@ class GenerationSettings:
 
 @torch.no_grad()
 def generate_completions(
-    writer: LanguageModel, prompts: Sequence[Ids], manner: GenerationSettings, done: Done
+    model: LanguageModel, prompts: Sequence[Ids], manner: GenerationSettings, done: Done
 ) -> list[Ids]:
-    """The completion of each prompt, with its end where it came to one in `max_tokens`.
+    """Return the completion of each prompt, with its end token if it ends within `max_tokens`.
 
     Raises:
-        OutOfMemory: so many at a time are too many.
+        OutOfMemory: the batch is too large.
         ModelError: the model's numbers are not finite.
     """
-    device, longest = writer.device, max(map(len, prompts))
-    accelerator, pad = device.accelerator, _pad(writer)
+    device, longest = model.device, max(map(len, prompts))
+    accelerator, pad = device.accelerator, _pad(model)
     decoder = Decoder(
-        accelerator, eos_ids=writer.end_ids, pad_id=pad, max_new_tokens=manner.max_tokens, shapes=device.shapes
+        accelerator, eos_ids=model.end_ids, pad_id=pad, max_new_tokens=manner.max_tokens, shapes=device.shapes
     )
     accelerator.seed(manner.seed)
     written: list[Ids] = []
     for real, (rows,) in _batches(manner.batch_size, prompts):
-        ids, mask = accelerator.to_device(_left(writer, rows, longest))
-        with _computing(writer, len(ids)):
-            # Of numbers that are none a token cannot be drawn: it would lie beyond the vocabulary.
-            first = writer.module(**model_inputs(writer.module, ids, mask), logits_to_keep=1).logits
-            _check(writer, first.isnan().any().item())
+        ids, mask = accelerator.to_device(_left(model, rows, longest))
+        with _computing(model, len(ids)):
+            # From NaN no token can be drawn: its id would be outside the vocabulary.
+            first = model.module(**model_inputs(model.module, ids, mask), logits_to_keep=1).logits
+            _check(model, first.isnan().any().item())
             accelerator.step_boundary("write/check")
-            drawn = decoder.generate(writer.module, ids, mask, manner.sampling)
+            drawn = decoder.generate(model.module, ids, mask, manner.sampling)
             lengths = drawn.mask.sum(1)
         accelerator.step_boundary("write/end")
         written += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths.tolist())][:real]
@@ -79,23 +80,23 @@ def generate_completions(
 
 @torch.no_grad()
 def score_completions(
-    writer: LanguageModel, prompts: Sequence[Ids], completions: Sequence[Ids], manner: GenerationSettings, done: Done
+    model: LanguageModel, prompts: Sequence[Ids], completions: Sequence[Ids], manner: GenerationSettings, done: Done
 ) -> list[float]:
-    """log p(completion | prompt) of each row, in nats: the sum over its tokens, at the temperature of the drawing.
+    """Return log p(completion | prompt) of each row, in nats: the sum over its tokens, at the sampling temperature.
 
-    At temperature 0, where all of p is on one token, it is that of temperature 1.
+    At temperature 0, which puts all probability on one token, temperature 1 is used.
 
     Raises:
-        OutOfMemory, ModelError: as `write`.
+        OutOfMemory, ModelError: as `generate_completions`.
     """
-    device, longest = writer.device, max(map(len, prompts))
+    device, longest = model.device, max(map(len, prompts))
     found: list[float] = []
     for real, (rows, ends) in _batches(manner.batch_size, prompts, completions):
-        right = pad_right(ends, device.shapes, manner.max_tokens, _pad(writer))
-        (ids, mask), (more, drawn) = device.accelerator.to_device((_left(writer, rows, longest), right))
-        with _computing(writer, len(ids)):
+        right = pad_right(ends, device.shapes, manner.max_tokens, _pad(model))
+        (ids, mask), (more, drawn) = device.accelerator.to_device((_left(model, rows, longest), right))
+        with _computing(model, len(ids)):
             each, _ = completion_log_probs(
-                writer.module,
+                model.module,
                 torch.cat([ids, more], 1),
                 torch.cat([mask, drawn], 1),
                 more.shape[1],
@@ -104,25 +105,25 @@ def score_completions(
             sums = masked(each, drawn).sum(1)
         device.accelerator.step_boundary("write/read")
         found += sums.tolist()[:real]
-        _check(writer, not all(map(math.isfinite, found[-real:])))
+        _check(model, not all(map(math.isfinite, found[-real:])))
         done(real)
     return found
 
 
-def _check(writer: LanguageModel, wrong: bool) -> None:
+def _check(model: LanguageModel, wrong: bool) -> None:
     if wrong:
         raise ModelError(
-            f"{writer.name}: its likelihoods are no finite numbers in {writer.device.precision.name}; try --precision "
+            f"{model.name}: its likelihoods are not finite in {model.device.precision.name}; try --precision "
             "fp32, or check the model's weights"
         )
 
 
-def _computing(writer: LanguageModel, rows: int) -> AbstractContextManager[None]:
-    return writer.device.computing(f"{rows} completions of {writer.name}", "--batch-size or --max-tokens")
+def _computing(model: LanguageModel, rows: int) -> AbstractContextManager[None]:
+    return model.device.forward_context(f"{rows} completions of {model.name}", "--batch-size or --max-tokens")
 
 
 def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[list[Ids]]]]:
-    """How many rows of a batch are real, and the batch's part of each column."""
+    """Yield the number of real rows of each batch, and the batch's part of each column."""
     count = len(columns[0])
     size = min(most, count)
     for start in range(0, count, size):
@@ -130,11 +131,11 @@ def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[lis
         yield min(size, count - start), [[column[place] for place in places] for column in columns]
 
 
-def _left(writer: LanguageModel, rows: Sequence[Ids], longest: int) -> tuple[Tensor, Tensor]:
-    """ids and mask, [B, P] each, padded left, so that completions begin in one column."""
-    ids, mask = pad_right([row[::-1] for row in rows], writer.device.shapes, longest, _pad(writer))
+def _left(model: LanguageModel, rows: Sequence[Ids], longest: int) -> tuple[Tensor, Tensor]:
+    """Return ids and mask, [B, P] each, padded left, so that completions begin in one column."""
+    ids, mask = pad_right([row[::-1] for row in rows], model.device.shapes, longest, _pad(model))
     return ids.flip(1), mask.flip(1)
 
 
-def _pad(writer: LanguageModel) -> Any:
-    return writer.tokenizer.pad_token_id
+def _pad(model: LanguageModel) -> Any:
+    return model.tokenizer.pad_token_id

@@ -1,8 +1,8 @@
-"""Finished models on the chosen accelerator: language models that write, reward models that judge.
+"""Load finished models onto the selected accelerator: language models and reward models.
 
-The name of a model flows in; out comes the model in the compute precision, with its tokenizer and what its prompts and
-replies look like. One `Device` serves all models of a command, one after the other or side by side. torch is imported
-when one is made: the backend's choice comes first.
+A loaded model is in the compute precision and has its tokenizer and the format of its prompts and replies. One
+`EvaluationDevice` serves all models of a command, in sequence or together. torch is imported when the device is
+created, because the backend must be selected first.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENDLESS = 1_000_000  # tokens that a model takes whose configuration names no limit
+_UNLIMITED = 1_000_000  # maximum length of a model whose configuration names none
 
 
 @dataclass(frozen=True)
 class EvaluationDevice:
-    """The accelerator that models are evaluated on, the numbers they compute in, and how batches are padded."""
+    """The accelerator that models are evaluated on, the compute precision, and the padding of batches."""
 
     accelerator: Accelerator
     precision: Precision
     shapes: ShapePolicy
 
     @classmethod
-    def chosen(cls, config: Config, accelerator: str | None = None) -> EvaluationDevice:
-        """The backend that `accelerator`, the settings or the machine name; bound and seeded.
+    def select(cls, config: Config, accelerator: str | None = None) -> EvaluationDevice:
+        """Select the backend named by `accelerator`, the settings or the machine; bind and seed it.
 
         Raises:
-            AcceleratorError: no backend can be chosen, or it lacks the precision.
-            ConfigError: it lacks an implementation that `engine.kernels` names.
+            AcceleratorError: no backend can be selected, or it lacks the precision.
+            ConfigError: the backend lacks a kernel that `engine.kernels` names.
         """
         from rlhf.engine.select import choose_kernels, select_accelerator
         from rlhf.reporting import verbosity
@@ -64,38 +64,41 @@ class EvaluationDevice:
         selection = select_accelerator(config, accelerator)
         from accelerators import ShapePolicy, stdout_to_stderr
 
-        with stdout_to_stderr():  # a device's software may print as it likes
-            made = selection.create()
-            made.bind(0)
-            made.seed(config.seed)
-            choose_kernels(config, made)
+        with stdout_to_stderr():  # the device's software may print to stdout
+            backend = selection.create()
+            backend.bind(0)
+            backend.seed(config.seed)
+            choose_kernels(config, backend)
         verbosity.quiet_imported_libraries()
-        named = config.engine.shapes
-        shapes = made.shape_policy() if named == "auto" else ShapePolicy(named)
-        return cls(made, made.precision(config.precision), shapes)
+        kind = config.engine.shapes
+        shapes = backend.shape_policy() if kind == "auto" else ShapePolicy(kind)
+        return cls(backend, backend.precision(config.precision), shapes)
 
-    def each(
+    def map_rows(
         self,
         rows: Sequence[Sequence[int]],
         compute: Callable[..., Tensor],
         *,
         pad: int,
         batch_size: int,
-        numbers: Mapping[str, Sequence[int]] = {},
+        extras: Mapping[str, Sequence[int]] = {},
         description: str = "",
     ) -> list[float]:
-        """What `compute` makes of each row of token ids, in the order of the rows.
+        """Return the result of `compute` for each row of token ids, in the order of the rows.
 
-        Rows are padded on the right, together with others of about their length; the longest come first, so that a lack
-        of memory shows at once. All batches have the same number of rows.
+        Rows of similar length are padded on the right together, the longest first, so that a lack of memory shows at
+        once. All batches have the same number of rows.
 
         Args:
-            compute: (input_ids [B, T], attention_mask [B, T], **numbers [B]) -> [B].
-            numbers: of each row, for `compute`.
-            description: shown with the progress; empty: none is shown.
+            rows: token ids.
+            compute: (input_ids [B, T], attention_mask [B, T], **extras [B]) -> [B].
+            pad: token of the padding.
+            batch_size: maximum number of rows of a batch.
+            extras: further arguments of `compute`, one number per row.
+            description: label of the progress bar; empty: no bar.
 
         Raises:
-            OutOfMemory: so many rows at a time are too many.
+            OutOfMemory: the batch is too large.
         """
         import torch
 
@@ -103,29 +106,29 @@ class EvaluationDevice:
 
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         size, longest = min(batch_size, len(rows)), max(map(len, rows), default=0)
-        found = [0.0] * len(rows)
+        results = [0.0] * len(rows)
         with torch.no_grad(), progress(len(rows), description, enabled=bool(description)) as bar:
             for start in range(0, len(order), size or 1):
-                places = order[start : start + size]
-                filled = [*places, *[places[0]] * (size - len(places))]
+                indices = order[start : start + size]
+                filled = [*indices, *[indices[0]] * (size - len(indices))]
                 ids, mask = pad_right([rows[index] for index in filled], self.shapes, longest, pad)
-                more = {name: torch.tensor([values[index] for index in filled]) for name, values in numbers.items()}
-                batch = self.accelerator.to_device({"input_ids": ids, "attention_mask": mask, **more})
-                with self.computing(f"{size} rows of {ids.shape[1]:,} tokens"):
+                columns = {name: torch.tensor([values[index] for index in filled]) for name, values in extras.items()}
+                batch = self.accelerator.to_device({"input_ids": ids, "attention_mask": mask, **columns})
+                with self.forward_context(f"{size} rows of {ids.shape[1]:,} tokens"):
                     values = compute(**batch)
                     self.accelerator.step_boundary("evaluate")
-                    numbers_of_rows = values.tolist()
-                for index, value in zip(places, numbers_of_rows):
-                    found[index] = value
-                bar.advance(len(places))
-        return found
+                    numbers = values.tolist()
+                for index, value in zip(indices, numbers):
+                    results[index] = value
+                bar.advance(len(indices))
+        return results
 
     @contextmanager
-    def computing(self, rows: str, remedy: str = "--batch-size") -> Iterator[None]:
-        """A model's forward passes, in the precision; where there is no memory for them, what would help.
+    def forward_context(self, rows: str, remedy: str = "--batch-size") -> Iterator[None]:
+        """Run forward passes in the precision; a lack of memory becomes an error with a remedy.
 
         Raises:
-            OutOfMemory: there is too little for `rows` at a time.
+            OutOfMemory: there is too little memory for `rows` at a time.
         """
         from accelerators import find_out_of_memory
 
@@ -134,21 +137,29 @@ class EvaluationDevice:
                 yield
         except Exception as error:
             if find_out_of_memory(error):
-                said = f"{self.accelerator.name}: too little memory for {rows} at a time; lower {remedy}"
-                raise OutOfMemory(said) from error
+                message = f"{self.accelerator.name}: too little memory for {rows} at a time; lower {remedy}"
+                raise OutOfMemory(message) from error
             raise
 
-    def free(self) -> None:
-        """Give back what models held that nobody refers to any more: the next needs it."""
+    def free_memory(self) -> None:
+        """Free the memory of models that are no longer referenced."""
         gc.collect()
         self.accelerator.empty_cache()
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model in evaluation: `name` is the user's for it, `room` the most tokens that a row may have.
+    """A loaded model.
 
-    `module` is a language model of transformers, or a `rlhf.models.forward.ScalarHead`.
+    Attributes:
+        name: the user's name for the model.
+        folder: its folder or hub name.
+        device: the device that it is on.
+        module: a language model of transformers, or a `rlhf.models.forward.ScalarHead`.
+        tokenizer: its tokenizer.
+        prompt_format: format of its prompts.
+        end_ids: tokens that end a reply.
+        max_length: maximum length of a row in tokens.
     """
 
     name: str
@@ -158,7 +169,7 @@ class EvaluatedModel:
     tokenizer: PreTrainedTokenizerBase
     prompt_format: PromptFormat
     end_ids: list[int]
-    room: int
+    max_length: int
 
 
 class LanguageModel(EvaluatedModel):
@@ -166,25 +177,25 @@ class LanguageModel(EvaluatedModel):
 
 
 class RewardModel(EvaluatedModel):
-    """A reward model: scores as PPO's reward model gives them to completions."""
+    """A reward model; its scores are those that PPO's reward model gives to completions."""
 
     def encode(self, rows: Sequence[Row], replies: Sequence[str]) -> list[list[int] | None]:
-        """The token ids of each row's prompt with a reply and its end; None where the chat template refuses them."""
+        """Return the token ids of each row's prompt, reply and end token; None if the chat template refuses them."""
         from rlhf.data.prompt_encoding import encode_prompts, encode_replies
 
         templated = self.prompt_format == "template"
         prompts = encode_prompts(self.tokenizer, rows, chat_template=templated)
-        found = encode_replies(self.tokenizer, rows, replies, prompts, chat_template=templated, end_ids=self.end_ids)
+        encoded = encode_replies(self.tokenizer, rows, replies, prompts, chat_template=templated, end_ids=self.end_ids)
         return [
             None if prompt is None or reply is None else prompt + reply
-            for prompt, reply in zip(prompts, found, strict=True)
+            for prompt, reply in zip(prompts, encoded, strict=True)
         ]
 
     def scores(self, sequences: Sequence[Sequence[int]], *, batch_size: int = 8, description: str = "") -> list[float]:
-        """The score of each sequence of token ids, which has `room` tokens at most: that of its last token.
+        """Return the score at the last token of each sequence, of at most `max_length` token ids.
 
         Raises:
-            ModelError: a score is no finite number.
+            ModelError: a score is not finite.
         """
         import math
 
@@ -194,28 +205,30 @@ class RewardModel(EvaluatedModel):
             return sequence_scores(self.module, input_ids, attention_mask)
 
         pad: Any = self.tokenizer.pad_token_id
-        found = self.device.each(sequences, compute, pad=pad, batch_size=batch_size, description=description)
-        if wrong := next((score for score in found if not math.isfinite(score)), None):
+        scores = self.device.map_rows(sequences, compute, pad=pad, batch_size=batch_size, description=description)
+        if invalid := next((score for score in scores if not math.isfinite(score)), None):
             raise ModelError(
-                f"{self.name}: a score is {wrong} in {self.device.precision.name}; try --precision fp32, or check "
+                f"{self.name}: a score is {invalid} in {self.device.precision.name}; try --precision fp32, or check "
                 "the model's weights"
             )
-        return found
+        return scores
 
 
 def load_language_model(
     path: Path | str, config: Config, device: EvaluationDevice, *, name: str | None = None
 ) -> LanguageModel:
-    """The causal language model at `path`: of a run its last policy's, a model's folder, or a hub name.
+    """Load a causal language model.
 
-    An adapter alone is put into the model that it names.
+    A lone adapter is merged into the model that it names.
 
     Args:
-        config: whether code of the model's own may run, and with which tokenizer instead of the model's.
-        name: how messages call it; default: `path`.
+        path: a run (its last policy), a model's folder, or a hub name.
+        config: decides if the model's code may run, and which tokenizer replaces the model's.
+        device: the device to load it onto.
+        name: name of the model in messages; None: `path`.
 
     Raises:
-        RunError, ModelError: there is no such model, or it is none that writes.
+        RunError, ModelError: there is no such model, or it is not a language model.
     """
     folder = str(model_folder(path))
     base = find_base_model(folder)
@@ -228,29 +241,30 @@ def load_language_model(
     hub.check_available(base, "model")
     for architecture in load_model_config(base, source).architectures or ():
         if architecture.endswith(("ForSequenceClassification", CLASS_SUFFIX)):
-            raise ModelError(f"{base}: is a reward model, which scores texts and writes none; name another model")
-    tokenizer, options = _prepared(source, device, scalar_head=False)
+            raise ModelError(f"{base}: is a reward model, which cannot generate text; name a language model")
+    tokenizer, options = _loader_options(source, device, scalar_head=False)
     if base == folder:
         model = load_causal_lm(source, tokenizer, **options)
     else:
         model = merge_adapter(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
     ends = find_end_tokens(tokenizer, model.generation_config)
-    placed, prompts = _placed(model, device), find_prompt_format(folder, tokenizer, config)
-    return LanguageModel(name or str(path), folder, device, placed, tokenizer, prompts, ends, _room(model))
+    placed, prompts = _place(model, device), find_prompt_format(folder, tokenizer, config)
+    return LanguageModel(name or str(path), folder, device, placed, tokenizer, prompts, ends, _max_length(model))
 
 
 def load_reward_model(
     path: Path | str, config: Config, device: EvaluationDevice, *, name: str | None = None
 ) -> RewardModel:
-    """The reward model at `path`: of a run its reward stage's, a model's folder, or a hub name.
-
-    Any sequence classifier of transformers with one output, what `rlhf reward` leaves, and DeepSpeed-Chat's.
+    """Load a reward model: a sequence classifier of transformers with one output, or one of DeepSpeed-Chat.
 
     Args:
-        config, name: as of `load_writer`.
+        path: a run (its reward stage), a model's folder, or a hub name.
+        config: decides if the model's code may run, and which tokenizer replaces the model's.
+        device: the device to load it onto.
+        name: name of the model in messages; None: `path`.
 
     Raises:
-        RunError, ModelError: there is no such model, or it is none that scores.
+        RunError, ModelError: there is no such model, or it is not a reward model.
     """
     folder = str(reward_model_folder(path))
     check_model_folder(folder)
@@ -260,18 +274,18 @@ def load_reward_model(
     from rlhf.models.tokenizers import find_end_tokens
 
     source = config.model.model_copy(update={"path": folder})
-    tokenizer, options = _prepared(source, device, scalar_head=True)
+    tokenizer, options = _loader_options(source, device, scalar_head=True)
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
-    placed, prompts = _placed(model, device), find_prompt_format(folder, tokenizer, config)
+    placed, prompts = _place(model, device), find_prompt_format(folder, tokenizer, config)
     ends = read_end_ids(Path(folder)) or find_end_tokens(tokenizer, load_generation_config(folder, source))
     head = ScalarHead(placed).eval()
-    return RewardModel(name or str(path), folder, device, head, tokenizer, prompts, ends, _room(model))
+    return RewardModel(name or str(path), folder, device, head, tokenizer, prompts, ends, _max_length(model))
 
 
-def _prepared(
+def _loader_options(
     source: ModelConfig, device: EvaluationDevice, *, scalar_head: bool
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """What loaders of a model are given: its tokenizer; its attention, and what makes its parameters."""
+    """Return the tokenizer of a model, and the other arguments of its loader."""
     from rlhf.models.attention import choose_attention
     from rlhf.models.loading import check_tokenizer_fits, load_model_tokenizer, load_on_meta
     from rlhf.models.weight_loading import place_in_memory
@@ -291,22 +305,22 @@ def _prepared(
     }
 
 
-def _placed(model: Any, device: EvaluationDevice) -> Any:
-    """The model on the device and in its precision, ready to be asked."""
+def _place(model: Any, device: EvaluationDevice) -> Any:
+    """Return the model on the device, in its precision and in evaluation mode."""
     from rlhf.models.loading import place_model
 
     return place_model(model, device.accelerator.device(), device.precision.dtype).requires_grad_(False).eval()
 
 
 def find_prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptFormat:
-    """How a model's prompts are written: as in its training, where a stage left it."""
+    """Return the format of a model's prompts: that of its training, if a stage wrote the model."""
     from rlhf.data.prompt_encoding import uses_chat_template
 
     template = uses_chat_template(tokenizer, config.data.chat_template)
     return read_prompt_format(Path(folder)) or ("template" if template else "plain")
 
 
-def _room(model: Any) -> int:
+def _max_length(model: Any) -> int:
     from rlhf.models.compatibility import get_max_positions
 
-    return get_max_positions(model.config) or _ENDLESS
+    return get_max_positions(model.config) or _UNLIMITED

@@ -1,6 +1,8 @@
-"""A reward model on pairs of replies: how often it prefers the better one, by how much, and how well it knows that.
+"""Measure a reward model on pairs of replies: accuracy, margins and calibration.
 
-Rows flow in; for each model the scores of both replies flow out, and what they say of it as plain numbers.
+By its training loss, a reward model claims of two replies whose scores differ by m that the first is better with
+probability sigmoid(m) (Bradley and Terry, 1952). Its confidence is that probability for the reply that it prefers, from
+0.5 to 1. Margins are those of the reply that the data prefers: above 0 the model is right.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PairScores(NamedTuple):
-    """The scores of one pair, and where it stands."""
+    """The scores of one pair, and its place in the source."""
 
     source: str
     chosen: float
@@ -29,20 +31,26 @@ class PairScores(NamedTuple):
 
     @property
     def margin(self) -> float:
+        """Score of the chosen reply minus that of the rejected one."""
         return self.chosen - self.rejected
 
 
 def measure_pairs(
     judge: RewardModel, found: EvaluationRows, config: Config, *, batch_size: int, bins: int, show: bool = False
 ) -> Measurement:
-    """Score all pairs that the model can read, in the rows' order.
+    """Score all pairs that the model can read, in the order of the rows.
 
     Args:
-        bins: of confidence, in the calibration.
+        judge: the reward model.
+        found: the rows.
+        config: settings with length limits.
+        batch_size: maximum number of replies of a batch.
+        bins: number of confidence bins of the calibration.
+        show: show progress bars.
 
     Raises:
-        DataError: it can read none.
-        ModelError: a score is no finite number.
+        DataError: the model can read no pair.
+        ModelError: a score is not finite.
     """
     kept, report = encode_examples(found, config.data, judge, fits=True, show=show)
     replies = [example.prompt_ids + ids for example in kept for ids in (example.chosen_ids, example.rejected_ids)]
@@ -54,8 +62,8 @@ def measure_pairs(
 
 
 def summarize_pairs(scored: Sequence[PairScores], bins: int) -> dict[str, Any]:
-    """What the scores say of the model."""
-    margins = [one.margin for one in scored]
+    """Return the numbers of docs/metrics.md."""
+    margins = [pair.margin for pair in scored]
     right = sum(margin > 0 for margin in margins)
     table = bin_by_confidence(margins, bins)
     return {
@@ -63,14 +71,14 @@ def summarize_pairs(scored: Sequence[PairScores], bins: int) -> dict[str, Any]:
         "accuracy": right / len(scored),
         "accuracy_interval": list(wilson(right, len(scored))),
         "ties": sum(margin == 0 for margin in margins),
-        "chosen_score": fmean(one.chosen for one in scored),
-        "rejected_score": fmean(one.rejected for one in scored),
+        "chosen_score": fmean(pair.chosen for pair in scored),
+        "rejected_score": fmean(pair.rejected for pair in scored),
         "margin": fmean(margins),
         "log_loss": log_loss(margins),
         "brier": brier_score(margins),
         "calibration_error": calibration_error(table),
         "temperature": fit_temperature(margins),
-        "bins": [one._asdict() for one in table],
+        "bins": [group._asdict() for group in table],
     }
 
 
@@ -78,7 +86,7 @@ _HALVINGS = 200
 
 
 class ConfidenceBin(NamedTuple):
-    """Pairs of about the same confidence: how sure the model is of them, and of what part it is right."""
+    """Pairs of similar confidence: their mean confidence, and the share that the model ranks correctly."""
 
     low: float
     high: float
@@ -88,16 +96,16 @@ class ConfidenceBin(NamedTuple):
 
 
 def sigmoid(value: float) -> float:
-    """1 / (1 + exp(-value)), of any size."""
+    """Return 1 / (1 + exp(-value)) without overflow."""
     if value >= 0:
         return 1 / (1 + math.exp(-value))
     return math.exp(value) / (1 + math.exp(value))
 
 
 def bin_by_confidence(margins: Sequence[float], bins: int) -> list[ConfidenceBin]:
-    """The pairs by confidence, in `bins` of equal width between 0.5 and 1; those without a pair are left out.
+    """Group the pairs by confidence into `bins` of equal width between 0.5 and 1; empty bins are left out.
 
-    A bin has its lower bound, the last its upper one too. Equal scores are not right, as in `accuracy`.
+    A bin includes its lower bound, the last one also its upper bound. Equal scores are not correct, as in `accuracy`.
     """
     groups: dict[int, list[float]] = {}
     for margin in margins:
@@ -115,31 +123,32 @@ def bin_by_confidence(margins: Sequence[float], bins: int) -> list[ConfidenceBin
     ]
 
 
-def calibration_error(found: Sequence[ConfidenceBin]) -> float:
-    """The expected calibration error (arXiv:1706.04599): the mean over pairs of their bins' |accuracy - confidence|."""
-    pairs = sum(one.pairs for one in found)
-    return sum(one.pairs / pairs * abs(one.accuracy - one.confidence) for one in found)
+def calibration_error(bins: Sequence[ConfidenceBin]) -> float:
+    """Return the expected calibration error (arXiv:1706.04599): the mean over pairs of |accuracy - confidence|."""
+    pairs = sum(group.pairs for group in bins)
+    return sum(group.pairs / pairs * abs(group.accuracy - group.confidence) for group in bins)
 
 
 def brier_score(margins: Sequence[float]) -> float:
-    """The mean of (1 - P(the better reply))^2 (Brier, 1950): 0 of one that is sure and right, 0.25 of a coin."""
+    """Return the mean of (1 - P(the better reply))^2 (Brier, 1950): 0 if certain and right, 0.25 for a coin."""
     return fmean(sigmoid(-margin) ** 2 for margin in margins)
 
 
 def log_loss(margins: Sequence[float], scale: float = 1.0) -> float:
-    """The mean of -log P(the better reply), in nats; log 2 of a coin.
+    """Return the mean of -log P(the better reply), in nats; log 2 for a coin.
 
     Args:
-        scale: what margins are multiplied by.
+        margins: score differences of the pairs.
+        scale: factor of the margins.
     """
     return fmean(_softplus(-margin * scale) for margin in margins)
 
 
 def fit_temperature(margins: Sequence[float]) -> float | None:
-    """What scores would have to be divided by for the least `log_loss`: above 1 the model is too sure of itself.
+    """Return the divisor of the scores that minimizes `log_loss`; above 1 the model is overconfident.
 
-    None where no finite one is best: the model is right of all pairs, or no better than a coin. The loss is convex in
-    the inverse temperature, so that where its slope is 0 it is least.
+    None if no finite value is best: the model is right for all pairs, or no better than a coin. The loss is convex in
+    the inverse temperature, so it is smallest at slope 0.
     """
     if min(margins) >= 0 or _slope(margins, 0.0) >= 0:
         return None
@@ -153,7 +162,7 @@ def fit_temperature(margins: Sequence[float]) -> float | None:
 
 
 def _slope(margins: Sequence[float], scale: float) -> float:
-    """The derivative of `log_loss` after its scale."""
+    """Return the derivative of `log_loss` with respect to its scale."""
     return fmean(-margin * sigmoid(-margin * scale) for margin in margins)
 
 

@@ -1,9 +1,9 @@
-"""A language model on text: how well it foretells each token, given those before it.
+"""Measure how well a language model predicts text: the perplexity of rows.
 
-Rows flow in; for each model the negative log-likelihood of every row flows out, and what they say of it as numbers.
-Which tokens are foretold is as in fine-tuning: of a prompt and its reply the reply's, its end token included
-(`sft.loss_on`), of a text alone all but the first. What is longer than the model's room is read in windows of that
-size, each half a window after the one before: every token is foretold once, from half a window of text at least.
+`measure_perplexity` computes the negative log-likelihood of every row and summarizes them. The predicted tokens are
+those of fine-tuning: for a prompt with a reply the reply's, its end token included (`sft.loss_on`), for a text alone
+all but the first. Rows longer than the model's maximum length are read in windows of that length, each half a window
+after the previous one: every token is predicted once, from at least half a window of text.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from rlhf.data.examples import Demonstration
     from rlhf.evaluation.models import LanguageModel
 
-_LARGEST = 700.0  # exp(710) is beyond a float
+_MAX_LOSS = 700.0  # exp(710) is beyond a float
 
 
 class TextWindow(NamedTuple):
-    """A part of a row, and the place in it of the first token that is foretold."""
+    """A part of a row, and the index in it of the first predicted token."""
 
     ids: list[int]
     first: int
 
 
 class RowLikelihood(NamedTuple):
-    """Of one row: the sum of -log p over the tokens that were foretold, in nats; and the bytes of what they say."""
+    """The sum of -log p over the predicted tokens of one row, in nats, and the bytes of their text."""
 
     source: str
     nll: float
@@ -41,84 +41,84 @@ class RowLikelihood(NamedTuple):
     bytes: int
 
 
-def split_windows(ids: list[int], first: int, room: int) -> list[TextWindow]:
-    """Parts of `ids` that have `room` tokens at most, and together foretell each token from `first` on, once."""
-    if len(ids) <= room:
+def split_windows(ids: list[int], first: int, max_length: int) -> list[TextWindow]:
+    """Split `ids` into windows of at most `max_length` tokens that predict each token from `first` on exactly once."""
+    if len(ids) <= max_length:
         return [TextWindow(ids, first)]
-    found: list[TextWindow] = []
+    windows: list[TextWindow] = []
     done, begin = first, 0
     while done < len(ids):
-        end = min(begin + room, len(ids))
+        end = min(begin + max_length, len(ids))
         if end > done:
-            found.append(TextWindow(ids[begin:end], done - begin))
+            windows.append(TextWindow(ids[begin:end], done - begin))
             done = end
-        begin += room // 2
-    return found
+        begin += max_length // 2
+    return windows
 
 
 def measure_perplexity(
-    writer: LanguageModel, found: EvaluationRows, config: Config, *, batch_size: int, show: bool = False
+    model: LanguageModel, source_rows: EvaluationRows, config: Config, *, batch_size: int, show: bool = False
 ) -> Measurement:
-    """Read all rows that the model can read, in their order.
+    """Measure all rows that the model can read, in order.
 
     Raises:
-        DataError: it can read none.
-        ModelError: a likelihood is no finite number.
+        DataError: the model can read none of them.
+        ModelError: a likelihood is not finite.
     """
-    kept, report = encode_examples(found, config.data, writer, fits=False, show=show)
-    parts = [split_windows(*_targets(example, config.sft.loss_on), writer.room) for example in kept]
+    examples, report = encode_examples(source_rows, config.data, model, fits=False, show=show)
+    parts = [split_windows(*_targets(example, config.sft.loss_on), model.max_length) for example in examples]
     flat = [window for row in parts for window in row]
-    pad: Any = writer.tokenizer.pad_token_id
-    likelihoods = writer.device.each(
+    pad: Any = model.tokenizer.pad_token_id
+    likelihoods = model.device.map_rows(
         [window.ids for window in flat],
-        lambda **batch: _negative_log_likelihood(writer.module, **batch),
+        lambda **batch: _negative_log_likelihood(model.module, **batch),
         pad=pad,
         batch_size=batch_size,
-        numbers={"first": [window.first for window in flat]},
-        description=f"{writer.name}: reading" if show else "",
+        extras={"first": [window.first for window in flat]},
+        description=f"{model.name}: reading" if show else "",
     )
     values = iter(likelihoods)
     rows = []
-    for example, row in zip(kept, parts, strict=True):
+    for example, row in zip(examples, parts, strict=True):
         nll, tokens = sum(next(values) for _ in row), sum(len(window.ids) - window.first for window in row)
         rows.append(RowLikelihood(example.row.source, nll, tokens, len((example.row.response or "").encode())))
     if wrong := next((row for row in rows if not math.isfinite(row.nll)), None):
         raise ModelError(
-            f"{writer.name}: the likelihood of {wrong.source} is no finite number in {writer.device.precision.name}; "
+            f"{model.name}: the likelihood of {wrong.source} is not finite in {model.device.precision.name}; "
             "try --precision fp32, or check the model's weights"
         )
-    # What is foretold is the replies, and all of them.
+    # True if exactly the replies are predicted, and all of their text.
     replies = config.sft.loss_on == "completion" and not report.truncated
     return Measurement(summarize_likelihoods(rows, replies=replies), rows, report)
 
 
 def summarize_likelihoods(rows: Sequence[RowLikelihood], *, replies: bool = True) -> dict[str, Any]:
-    """What the likelihoods say of the model; of `replies`, also in bits for each of their bytes."""
+    """Return the numbers of docs/metrics.md; for `replies` also the bits per byte of their text."""
     nll, tokens, size = sum(row.nll for row in rows), sum(row.tokens for row in rows), sum(row.bytes for row in rows)
     return {
         "rows": len(rows),
         "tokens": tokens,
         "loss": nll / tokens,
-        "perplexity": math.exp(min(nll / tokens, _LARGEST)),
+        "perplexity": math.exp(min(nll / tokens, _MAX_LOSS)),
         "bits_per_byte": nll / math.log(2) / size if replies else None,
     }
 
 
 def _targets(example: Demonstration, loss_on: str) -> tuple[list[int], int]:
-    """(the tokens of an example, the place of the first that is foretold), as `rlhf.data.batches.collate_sft`."""
+    """Return (the tokens of an example, the index of the first target), as `rlhf.data.batches.collate_sft`."""
     return example.prompt_ids + example.completion_ids, max(
         len(example.prompt_ids), 1
     ) if loss_on == "completion" else 1
 
 
 def _negative_log_likelihood(module: Any, input_ids: Tensor, attention_mask: Tensor, first: Tensor) -> Tensor:
-    """[B]: -log p, summed over each row's real tokens from its `first` on."""
+    """Return -log p, [B], summed over each row's real tokens from its `first` on."""
     import torch
 
     from rlhf.losses.log_probs import masked
     from rlhf.models.forward import completion_log_probs
 
-    found = completion_log_probs(module, input_ids, attention_mask, input_ids.shape[1] - 1).log_probs
+    log_probs = completion_log_probs(module, input_ids, attention_mask, input_ids.shape[1] - 1).log_probs
     columns = torch.arange(1, input_ids.shape[1], device=input_ids.device)
-    foretold = attention_mask[:, 1:] * (columns >= first[:, None])
-    return -masked(found, foretold).sum(-1)
+    targets = attention_mask[:, 1:] * (columns >= first[:, None])
+    return -masked(log_probs, targets).sum(-1)

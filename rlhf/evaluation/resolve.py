@@ -1,4 +1,4 @@
-"""What a user means by a name: a run, one of its stages, a model's folder, or a model of a hub. Needs no torch."""
+"""Resolve the name of a model: a run, one of its stages, a model's folder, or a hub name. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,75 +22,77 @@ if TYPE_CHECKING:
 
 _NAMES = {f"{name}{suffix}" for name in ("model", ADAPTER) for suffix in ("", AVERAGE)} | {CRITIC}
 Policy = Literal["sft", "dpo", "ppo"]
-"""A stage that leaves a language model."""
+"""A stage that writes a language model."""
 
 
 def model_folder(path: Path | str, stage: Policy | None = None, *, ema: bool = False) -> Path:
-    """The language model that is meant: of a run the one of `stage`, or of its last finished stage; else `path` itself.
+    """Return the folder of a language model: in a run that of `stage` or of its last finished stage, else `path`.
 
     Args:
-        ema: the moving average of PPO's policy.
+        path: a run, a stage's folder, a model's folder or a hub name.
+        stage: the stage of the run; None: the last finished one.
+        ema: return the moving average of PPO's policy.
 
     Raises:
         RunError: the run has no such model.
-        ModelError: `path` is a path, and neither a run nor a folder.
+        ModelError: `path` is a path, but neither a run nor a folder.
     """
-    path = _there(path)
+    path = _recover_path(path)
     if ema:
         return _average(path, stage)
     if RunDirectory(path).description.is_file():
         return _of_run(RunDirectory(path), [stage] if stage else ["ppo", "dpo", "sft"])
     if (path / "stage.json").is_file():
-        return _left(path, "model")  # the folder of a run's stage
+        return _model_or_adapter(path, "model")  # the folder of a run's stage
     if stage:
-        raise RunError(f"{path}: --stage chooses a model of a run, and there is no run.json here; leave it out")
+        raise RunError(f"{path}: --stage selects a model of a run, but there is no run.json here; remove --stage")
     return path
 
 
 def reward_model_folder(path: Path | str) -> Path:
-    """The reward model that is meant: of a run its reward stage's, else `path` itself.
+    """Return the folder of a reward model: in a run that of its reward stage, else `path`.
 
     Raises:
         RunError: the run has no finished reward stage.
         ModelError: as `model_folder`.
     """
-    path = _there(path)
+    path = _recover_path(path)
     if RunDirectory(path).description.is_file():
         return _of_run(RunDirectory(path), ["reward"])
     return path / "model" if (path / "stage.json").is_file() else path
 
 
 def find_run(path: Path | str) -> RunDirectory | None:
-    """The run that `path` is the folder of, or of a stage or model in it; None where it is of none."""
+    """Return the run that contains `path` (a run, a stage or a model), or None."""
     folders = (Path(path), *Path(path).resolve().parents[:2])
     return next((run for run in map(RunDirectory, folders) if run.description.is_file()), None)
 
 
 def read_prompt_format(folder: Path) -> PromptFormat | None:
-    """How prompts were written in the training that left the model in `folder`; None where no stage left it."""
-    found: PromptFormat | None = _summary(folder).get("prompt_format")
-    return found
+    """Return the prompt format of the training of the model in `folder`; None if no stage wrote the model."""
+    prompt_format: PromptFormat | None = _read_summary(folder).get("prompt_format")
+    return prompt_format
 
 
 def read_end_ids(folder: Path) -> list[int] | None:
-    """The tokens that ended a reply in that training; None where no stage left the model, or one of an old version."""
-    found: list[int] | None = _summary(folder).get("end_ids")
-    return found
+    """Return the tokens that ended a reply in that training; None if no stage, or an old version's, wrote the model."""
+    end_ids: list[int] | None = _read_summary(folder).get("end_ids")
+    return end_ids
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """What the stage says of itself that left the model in `folder`."""
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """Return the `stage.json` of the stage that wrote the model in `folder`, else {}."""
     summary = folder.parent / "stage.json"
     return read_json(summary) if folder.name in _NAMES and summary.is_file() else {}
 
 
-def _there(path: Path | str) -> Path:
-    """A name as a path, and what a killed run had set aside brought back."""
+def _recover_path(path: Path | str) -> Path:
+    """Return a name as a path; restore the backup of a killed run."""
     if not is_path(str(path)):
-        return Path(path)  # a hub knows it, or says what is wrong
+        return Path(path)  # a hub name; loading reports errors
     path = Path(path)
     for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
-        with suppress(RunError):  # a living process writes there; what is complete may be used
+        with suppress(RunError):  # another process writes there; complete models can be used
             RunDirectory(folder).recover()
     if path.is_file():
         raise ModelError(f"{path}: is a file; name the folder of a run or of a model")
@@ -100,29 +102,29 @@ def _there(path: Path | str) -> Path:
 
 
 def _of_run(run: RunDirectory, stages: Sequence[Stage]) -> Path:
-    """The model of the first of `stages` that is finished."""
+    """Return the model of the first of `stages` that is finished."""
     for candidate in map(run.stage, stages):
         if candidate.done:
-            return _left(candidate.path, candidate.model.name)
+            return _model_or_adapter(candidate.path, candidate.model.name)
     *others, last = stages
     names = f"{', '.join(others)} or {last}" if others else last
     raise RunError(f"{run.path}: has no finished {names} stage; finish it with --resume, or name a model folder")
 
 
-def _left(stage: Path, name: str) -> Path:
-    """The model of that name in the folder of a stage, or its adapter where `lora.save` has left that alone."""
+def _model_or_adapter(stage: Path, name: str) -> Path:
+    """Return the model of that name in a stage's folder, or its adapter if `lora.save` kept only that."""
     adapter = stage / name.replace("model", ADAPTER)
     return adapter if adapter.is_dir() and not (stage / name).exists() else stage / name
 
 
 def _average(path: Path, stage: Policy | None) -> Path:
-    """The moving average that PPO has left in the run at `path`, or in the folder of its stage."""
+    """Return the moving average of the PPO stage in the run or stage folder `path`."""
     if stage not in (None, "ppo"):
-        raise RunError("--ema: of PPO's policy alone a run has an average; leave --stage out")
+        raise RunError("--ema: only PPO's policy has a moving average; remove --stage")
     ppo = StageDirectory(path / "ppo" if (path / "run.json").is_file() else path, "ppo")
-    average = _left(ppo.path, ppo.average.name)
+    average = _model_or_adapter(ppo.path, ppo.average.name)
     if not ppo.done or not average.is_dir():
-        raise RunError(f"{path}: holds no average of a finished ppo stage; train with ppo.ema, or leave --ema out")
+        raise RunError(f"{path}: has no moving average of a finished ppo stage; train with ppo.ema, or remove --ema")
     return average
 
 
@@ -130,25 +132,25 @@ _CONFIG = "adapter_config.json"
 
 
 def find_base_model(folder: Path | str) -> str:
-    """The model to be loaded for `folder`: the one that the adapter in it was trained on, or else what it holds itself.
+    """Return the model to load for `folder`: the base of the adapter in it, or `folder` if it has no adapter.
 
     Raises:
-        ModelError: the adapter does not name its model, or the model's folder lacks something.
+        ModelError: the adapter names no base model, or the model's folder is incomplete.
     """
     base, config = str(folder), Path(folder) / _CONFIG
     if config.is_file():
         base = str(read_json(config).get("base_model_name_or_path") or "")
         if not base:
-            raise ModelError(f"{folder}: this adapter names no model; put its base_model_name_or_path into {_CONFIG}")
+            raise ModelError(f"{folder}: this adapter names no base model; set base_model_name_or_path in {_CONFIG}")
     check_model_folder(base)
     return base
 
 
 def merge_adapter(model: Any, folder: str) -> Any:
-    """`model`, in float32, with the adapter in `folder` added to its weights: what a stage leaves as merged model.
+    """Merge the adapter in `folder` into `model`, in float32, as a stage writes a merged model.
 
     Raises:
-        ModelError: it is another model's adapter, or cannot be read.
+        ModelError: the adapter belongs to another model, or cannot be read.
     """
     from peft import PeftModel
 
@@ -161,6 +163,6 @@ def merge_adapter(model: Any, folder: str) -> Any:
         if find_out_of_memory(error):
             raise
         raise ModelError(
-            f"{folder}: this adapter cannot be put into {model.name_or_path} ({summarize_error(error).rstrip(':')}); "
-            f"check its files, and base_model_name_or_path in {_CONFIG}"
+            f"{folder}: this adapter cannot be merged into {model.name_or_path} "
+            f"({summarize_error(error).rstrip(':')}); check its files, and base_model_name_or_path in {_CONFIG}"
         ) from error

@@ -1,6 +1,7 @@
-"""The rows that finished models are measured on: all of a file's, or those that a recipe holds out.
+"""The rows that finished models are measured on, and the prompts that they complete.
 
-A source and a configuration flow in; rows flow out, the same for all models, and for each model its examples of them.
+Rows come from a file, a data set, standard input, or the rows that a recipe holds out. They are the same for all
+models; each model has its examples of them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,18 @@ from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from rlhf.data.examples import Example
-    from rlhf.data.records import Row
     from rlhf.data.report import DataReport
     from rlhf.evaluation.models import EvaluatedModel
 
 
 HELDOUT = "heldout"
-"""What names the rows that a recipe holds out; a file of this name is `./heldout`."""
+"""Name of the rows that a recipe holds out; a file of this name is `./heldout`."""
 _TEXT = ".txt"
 _LIMITS = ("max_prompt_length", "max_completion_length")
 
 
 class Measurement(NamedTuple):
-    """What a model made of rows: `numbers` that docs/metrics.md defines, those of `each` row, what is left out."""
+    """The results of a model: `numbers` that docs/metrics.md defines, the results of `each` row, dropped rows."""
 
     numbers: dict[str, Any]
     each: Sequence[Any]
@@ -44,17 +44,17 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationRows:
-    """What was found in the sources, in their order; `report` says why other records are left out."""
+    """The rows of the sources, in order; `report` has the reasons for records that are left out."""
 
     rows: list[Row]
     report: DataReport
 
 
 def list_overrides(source: str, option: str) -> list[str]:
-    """Settings, as `--set` takes them, that make `source` all of the data: a path, or what `data.datasets` may hold.
+    """Return `--set` overrides that make `source` the only data: a path, or an entry of `data.datasets`.
 
     Raises:
-        DataError: `source` is a path, and nothing is there.
+        DataError: `source` is a path that does not exist.
     """
     if source == HELDOUT or _is_text(source):
         if source != HELDOUT:
@@ -69,14 +69,17 @@ def list_overrides(source: str, option: str) -> list[str]:
 def read_rows(
     source: str, stage: Stage, config: Config, first: EvaluatedModel, *, show: bool = False
 ) -> EvaluationRows:
-    """The rows of the sources of `config`, which `overrides` has set; or those that a stage holds out.
+    """Return the rows of the sources of `config`, as set by `list_overrides`, or the rows that a stage holds out.
 
     Args:
-        stage: what learns from such rows.
-        first: the model whose tokenizer says which rows a recipe can use, and so which it holds out.
+        source: the source, or `heldout`.
+        stage: the stage that learns from such rows.
+        config: settings with the overrides.
+        first: the model whose tokenizer determines which rows a recipe can use, and so which it holds out.
+        show: show the progress of long reads.
 
     Raises:
-        DataError: a source cannot be read, or there is no row.
+        DataError: a source cannot be read, or has no row.
     """
     from rlhf.data.load_sources import SourceSpec, read_sources
     from rlhf.data.report import DataReport, add_drop
@@ -105,30 +108,34 @@ def read_rows(
 def encode_examples(
     found: EvaluationRows, config: DataConfig, model: EvaluatedModel, *, fits: bool, show: bool = False
 ) -> tuple[list[Any], DataReport]:
-    """(the examples that `model` gets of the rows, a report on those that are left out).
+    """Return (the examples of the rows for `model`, a report on rows that are left out).
 
-    Prompts are written and replies end as in the model's training. Lengths that the settings name hold; without them
-    the model's own room does.
+    Prompts and ends of replies have the format of the model's training. Length limits of the settings apply; without
+    them the model's maximum length does.
 
     Args:
-        fits: whether rows that exceed the model's room are left out.
+        found: the rows.
+        config: settings with length limits.
+        model: the model.
+        fits: leave out rows that exceed the model's maximum length.
+        show: show the progress of long reads.
 
     Raises:
-        DataError: none is left.
+        DataError: no row is usable.
     """
     from rlhf.data.report import LONG_COMPLETION, DataReport
     from rlhf.data.tokenize_rows import encode_rows, filter_usable
 
     report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
     settings = _as_trained(config, model)
-    free = {limit: model.room if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
+    free = {limit: model.max_length if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
     settings = settings.model_copy(update=free)
     made = encode_rows(filter_usable(found.rows, report), settings, model.tokenizer, report, model.end_ids, show=show)
     kept: list[Example] = []
     for example in made:
         tokens = _longest(example)
-        if fits and tokens > model.room:
-            report.drop_long(LONG_COMPLETION, example.row.source, tokens, model.room)
+        if fits and tokens > model.max_length:
+            report.drop_long(LONG_COMPLETION, example.row.source, tokens, model.max_length)
         else:
             kept.append(example)
     report.heldout = len(kept)
@@ -138,10 +145,10 @@ def encode_examples(
 
 
 def read_text(path: str) -> str:
-    """What a text file holds.
+    """Return the content of a text file.
 
     Raises:
-        DataError: it cannot be read, or is no text.
+        DataError: the file cannot be read, or is not text.
     """
     try:
         return Path(path).read_text(encoding="utf-8-sig")
@@ -167,12 +174,12 @@ def _is_text(source: str) -> bool:
 
 
 def _document(source: str) -> Row:
-    """A text file, as one text without a prompt."""
+    """Return a text file as one text without a prompt."""
     from rlhf.data.records import Row
 
     text = read_text(source)
     if not text.strip():
-        raise DataError(f"{source}: holds no text; name another file")
+        raise DataError(f"{source}: has no text; name another file")
     return Row((), "", text, None, None, Path(source).name)
 
 
@@ -180,15 +187,15 @@ STDIN = "-"
 
 
 def is_line_source(name: str) -> bool:
-    """Whether a name is of what holds a prompt on each line, and not of what `data.datasets` reads."""
+    """Return True if a source has one prompt per line, unlike the sources of `data.datasets`."""
     return name == STDIN or name.lower().endswith(".txt")
 
 
 def read_lines(name: str) -> list[Row]:
-    """The prompts of standard input (`-`) or of a text file, one on each line, in their order; never none.
+    """Return the prompts of standard input (`-`) or of a text file, one per line, in order; at least one.
 
     Raises:
-        DataError: it cannot be read, or holds no prompt.
+        DataError: the source cannot be read, or has no prompt.
     """
     if name == STDIN:
         return _some(_lines("standard input", sys.stdin), "standard input")
@@ -196,10 +203,10 @@ def read_lines(name: str) -> list[Row]:
 
 
 def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], DropCounts]:
-    """The prompts of all rows of `config.data.datasets`, never none; and why rows are left out.
+    """Return the prompts of all rows of `config.data.datasets`, at least one, and the reasons for dropped rows.
 
     Raises:
-        DataError: a source cannot be read, or they hold no prompt.
+        DataError: a source cannot be read, or no row has a prompt.
     """
     read = SourceReader(config.seed, show)
     rows: list[Row] = []
@@ -216,7 +223,7 @@ def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Drop
 
 
 def read_heldout_prompts(config: Config, tokenizer: Any) -> list[Row]:
-    """The prompts that the PPO stage of a recipe holds out.
+    """Return the prompts that the PPO stage of a recipe holds out.
 
     Raises:
         DataError: a source cannot be read, or the stage has no rows.
@@ -227,14 +234,14 @@ def read_heldout_prompts(config: Config, tokenizer: Any) -> list[Row]:
 
 
 def draw_rows(rows: list[Row], limit: int, seed: int) -> list[Row]:
-    """At most `limit` rows, in their order, drawn from all of them."""
+    """Return at most `limit` rows, sampled from all of them, in order."""
     if limit >= len(rows):
         return rows
     return [rows[place] for place in sorted(random.Random(f"limit {seed}").sample(range(len(rows)), limit))]
 
 
 def _lines(name: str, lines: Iterable[str]) -> list[Row]:
-    """Each line is a record of one column, `prompt`: one that is a transcript is a conversation."""
+    """Parse each line as a record with one column, `prompt`; a transcript becomes a conversation."""
     columns = ColumnMapping(prompt="prompt")
     return [
         parse_record({"prompt": line.strip()}, columns, f"{name}:{number}")
@@ -245,5 +252,5 @@ def _lines(name: str, lines: Iterable[str]) -> list[Row]:
 
 def _some(rows: list[Row], name: str) -> list[Row]:
     if not rows:
-        raise DataError(f"{name}: holds no prompts; name another file with --prompts")
+        raise DataError(f"{name}: has no prompts; name another file with --prompts")
     return rows

@@ -1,8 +1,8 @@
-"""Sentences of a user's own, for reward models to score: read from lines, and scored by one model after the other.
+"""Score the user's sentences with reward models, read from lines.
 
-A line is JSON, `{"prompt": ..., "reply": ...}` or `{"prompt": ..., "replies": [...]}`, or fields with tabs between
-them: the prompt and one reply or more. A prompt is a text, a transcript (`Human: ... Assistant:`) or, in JSON, a list
-of `{"role", "content"}`.
+A line is JSON, `{"prompt": ..., "reply": ...}` or `{"prompt": ..., "replies": [...]}`, or fields separated by tabs: the
+prompt and one or more replies. A prompt is a text, a transcript (`Human: ... Assistant:`) or, in JSON, a list of
+`{"role", "content"}`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from rlhf.evaluation.models import RewardModel
 
 _REPLIES = ("reply", "chosen", "rejected")
-_HOW = 'write prompt, tab, reply, or {"prompt": ..., "reply": ...}'
+_FORMAT_HINT = 'write prompt, tab, reply, or {"prompt": ..., "reply": ...}'
 
 
 @dataclass(frozen=True)
 class ReplySet:
-    """A prompt as messages, as it was written, and the replies to it; `source` is where it stands."""
+    """A prompt as messages and as written, and its replies; `source` is its place in the input."""
 
     prompt: tuple[Message, ...]
     shown: str
@@ -36,25 +36,25 @@ class ReplySet:
 
 
 def parse_reply_set(prompt: Any, replies: Sequence[Any], source: str) -> ReplySet:
-    """A prompt and its replies, as a user gives them.
+    """Return a user's prompt with its replies.
 
     Raises:
-        DataError: the prompt is none, or a reply is no text.
+        DataError: the prompt is missing or invalid, or a reply is not a text.
     """
     if not replies or not all(isinstance(reply, str) and reply.strip() for reply in replies):
-        raise DataError(f"{source}: a reply is missing, or no text; {_HOW}")
+        raise DataError(f"{source}: a reply is missing, or not a text; {_FORMAT_HINT}")
     try:
         row = parse_record({"prompt": prompt}, ColumnMapping(prompt="prompt"), source)
     except RejectedRecordError as error:
-        raise DataError(f"{source}: {error.reason}; {_HOW}") from error
+        raise DataError(f"{source}: {error.reason}; {_FORMAT_HINT}") from error
     return ReplySet(row.prompt, row.text, tuple(reply.strip() for reply in replies), source)
 
 
 def read_line(line: str, source: str) -> ReplySet:
-    """The question of one line.
+    """Parse one line.
 
     Raises:
-        DataError: it is of neither form.
+        DataError: the line has neither form.
     """
     if not line.lstrip().startswith("{"):
         prompt, *replies = line.rstrip("\r\n").split("\t")
@@ -62,44 +62,46 @@ def read_line(line: str, source: str) -> ReplySet:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{source}: not readable as JSON ({error}); {_HOW}") from error
+        raise DataError(f"{source}: not readable as JSON ({error}); {_FORMAT_HINT}") from error
     several, named = values.get("replies"), [values[key] for key in _REPLIES if key in values]
     return parse_reply_set(values.get("prompt"), several if isinstance(several, list) else named, source)
 
 
 def score_replies(
-    judge: RewardModel, questions: Sequence[ReplySet], *, batch_size: int, show: bool = False
+    model: RewardModel, questions: Sequence[ReplySet], *, batch_size: int, show: bool = False
 ) -> list[list[float]]:
-    """The model's score of every reply to every question.
+    """Return the model's score of every reply in every set.
 
     Raises:
-        DataError: the model's chat template refuses a prompt, or one is too long for the model with its reply.
-        ModelError: a score is no finite number.
+        DataError: the model's chat template refuses a prompt, or a prompt with its reply is too long for the model.
+        ModelError: a score is not finite.
     """
     from rlhf.data.prompt_encoding import make_conversation_row
 
     rows: list[Row] = [
-        make_conversation_row(asked.prompt, judge.prompt_format) for asked in questions for _ in asked.replies
+        make_conversation_row(reply_set.prompt, model.prompt_format)
+        for reply_set in questions
+        for _ in reply_set.replies
     ]
-    replies = [reply for asked in questions for reply in asked.replies]
-    sources = [asked.source for asked in questions for _ in asked.replies]
+    replies = [reply for reply_set in questions for reply in reply_set.replies]
+    sources = [reply_set.source for reply_set in questions for _ in reply_set.replies]
     sequences = []
-    for source, ids in zip(sources, judge.encode(rows, replies), strict=True):
+    for source, ids in zip(sources, model.encode(rows, replies), strict=True):
         if ids is None:
-            raise DataError(f"{source}: the chat template of {judge.name} refuses this prompt; change its roles")
-        if len(ids) > judge.room:
+            raise DataError(f"{source}: the chat template of {model.name} refuses this prompt; change its roles")
+        if len(ids) > model.max_length:
             raise DataError(
-                f"{source}: prompt and reply have {len(ids):,} tokens, and {judge.name} has room for {judge.room:,}; "
+                f"{source}: prompt and reply have {len(ids):,} tokens, but {model.name} accepts {model.max_length:,}; "
                 "shorten them"
             )
         sequences.append(ids)
-    said = f"{judge.name}: scoring" if show else ""
-    found = iter(judge.scores(sequences, batch_size=batch_size, description=said))
-    return [[next(found) for _ in asked.replies] for asked in questions]
+    description = f"{model.name}: scoring" if show else ""
+    scores = iter(model.scores(sequences, batch_size=batch_size, description=description))
+    return [[next(scores) for _ in reply_set.replies] for reply_set in questions]
 
 
 def best_reply_probabilities(scores: Sequence[float]) -> list[float]:
-    """How likely the model holds each reply to be the best: softmax, so of two replies sigmoid of the difference."""
-    most = max(scores)
-    weights = [math.exp(score - most) for score in scores]
+    """Return the probability that each reply is the best: softmax, which for two replies is sigmoid(difference)."""
+    highest = max(scores)
+    weights = [math.exp(score - highest) for score in scores]
     return [weight / sum(weights) for weight in weights]

@@ -103,17 +103,17 @@ def test_the_folder_of_a_stage_answers(finished_run: RunDirectory) -> None:
 
 def test_a_run_answers_with_its_average_where_it_has_one(finished_run: RunDirectory) -> None:
     for named in (finished_run.path, finished_run.stage("ppo").path, finished_run.stage("ppo").model):
-        with pytest.raises(RunError, match=r"holds no average of a finished ppo stage; train with ppo\.ema, or"):
+        with pytest.raises(RunError, match=r"has no moving average of a finished ppo stage; train with ppo\.ema, or"):
             model_folder(named, ema=True)
     finished_run.stage("ppo").average.mkdir()
     for named in (finished_run.path, finished_run.stage("ppo").path):
         assert (
             model_folder(named, ema=True) == model_folder(named, "ppo", ema=True) == finished_run.path / "ppo/model-ema"
         )
-    with pytest.raises(RunError, match="of PPO's policy alone a run has an average; leave --stage out"):
+    with pytest.raises(RunError, match="only PPO's policy has a moving average; remove --stage"):
         model_folder(finished_run.path, "sft", ema=True)
     (finished_run.stage("ppo").path / "stage.json").unlink()
-    with pytest.raises(RunError, match="holds no average of a finished ppo stage"):
+    with pytest.raises(RunError, match="has no moving average of a finished ppo stage"):
         model_folder(finished_run.path, ema=True)
 
 
@@ -305,7 +305,7 @@ def test_a_reward_model_is_nobody_to_talk_to(tiny_model: Path, tmp_path: Path, m
 
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
-    with pytest.raises(ModelError, match="is a reward model, which scores texts and writes none"):
+    with pytest.raises(ModelError, match="is a reward model, which cannot generate text"):
         chat_model(folder, monkeypatch)
 
 

@@ -227,7 +227,7 @@ def test_texts_are_scored_where_vocabularies_differ(run: Run, models: dict[str, 
     done = run(models["a"], models["c"], "-R", models["stranger"], "--json", "--output", output)
     found, judge = told(done), plain_judge(models["stranger"])
     second = found["models"][1]
-    assert second["no_log_ratio"] == f"its vocabulary is not that of {models['a']}"
+    assert second["no_log_ratio"] == f"its vocabulary differs from that of {models['a']}"
     assert "log_ratio" not in second and len(found["notes"]) == 2
     for line in map(json.loads, output.read_text().splitlines()):
         for name, (text,) in line["completions"].items():
@@ -252,7 +252,7 @@ def test_what_only_the_writer_has_a_row_for_is_read_by_no_other(
         padded.lm_head.weight[-2:] = torch.tensor([[100.0], [-100.0]]) * padded.lm_head.weight[:1]
     found = told(run(models["a"], save(padded, tokenizer, tmp_path / "padded"), "-R", models["judge"], "--json"))
     first, second = found["models"]
-    assert second["no_log_ratio"] == f"its vocabulary is not that of {models['a']}"
+    assert second["no_log_ratio"] == f"its vocabulary differs from that of {models['a']}"
     assert math.isfinite(second["reward"]["mean"]) and "scored by their text" in found["notes"][0]
     alone = told(run(models["a"], models["b"], "-R", models["judge"], "--json"))["models"][0]
     assert first["length"] == alone["length"]
@@ -286,7 +286,7 @@ def test_a_prompt_that_a_model_cannot_hold_is_left_out_for_all(
     path.write_text("moo\n" + "moo " * 60 + "\nwoof\n")  # 122 tokens
     done = run(models["a"], models["b"], "--json", prompts=path)
     assert told(done)["prompts"] == 2
-    reason = f"{models['a']}: the prompt and --max-tokens 8 are more than its 128 tokens"
+    reason = f"{models['a']}: the prompt and --max-tokens 8 exceed its 128 tokens"
     assert told(done)["left_out"] == {reason: 1}
     assert f"note: 1 prompt left out: {reason} (first: {path}:2)" in done.stderr
 
@@ -310,7 +310,7 @@ def test_lines_of_standard_input_are_prompts_and_a_pipe_gets_a_line_of_numbers_f
     ("arguments", "said"),
     [
         (["a"], "a: one model alone has nothing to be compared with; name two or more"),
-        (["a", "a"], "a: is the same model as {a}; name each once"),
+        (["a", "a"], "a: is the same model as {a}; name each model once"),
         (["a", "b", "--best-of", "4"], "--best-of: no reward model says which sample is the best; name one with"),
         (["a", "b", "-R", "judge", "--best-of", "4,x"], "--best-of 4,x: 'x' is no number of samples; write 1,4,16"),
         (["a", "b", "-R", "judge", "--best-of", "0"], "--best-of 0: '0' is no number of samples; write 1,4,16"),
@@ -325,7 +325,7 @@ def test_lines_of_standard_input_are_prompts_and_a_pipe_gets_a_line_of_numbers_f
         (["a", "b", "--output", "/dev/null"], "/dev/null: is a device; name a file with --output"),
         (
             ["a", "b", "--max-tokens", "128"],
-            "no prompt is left: {a}: the prompt and --max-tokens 128 are more than its",
+            "no prompt fits all models: {a}: the prompt and --max-tokens 128 exceed its",
         ),
     ],
 )
@@ -387,7 +387,7 @@ def test_completions_are_as_long_as_in_the_recipe_of_the_run_and_its_models_have
     small = told(run(models["a"], finished_run, "--limit", 1, "--json", most=None))
     assert small["max_tokens"] == longest != 256
     unfit = str(run(models["a"], models["b"], most=None).exception)
-    assert "the prompt and --max-tokens 256 are more than its" in unfit  # of no run: a recipe's default
+    assert "the prompt and --max-tokens 256 exceed its" in unfit  # of no run: a recipe's default
 
 
 def test_a_terminal_shows_completions_side_by_side_and_the_tables(

@@ -94,7 +94,7 @@ def test_numbers_that_are_none_are_an_error(
 ) -> None:
     head = writer.module.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda hidden: hidden @ head.weight.T * torch.nan)
-    said = "it: its likelihoods are no finite numbers in fp32; try --precision fp32, or check the model's weights"
+    said = "it: its likelihoods are not finite in fp32; try --precision fp32, or check the model's weights"
     with pytest.raises(ModelError, match=said):
         generate_completions(writer, PROMPTS, manner(temperature), lambda rows: None)
     with pytest.raises(ModelError, match=said):

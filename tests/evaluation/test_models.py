@@ -74,7 +74,7 @@ def test_one_device_serves_several_models(
 ) -> None:
     writer = load_language_model(model_folder, Config(), device, name="small")
     judges = [load_reward_model(judge_folder[0], Config(), device) for _ in range(2)]
-    assert writer.name == "small" and writer.room == judges[0].room == 128
+    assert writer.name == "small" and writer.max_length == judges[0].max_length == 128
     assert not writer.module.training and not judges[0].module.training
     sequences = [ids or [] for ids in judges[0].encode(ROWS, REPLIES)]
     assert judges[0].scores(sequences) == judges[1].scores(sequences)
@@ -145,7 +145,7 @@ def test_settings_switch_a_template_off_where_no_training_says_how(
 def test_a_model_of_the_other_kind_is_named(
     device: EvaluationDevice, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="is a reward model, which scores texts and writes none"):
+    with pytest.raises(ModelError, match="is a reward model, which cannot generate text"):
         load_language_model(judge_folder[0], Config(), device)
     with pytest.raises(ModelError, match=r"its weights lack score\.weight"):
         load_reward_model(model_folder, Config(), device)
@@ -194,18 +194,18 @@ def test_static_shapes_give_every_batch_one_shape(device: EvaluationDevice, rows
 
     lengths = [2, 7, 1, 5, 3, 6, 4]
     static = replace(device, shapes=ShapePolicy("static"))
-    found = static.each(
-        [[1] * length for length in lengths], compute, pad=9, batch_size=rows, numbers={"more": [10, 20] * 3 + [30]}
+    found = static.map_rows(
+        [[1] * length for length in lengths], compute, pad=9, batch_size=rows, extras={"more": [10, 20] * 3 + [30]}
     )
     assert found == [length + more for length, more in zip(lengths, [10, 20] * 3 + [30], strict=True)]
     assert set(seen) == {(rows, 7)}
-    assert static.each([], compute, pad=9, batch_size=rows) == []
+    assert static.map_rows([], compute, pad=9, batch_size=rows) == []
 
 
 def test_a_stage_says_what_ended_its_replies(data_file: Path, tokenizer: Any) -> None:
     config = build_config({"data": {"datasets": [{"path": str(data_file)}]}}).data
-    assert load_stage(config, "reward", tokenizer, seed=0, end_ids=[1, 7]).written["end_ids"] == [1, 7]
-    assert load_stage(config, "reward", tokenizer, seed=0).written["end_ids"] == [1]
+    assert load_stage(config, "reward", tokenizer, seed=0, end_ids=[1, 7]).summary["end_ids"] == [1, 7]
+    assert load_stage(config, "reward", tokenizer, seed=0).summary["end_ids"] == [1]
 
 
 def test_a_lack_of_memory_is_one_line(device: EvaluationDevice) -> None:
@@ -213,7 +213,7 @@ def test_a_lack_of_memory_is_one_line(device: EvaluationDevice) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(OutOfMemory, match=r"cpu: too little memory for 2 rows of .* tokens at a time; lower --batch"):
-        device.each([[1, 2], [3], [4]], compute, pad=0, batch_size=2)
+        device.map_rows([[1, 2], [3], [4]], compute, pad=0, batch_size=2)
 
 
 @pytest.fixture
@@ -250,10 +250,10 @@ def test_an_adapter_of_no_model_or_another_one_is_an_error_of_one_line(
     llama(300, hidden_size=64).save_pretrained(tmp_path / "wider")
     build_tokenizer().save_pretrained(tmp_path / "wider")
     for base, said in {
-        None: "names no model; put its base_model_name_or_path into adapter_config.json",
+        None: "names no base model; set base_model_name_or_path in adapter_config.json",
         str(tmp_path / "gone"): "gone: no such model folder",
         str(folder): "holds a LoRA adapter",
-        str(tmp_path / "wider"): r"this adapter cannot be put into .*wider \(.*for PeftModel\); check its files",
+        str(tmp_path / "wider"): r"this adapter cannot be merged into .*wider \(.*for PeftModel\); check its files",
     }.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
         with pytest.raises(ModelError, match=said) as caught:

@@ -100,7 +100,7 @@ def test_a_long_text_is_read_in_windows(
 
 def test_texts_of_the_wrong_kind_are_errors(evaluate: Evaluate, model_folder: Path, tmp_path: Path) -> None:
     for name, content, said in (
-        ("empty.txt", b" \n", "empty.txt: holds no text"),
+        ("empty.txt", b" \n", "empty.txt: has no text"),
         ("latin.txt", b"\xe4", "latin.txt: is not UTF-8 text"),
         ("empty.jsonl", b"", "empty.jsonl: no usable row"),
         ("prompts.jsonl", b'{"prompt": "a"}', "1 no demonstration"),
@@ -121,7 +121,7 @@ def test_a_likelihood_that_is_no_number_is_an_error(
     broken.save_pretrained(tmp_path / "broken")
     tokenizer.save_pretrained(tmp_path / "broken")
     done = evaluate(tmp_path / "broken", "--text", lines(tmp_path / "rows.jsonl", ROWS))
-    assert "the likelihood of rows.jsonl:1 is no finite number in fp32" in str(done.exception)
+    assert "the likelihood of rows.jsonl:1 is not finite in fp32" in str(done.exception)
 
 
 def test_an_adapter_alone_is_measured_and_talked_to_in_its_model(

@@ -47,10 +47,10 @@ def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("empty.txt", b"\n \n", r"holds no prompts; name another file with --prompts"),
+        ("empty.txt", b"\n \n", r"has no prompts; name another file with --prompts"),
         ("bytes.txt", b"a\xff", r"is not UTF-8 text \(byte 1\); save it as UTF-8"),
         ("absent.txt", None, r"cannot be read \(No such file or directory\); check the path"),
-        ("texts.jsonl", b'{"prompt": ""}', r"holds no prompts; name another file with --prompts"),
+        ("texts.jsonl", b'{"prompt": ""}', r"has no prompts; name another file with --prompts"),
     ],
 )
 def test_what_holds_no_prompts_is_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:

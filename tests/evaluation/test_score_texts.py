@@ -51,7 +51,7 @@ def test_a_prompt_may_be_a_conversation(line: str) -> None:
         ("a prompt alone", "line 7: a reply is missing"),
         ("\tmoo", "line 7: empty prompt; write prompt, tab, reply"),
         ('{"prompt": "a"}', "line 7: a reply is missing"),
-        ('{"prompt": "a", "reply": 3}', "line 7: a reply is missing, or no text"),
+        ('{"prompt": "a", "reply": 3}', "line 7: a reply is missing, or not a text"),
         ('{"prompt": "a", "replies": []}', "line 7: a reply is missing"),
         ('{"prompt": 3, "reply": "a"}', "line 7: prompt is a number, not text"),
         ('{"prompt": "a", "reply"', "line 7: not readable as JSON"),
@@ -102,7 +102,7 @@ def test_arguments_are_a_question_too_and_a_pipe_gets_tabs(
 def test_what_cannot_be_scored_is_named(evaluate: Evaluate, judge_folder: tuple[Path, Any], model_folder: Path) -> None:
     assert "standard input is empty" in str(evaluate(judge_folder[0], given="\n").exception)
     long = str(evaluate(judge_folder[0], given="cow\tmoo\ncow\t" + "moo " * 200).exception)
-    assert "standard input:2: prompt and reply have" in long and "has room for 128" in long
+    assert "standard input:2: prompt and reply have" in long and "accepts 128" in long
     assert "its weights lack score.weight" in str(evaluate(model_folder, given="cow\tmoo").exception)
 
 

@@ -107,7 +107,7 @@ def adapter(folder: Path) -> None:
         (without_a_tokenizer, "holds no tokenizer"),
         (other_shapes, "its weights do not fit"),
         (unknown_type, "does not know the model type 'lama'"),
-        (adapter, "this adapter names no model"),
+        (adapter, "this adapter names no base model"),
     ],
 )
 def test_chat_with_what_is_no_model_is_one_line(

@@ -108,4 +108,4 @@ def test_a_language_model_of_the_family_is_no_reward_model(
 
 def test_chat_refuses_the_reward_model(finished: tuple[Path, str], rlhf: Any) -> None:
     found = rlhf("chat", finished[0] / "reward" / "model", recipe=None, check=False)
-    assert found.returncode == 2 and "is a reward model, which scores texts and writes none" in found.stderr
+    assert found.returncode == 2 and "is a reward model, which cannot generate text" in found.stderr
