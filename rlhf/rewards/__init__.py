@@ -1,16 +1,17 @@
-"""Reward functions of the user: Python that says how good a completion is, in a process of its own.
+"""Reward functions of the user: Python that scores completions, in a separate process.
 
-A function is called once for each completion:
+A function is called once per completion:
 
     def function(prompt: str, completion: str, row: dict) -> float
 
-`prompt` is the prompt as text, a conversation as a transcript; `completion` is what the policy said, without special
-tokens and white space around it; `row` has the columns of the data row as its source has them (an `answer` to compare
-with) and, where no column is called so, what rlhf read in it: `messages` (the conversation up to the reply, a list of
-{role, content}), `response`, `chosen`, `rejected` (None where the row has none) and `source` ("file.jsonl:17").
+`prompt` is the prompt as text, with a conversation as a transcript. `completion` is the policy's reply, without special
+tokens and surrounding white space. `row` has the columns of the data row as in its source (for example an `answer` to
+compare with) and, under names that are not columns, the fields that rlhf read from it: `messages` (the conversation up
+to the reply, a list of {role, content}), `response`, `chosen`, `rejected` (None if the row has none) and `source`
+("file.jsonl:17").
 
-Each rank has such a process, `worker.py`, which begins before the first step, stays, and needs neither torch nor a
-device; what a function keeps in a global variable is there for the next batch. What it prints goes to standard error.
-An exception, a value that is not a finite number, a process that ends or takes longer than `ppo.reward_timeout` ends
-the run with one line (`process.py`). `hookspecs.py` is for functions that a plugin brings along.
+Each rank has one such process (`worker.py`). It starts before the first step, runs until the end, and needs neither
+torch nor a device; a function's global variables keep their values between batches. Its output goes to standard error.
+An exception, a value that is not a finite number, a process that exits, or one that exceeds `ppo.reward_timeout` ends
+the run with one line (`process.py`). Plugins can offer reward functions, too (`hookspecs.py`).
 """

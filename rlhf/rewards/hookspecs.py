@@ -1,12 +1,15 @@
-"""The hook through which a plugin offers reward functions, and the marks for it.
+"""The hook through which plugins offer reward functions, and the search for a function by name.
 
-A plugin is a distribution with an entry point in the group `rlhf.rewards` that names a module. It is loaded where a
-recipe names `plugin:...`, in the process in which its functions will run.
+A plugin is a distribution with an entry point in the group `rlhf.rewards` that names a module. If a recipe names
+`plugin:...`, it is loaded in the process in which its functions will run.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
 
 import pluggy
 
@@ -19,7 +22,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def rlhf_reward_functions() -> Mapping[str, str]:  # type: ignore[empty-body]
-    """Functions by the name that a recipe calls them, `plugin:brevity` in `ppo.reward_functions`, as module:function.
+    """Return functions as module:function, by the name in recipes (`plugin:brevity` in `ppo.reward_functions`).
 
     from rlhf.rewards.hookspecs import hookimpl
 
@@ -27,3 +30,29 @@ def rlhf_reward_functions() -> Mapping[str, str]:  # type: ignore[empty-body]
     def rlhf_reward_functions():
         return {"brevity": "my_rewards.length:brevity"}
     """
+
+
+class UnknownPluginFunction(Exception):
+    """No plugin offers a function of this name, or several do."""
+
+
+def find_plugin_function(name: str) -> str:
+    """Return the function that a plugin offers as `name`, as module:function.
+
+    Raises:
+        UnknownPluginFunction: no plugin offers it, or several do.
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(sys.modules[__name__])
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        manager.register(point.load(), point.name)
+    offered: dict[str, dict[str, str]] = {}
+    for implementation in manager.hook.rlhf_reward_functions.get_hookimpls():
+        functions: Any = implementation.function()
+        for offered_name, function in functions.items():
+            offered.setdefault(offered_name, {})[implementation.plugin_name] = function
+    if name not in offered:
+        raise UnknownPluginFunction(f"no plugin offers {name}; use one of {', '.join(sorted(offered)) or '(none)'}")
+    if len(offered[name]) > 1:
+        raise UnknownPluginFunction(f"offered by several plugins, {' and '.join(offered[name])}; uninstall one of them")
+    return next(iter(offered[name].values()))

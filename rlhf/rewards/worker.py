@@ -1,8 +1,8 @@
-"""The process in which reward functions run: it imports them, then scores one batch after the other.
+"""The process that runs reward functions: it imports them, then scores one batch after the other.
 
-`rlhf.rewards.process` starts it as a file of its own. Messages come in on one pipe and go out on another, each a
-pickle behind its length: in, Python's path and the functions, then samples; out, ("at", function, sample) before each
-call, and ("done", result) or ("failed", why). It begins with the standard library alone, to be there at once.
+`rlhf.rewards.process` starts this file as a script. Messages arrive on one pipe and leave on another, each a pickle
+after its length. It receives Python's path and the functions, then samples. It sends ("at", function, sample) before
+each call, and ("done", result) or ("failed", reason). It imports only the standard library, to start at once.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("!Q")
 PLUGIN = "plugin"
-_LONGEST = 300  # characters of an exception's message
+_MAX_SHOWN = 300  # characters of an exception's message
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-class Unusable(Exception):
-    """What keeps a function from being used, and what to do about it."""
+class UnusableFunction(Exception):
+    """A function cannot be used; the message says why, and what to do."""
 
 
-def packed(message: Any) -> bytes:
-    """A message as it is sent."""
+def pack_message(message: Any) -> bytes:
+    """Return a message as bytes, after its length."""
     content = pickle.dumps(message)
     return LENGTH.pack(len(content)) + content
 
 
 def main(requests: int, replies: int, lifeline: int) -> None:
-    """Answer until the other side ends; the arguments are descriptors of pipes."""
+    """Answer requests until the run ends; the arguments are file descriptors of pipes."""
     for descriptor in (requests, replies, lifeline):
         os.set_inheritable(descriptor, False)
-    _end_with(lifeline)
-    _outlast_signals()
-    os.dup2(2, 1)  # whatever a function prints
+    _exit_with_run(lifeline)
+    _ignore_signals()
+    os.dup2(2, 1)  # output of functions
     sys.stdout = sys.stderr
-    sys.dont_write_bytecode = True  # a check before a run writes nothing
-    worker = Worker(os.fdopen(requests, "rb"), os.fdopen(replies, "wb"))
+    sys.dont_write_bytecode = True  # preflight writes nothing
+    worker = RewardWorker(os.fdopen(requests, "rb"), os.fdopen(replies, "wb"))
     try:
         worker.run()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # a function's threads may still run
 
 
-class Worker:
-    """The functions, once they are imported, and the two pipes."""
+class RewardWorker:
+    """The imported functions, and the two pipes."""
 
     def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
         self._requests, self._replies = requests, replies
         self._functions: list[Callable[[str, str, Any], Any]] = []
 
     def run(self) -> None:
-        """Import, then score batches.
+        """Import the functions, then score batches.
 
         Raises:
-            EOFError, BrokenPipeError: the other side has ended.
+            EOFError, BrokenPipeError: the run has ended.
         """
         sys.path[:], names = self._receive()
         self._attempt(lambda: self._import(names))
@@ -80,7 +80,7 @@ class Worker:
     def _import(self, names: list[str]) -> None:
         for place, name in enumerate(names):
             self._send("at", place, None)
-            self._functions.append(_imported(name))
+            self._functions.append(_import_function(name))
 
     def _score(self, samples: list[tuple[str, str, Any]]) -> list[list[float]]:
         return [
@@ -90,29 +90,29 @@ class Worker:
 
     def _value(self, place: int, number: int, prompt: str, completion: str, row: Any) -> float:
         self._send("at", place, number)
-        found = self._functions[place](prompt, completion, row)
+        returned = self._functions[place](prompt, completion, row)
         try:
-            value = math.nan if isinstance(found, str | bytes) else float(found)
+            value = math.nan if isinstance(returned, str | bytes) else float(returned)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
             value = math.nan
         if not math.isfinite(value):
-            shown = repr(found)
-            shown = shown if len(shown) <= 60 else shown[:60] + "..."
-            raise Unusable(f"returned {shown} ({type(found).__name__}), which is no finite number")
+            text = repr(returned)
+            text = text if len(text) <= 60 else text[:60] + "..."
+            raise UnusableFunction(f"must return a finite number, got {text} ({type(returned).__name__})")
         return value
 
     def _attempt(self, work: Callable[[], Any]) -> None:
         try:
             result = work()
-        except Unusable as error:
+        except UnusableFunction as error:
             self._send("failed", str(error))
         except BaseException as error:  # sys.exit is one
-            self._send("failed", _described(error))
+            self._send("failed", _describe_error(error))
         else:
             self._send("done", result)
 
     def _send(self, *message: Any) -> None:
-        self._replies.write(packed(message))
+        self._replies.write(pack_message(message))
         self._replies.flush()
 
     def _receive(self) -> Any:
@@ -122,10 +122,10 @@ class Worker:
         return pickle.loads(self._requests.read(LENGTH.unpack(head)[0]))
 
 
-def _end_with(lifeline: int) -> None:
-    """End when the other end of a pipe is closed, and all processes that a function has started, whatever they do.
+def _exit_with_run(lifeline: int) -> None:
+    """Kill this process group when the other end of a pipe is closed, with all processes that functions started.
 
-    The kernel sends the signal itself: a regular expression that never ends would let no thread run.
+    On Linux the kernel sends the signal, because a regular expression that never ends lets no thread run.
     """
     if hasattr(fcntl, "F_SETSIG"):  # Linux
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -139,8 +139,8 @@ def _end_with(lifeline: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _outlast_signals() -> None:
-    """A signal to end is for the run, which first completes its step; what a function starts is as it would be."""
+def _ignore_signals() -> None:
+    """Ignore signals to end, which the run handles after its step; restore them in processes that functions start."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
@@ -151,58 +151,61 @@ def _outlast_signals() -> None:
     os.register_at_fork(after_in_child=restore)
 
 
-def _imported(name: str) -> Callable[[str, str, Any], Any]:
-    """The function `where:name`, as it can be called.
+def _import_function(name: str) -> Callable[[str, str, Any], Any]:
+    """Import the function `where:name`, and check that it can be called.
 
     Raises:
-        Unusable: it is not there, or cannot be called so.
+        UnusableFunction: it does not exist, or cannot be called with these arguments.
     """
     where, _, attribute = name.rpartition(":")
     if where == PLUGIN:
-        from rlhf.rewards.plugins import Unknown, named
+        from rlhf.rewards.hookspecs import UnknownPluginFunction, find_plugin_function
 
         try:
-            where, _, attribute = named(attribute).rpartition(":")
-        except Unknown as error:
-            raise Unusable(str(error)) from None
-    found: Any = _module(where)
+            where, _, attribute = find_plugin_function(attribute).rpartition(":")
+        except UnknownPluginFunction as error:
+            raise UnusableFunction(str(error)) from None
+    target: Any = _import_module(where)
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            raise Unusable(f"{where} has no {part}; " + (f"did you mean {near[0]}?" if near else "check the name"))
-        found = getattr(found, part)
-    function: Callable[[str, str, Any], Any] = found
-    if not callable(found):
-        raise Unusable("is no function; name one that takes (prompt, completion, row)")
-    if inspect.iscoroutinefunction(found):
-        raise Unusable("is `async`; name a plain function, which may call asyncio.run")
+        if not hasattr(target, part):
+            close = difflib.get_close_matches(part, dir(target), n=1)
+            raise UnusableFunction(
+                f"{where} has no {part}; " + (f"did you mean {close[0]}?" if close else "check the name")
+            )
+        target = getattr(target, part)
+    function: Callable[[str, str, Any], Any] = target
+    if not callable(target):
+        raise UnusableFunction("not a function; name a function that takes (prompt, completion, row)")
+    if inspect.iscoroutinefunction(target):
+        raise UnusableFunction("must not be `async`; name a plain function, which may call asyncio.run")
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
     except (TypeError, ValueError):  # written in C
         return function
     try:
         signature.bind("", "", {})
     except TypeError:
-        raise Unusable(f"takes {signature}, and is called with (prompt, completion, row); let it take these") from None
+        raise UnusableFunction(
+            f"takes {signature}, but is called with (prompt, completion, row); change its parameters"
+        ) from None
     return function
 
 
-def _module(where: str) -> ModuleType:
+def _import_module(where: str) -> ModuleType:
     if where.endswith(".py"):
-        return _file(Path(where).resolve())
+        return _import_file(Path(where).resolve())
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name and f"{where}.".startswith(f"{error.name}."):
-            raise Unusable(
-                f"there is no module {error.name}; install it, start rlhf in its folder, or name a file: "
-                "./rewards.py:function"
+            raise UnusableFunction(
+                f"no module {error.name}; install it, start rlhf in its folder, or name a file: ./rewards.py:function"
             ) from None
         raise
 
 
-def _file(path: Path) -> ModuleType:
-    """The module of a file, which finds others beside it."""
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as a module, with its folder on Python's path."""
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
@@ -214,17 +217,17 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
-def _described(error: BaseException) -> str:
-    """An exception in one line, with the user's own line that it comes from."""
+def _describe_error(error: BaseException) -> str:
+    """Return an exception on one line, with the line of the user's code that raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    text = text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames = [frame for frame in frames if frame[0] != __file__ and not frame[0].startswith("<")]
-    own = [frame for frame in frames if not frame[0].startswith(_LIBRARY)] or frames
+    user_frames = [frame for frame in frames if not frame[0].startswith(_LIBRARY)] or frames
     if isinstance(error, SyntaxError) and error.filename:
-        own.append((error.filename, error.lineno))
+        user_frames.append((error.filename, error.lineno))
         text = f"{type(error).__name__}: {error.msg}"
-    return f"{text} at {own[-1][0]}:{own[-1][1]}" if own else text
+    return f"{text} at {user_frames[-1][0]}:{user_frames[-1][1]}" if user_frames else text
 
 
 if __name__ == "__main__":

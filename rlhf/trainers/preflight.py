@@ -17,7 +17,7 @@ from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
 from rlhf.generation.strategy import check_generation as check_rollouts
 from rlhf.models.compatibility import check_model_folder
-from rlhf.rewards.process import check as check_rewards
+from rlhf.rewards.process import check_reward_functions
 from rlhf.roles import base_sharing
 from rlhf.roles.lineage import ACTOR, ResolvedBaseModel, base_models, resolve_base_model, resolve_base_models
 from rlhf.roles.roles import check_placements, model_placements
@@ -91,7 +91,7 @@ def check(
         check_rollouts(config, ranks)
         pretraining.check_pretraining(config, ranks)
         if current_process().rank == 0:
-            check_rewards(config, ranks)
+            check_reward_functions(config, ranks)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
     base_sharing.check_sharing(config, pending, directory.finished_model)

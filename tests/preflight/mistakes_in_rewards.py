@@ -28,7 +28,7 @@ def a_file_of_rewards_that_is_not_there(bench: Bench) -> tuple[list[str], list[s
 
 @mistake
 def a_module_of_rewards_that_is_not_there(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(ppo__reward_functions="nope.rewards:f"), ["there is no module nope; install it"]
+    return settings(ppo__reward_functions="nope.rewards:f"), ["no module nope; install it"]
 
 
 @mistake
@@ -44,25 +44,25 @@ def a_reward_function_with_a_slip_in_its_name(bench: Bench) -> tuple[list[str], 
 
 @mistake
 def a_reward_function_of_other_arguments(bench: Bench) -> tuple[list[str], list[str]]:
-    return named(bench, "two"), ["takes (prompt, completion), and is called with (prompt, completion, row)"]
+    return named(bench, "two"), ["takes (prompt, completion), but is called with (prompt, completion, row)"]
 
 
 @mistake
 def a_reward_function_that_is_a_coroutine(bench: Bench) -> tuple[list[str], list[str]]:
-    return named(bench, "later"), ["rewards.py:later: is `async`"]
+    return named(bench, "later"), ["rewards.py:later: must not be `async`"]
 
 
 @mistake
 def a_reward_function_that_is_none(bench: Bench) -> tuple[list[str], list[str]]:
-    return named(bench, "table"), ["rewards.py:table: is no function"]
+    return named(bench, "table"), ["rewards.py:table: not a function"]
 
 
 @mistake
 def a_reward_function_of_no_plugin(bench: Bench) -> tuple[list[str], list[str]]:
-    return settings(ppo__reward_functions="plugin:brevity"), ["no plugin offers brevity; offered: nothing"]
+    return settings(ppo__reward_functions="plugin:brevity"), ["no plugin offers brevity; use one of (none)"]
 
 
 @mistake
 def rewards_that_may_take_longer_than_ranks_wait(bench: Bench) -> tuple[list[str], list[str]]:
     found = settings(ppo__reward_functions="math:hypot", ppo__reward_timeout=50, engine__timeout=50)
-    return [*found, "--ranks", "2"], ["ppo.reward_timeout: 50 s", "no longer than 50 s (engine.timeout)"]
+    return [*found, "--ranks", "2"], ["ppo.reward_timeout: must be less than engine.timeout, 50 s, got 50 s"]

@@ -169,7 +169,7 @@ def test_what_a_function_prints_is_no_answer(begin, capfd: pytest.CaptureFixture
 
 
 SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
-WHERE = f"{SHOWN}; mend it, then give this command with --resume"
+WHERE = f"{SHOWN}; fix the function, then repeat this command with --resume"
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ WHERE = f"{SHOWN}; mend it, then give this command with --resume"
         ("raises", "KeyError: 'answer' at {file}:{this line}"),
         ("in_a_library", "missing ), unterminated subpattern at position 0 at {file}:{this one}"),
         ("leaves", "ended its process with exit code 7"),
-        ("closes", "closed its process's connection with the run"),
+        ("closes", "closed the connection of its process to the run"),
         ("exits", "SystemExit: 3 at {file}:"),
-        ("crashes", "its process was ended by SIGSEGV"),
-        ("killed", "its process was ended by SIGKILL, which may be for lack of memory"),
-        ("no_number", "returned nan (float), which is no finite number"),
-        ("too_large", "returned inf (float), which is no finite number"),
-        ("text", "returned '1.0' (str), which is no finite number"),
-        ("nothing", "returned None (NoneType), which is no finite number"),
+        ("crashes", "its process was killed by SIGSEGV"),
+        ("killed", "its process was killed by SIGKILL, perhaps because memory ran out"),
+        ("no_number", "must return a finite number, got nan (float)"),
+        ("too_large", "must return a finite number, got inf (float)"),
+        ("text", "must return a finite number, got '1.0' (str)"),
+        ("nothing", "must return a finite number, got None (NoneType)"),
     ],
 )
 def test_a_function_that_fails_is_named_with_its_sample(begin, functions: Path, name: str, what: str) -> None:
@@ -221,7 +221,7 @@ def test_one_that_never_ends_is_ended(begin, functions: Path, name: str) -> None
 
 def test_the_sample_is_the_one_that_failed(begin) -> None:
     message = refusal(begin, "second_fails")
-    assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; mend it" in message
+    assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; fix the function" in message
 
 
 def test_after_a_failure_the_next_batch_has_a_new_process(begin, functions: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_process_that_was_killed_between_batches(begin, functions: Path) -> No
     os.kill(int(process(SAMPLES)[0][0]), signal.SIGKILL)
     with pytest.raises(RewardError) as found:
         process(SAMPLES[:1])
-    said = f"{functions}:pid: its process was ended by SIGKILL, which may be for lack of memory"
+    said = f"{functions}:pid: its process was killed by SIGKILL, perhaps because memory ran out"
     assert str(found.value) == f"ppo.reward_functions: {said}"
 
 
@@ -272,9 +272,9 @@ def test_a_long_sample_is_shortened(begin) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("two", "takes (prompt, completion), and is called with (prompt, completion, row); let it take these"),
-        ("later", "is `async`; name a plain function, which may call asyncio.run"),
-        ("number", "is no function; name one that takes (prompt, completion, row)"),
+        ("two", "takes (prompt, completion), but is called with (prompt, completion, row); change its parameters"),
+        ("later", "must not be `async`; name a plain function, which may call asyncio.run"),
+        ("number", "not a function; name a function that takes (prompt, completion, row)"),
         ("contd", "{file} has no contd; did you mean counted?"),
     ],
 )
@@ -306,9 +306,9 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, what: str) ->
 def test_what_is_not_there(tmp_path: Path) -> None:
     for name, what in {
         f"{tmp_path}/none.py:f": f"ppo.reward_functions: {tmp_path}/none.py: no such file; check its path",
-        "nowhere.to.be:found": "ppo.reward_functions: nowhere.to.be:found: there is no module nowhere; install it, "
+        "nowhere.to.be:found": "ppo.reward_functions: nowhere.to.be:found: no module nowhere; install it, "
         "start rlhf in its folder, or name a file: ./rewards.py:function",
-        "plugin:nothing": "ppo.reward_functions: plugin:nothing: no plugin offers nothing; offered: nothing",
+        "plugin:nothing": "ppo.reward_functions: plugin:nothing: no plugin offers nothing; use one of (none)",
     }.items():
         with pytest.raises(RewardError) as found:
             RewardProcess([RewardFunctionConfig(function=name)], 20)

@@ -107,7 +107,7 @@ def test_a_run_that_a_function_has_ended_goes_on_when_it_is_mended(
     (line,) = (line for line in found.stderr.splitlines() if line.startswith("rlhf: "))
     assert found.returncode == 2
     said = f"rlhf: error: reward function {rewards}:until_mended: KeyError: 'answer' at {rewards}:"
-    assert line.startswith(said) and line.endswith("mend it, then give this command with --resume")
+    assert line.startswith(said) and line.endswith("fix the function, then repeat this command with --resume")
     # 6 rows of the first evaluation, then 4 a step: the 20th is in the fourth step.
     assert (
         sorted(path.name for path in (rewards.parent / "run" / "ppo" / "checkpoints").iterdir())[-1] == "step-00000003"
