@@ -1,7 +1,7 @@
 """Write LoRA adapters to a folder in peft's format: `adapter_config.json`, `adapter_model.safetensors`.
 
-A trained engine flows in; out comes what training has changed, unmerged: peft's adapters, and beside them the scalar
-head and what else was trained, each as peft keeps modules that are trained whole.
+Unmerged adapters are saved with the scalar head and other trained parameters, as peft saves modules that are trained
+whole.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 
 def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: str | None = None) -> None:
-    """Write what training has changed to `path`, complete or not at all; every rank calls it.
+    """Write the trained parameters to `path`, complete or not at all; every rank calls it.
 
     Args:
-        base: the folder or hub name of the model that was trained; None: it was made for this run.
-        merged: the folder of the model that has it merged; None: there is none.
+        engine: the engine that trained them.
+        path: the folder to write.
+        base: the folder or hub name of the model that was trained; None: it was built for this run.
+        merged: the folder of the model with the adapter merged; None: there is none.
     """
     model = engine.module.model if isinstance(engine.module, ScalarHead) else engine.module
     named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
@@ -43,7 +45,7 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: s
     ):
         if main:
             host = engine.accelerator.host_device()
-            # Tied weights are one tensor with two names; safetensors takes no tensor twice.
+            # Tied weights are one tensor with two names; safetensors does not save a tensor twice.
             tensors = {to_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
             with atomic_directory(path) as folder:
                 save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

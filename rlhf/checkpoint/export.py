@@ -1,6 +1,6 @@
-"""Writing a trained model in Hugging Face's format, so that plain transformers loads it, or a note says how.
+"""Write a trained model in Hugging Face's format, so that plain transformers loads it, or a README says how.
 
-Tensors are gathered, merged with their adapters and written one after the other: no rank ever holds the whole model.
+Tensors are gathered, merged with their adapters and written one by one, so that no rank needs the whole model.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorToSave:
-    """A tensor to be saved: what it is like, and how it is made once `parameters` are whole."""
+    """A tensor to save: its shape and type, and how to compute it once `parameters` are whole."""
 
     outline: Tensor
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
     parameters: tuple[Any, ...]
 
 
@@ -50,120 +50,123 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
     model: Any = engine.module.model if isinstance(engine.module, ScalarHead) else engine.module
     pieces = _pieces(model)
     groups = _groups(model, {name: piece.outline for name, piece in pieces.items()})
-    # Whatever fails on rank 0, the others gather to the end, and so does rank 0: they would wait for it.
-    failed: list[BaseException] = []
+    # If rank 0 fails, all ranks still gather to the end; otherwise the others would wait for it.
+    errors: list[BaseException] = []
     with distributed.on_all_ranks(f"saving {path}"), contextlib.ExitStack() as stack:
         writer = None
         if distributed.world().is_main:
-            with _kept(failed):
+            with _keep_error(errors):
                 folder = stack.enter_context(atomic_directory(path))
                 _write_the_rest(model, tokenizer, folder)
                 writer = stack.enter_context(SafetensorsWriter(folder, _outlines(model, pieces, groups)))
         for names in groups:
             group = {name: pieces[name] for name in names}
-            with _whole(group.values()), _kept(failed), torch.no_grad():
-                if writer and not failed:
-                    made = _as_saved(model, {name: piece.make() for name, piece in group.items()})
-                    for name, tensor in made.items():
+            with _gather(group.values()), _keep_error(errors), torch.no_grad():
+                if writer and not errors:
+                    saved = _to_saved_form(model, {name: piece.compute() for name, piece in group.items()})
+                    for name, tensor in saved.items():
                         writer.write(name, tensor)
-        if failed:
-            raise failed[0]
+        if errors:
+            raise errors[0]
 
 
 def _pieces(model: Any) -> dict[str, TensorToSave]:
-    """What is saved of a model, by its names: the state that it would have without adapters, tied weights once."""
+    """Return the tensors to save by the model's names: its state without adapters, tied weights once."""
     layers = {f"{path}.weight": layer for path, layer in find_adapted_layers(model).items()}
     dtype = model.dtype
     ignored = set(model._keys_to_ignore_on_save or ())
-    found: dict[str, TensorToSave] = {}
-    for name, tensor in _once(model).items():
+    pieces: dict[str, TensorToSave] = {}
+    for name, tensor in _get_unique_state(model).items():
         plain = to_plain_name(name)
         if ".lora_" in name or plain in ignored:
             continue
-        make, parameters = tensor.detach, [tensor]
+        compute, parameters = tensor.detach, [tensor]
         if (layer := layers.get(plain)) is not None:
-            make = partial(_merged, layer, tensor.dtype)
+            compute = partial(_compute_merged, layer, tensor.dtype)
             parameters += _factors(layer)
         outline = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
-        found[plain] = TensorToSave(outline, make, tuple(parameters))
+        pieces[plain] = TensorToSave(outline, compute, tuple(parameters))
     for path, layer in find_quantized_layers(model).items():
         outline = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
-        found[to_plain_name(f"{path}.weight")] = TensorToSave(outline, partial(_unquantized, model, path, dtype), ())
-    return found
+        compute = partial(_compute_unquantized, model, path, dtype)
+        pieces[to_plain_name(f"{path}.weight")] = TensorToSave(outline, compute, ())
+    return pieces
 
 
-def _once(model: Any) -> dict[str, Any]:
-    """The model's parameters and lasting buffers, each under one name: of tied ones that which is not tied to another.
+def _get_unique_state(model: Any) -> dict[str, Any]:
+    """Return parameters and persistent buffers, each under one name: for tied ones the name that others are tied to.
 
-    They are not detached, so that what ZeRO-3 knows of them is at hand.
+    They are not detached, so that they keep the attributes of ZeRO-3.
     """
     targets = getattr(model, "all_tied_weights_keys", {})
     names: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
-    kept = {min(same, key=lambda name: to_plain_name(name) in targets) for same in names.values()}
-    return {name: tensor for name, tensor in state.items() if name in kept}
+    selected = {min(same, key=lambda name: to_plain_name(name) in targets) for same in names.values()}
+    return {name: tensor for name, tensor in state.items() if name in selected}
 
 
 def _factors(layer: LoraLayer) -> list[nn.Parameter]:
     return [factor.weight for factors in (layer.lora_A, layer.lora_B) for factor in factors.values()]
 
 
-def _merged(layer: LoraLayer, dtype: torch.dtype) -> Tensor:
+def _compute_merged(layer: LoraLayer, dtype: torch.dtype) -> Tensor:
     return compute_merged_weight(layer).to(dtype)
 
 
-def _unquantized(model: Any, path: str, dtype: torch.dtype) -> Tensor:
+def _compute_unquantized(model: Any, path: str, dtype: torch.dtype) -> Tensor:
     return compute_export_weight(model, path).to(dtype)
 
 
-def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names, and in the shapes, that files have them in."""
-    from transformers.core_model_loading import revert_weight_conversion  # 5.17 to 5.23, where save_pretrained has it
+def _to_saved_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names, and in the shapes, of saved files."""
+    # Private; `save_pretrained` calls it in transformers 5.17 to 5.23.
+    from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return found
+    saved: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return saved
 
 
 def _groups(model: Any, outlines: dict[str, Tensor]) -> list[list[str]]:
-    """Names in groups, whose tensors become what is saved together: alone, or a layer at a time, or all."""
-    whole = {name: tensor.shape for name, tensor in _as_saved(model, dict(outlines)).items()}
-    for of in (lambda name: name, lambda name: (re.match(r".*?\.\d+\.", name) or [name])[0], lambda name: ""):
+    """Group names so that each group converts to saved tensors by itself: one tensor, one layer, or all."""
+    whole = {name: tensor.shape for name, tensor in _to_saved_form(model, dict(outlines)).items()}
+    for get_key in (lambda name: name, lambda name: (re.match(r".*?\.\d+\.", name) or [name])[0], lambda name: ""):
         groups: dict[str, list[str]] = {}
         for name in outlines:
-            groups.setdefault(of(name), []).append(name)
-        parts = [_as_saved(model, {name: outlines[name] for name in names}) for names in groups.values()]
+            groups.setdefault(get_key(name), []).append(name)
+        parts = [_to_saved_form(model, {name: outlines[name] for name in names}) for names in groups.values()]
         if {name: tensor.shape for part in parts for name, tensor in part.items()} == whole:
             return list(groups.values())
-    raise AssertionError("all together are the whole")
+    raise AssertionError("one group of all tensors converts to all")
 
 
 def _outlines(model: Any, pieces: Mapping[str, TensorToSave], groups: list[list[str]]) -> dict[str, Tensor]:
     return {
         name: tensor
         for names in groups
-        for name, tensor in _as_saved(model, {name: pieces[name].outline for name in names}).items()
+        for name, tensor in _to_saved_form(model, {name: pieces[name].outline for name in names}).items()
     }
 
 
-def _whole(pieces: Iterable[TensorToSave]) -> Any:
-    """A context in which the parameters of `pieces` are whole."""
-    return GatheredParameters([each for piece in pieces for each in piece.parameters if is_sharded(each)])
+def _gather(pieces: Iterable[TensorToSave]) -> Any:
+    """Return a context in which the parameters of `pieces` are whole."""
+    parameters = (parameter for piece in pieces for parameter in piece.parameters)
+    return GatheredParameters([parameter for parameter in parameters if is_sharded(parameter)])
 
 
 @contextlib.contextmanager
-def _kept(failed: list[BaseException]) -> Any:
-    """An error in this block is kept for later."""
+def _keep_error(errors: list[BaseException]) -> Any:
+    """Append an error of this block to `errors` instead of raising it."""
     try:
         yield
     except BaseException as error:
-        failed.append(error)
+        errors.append(error)
 
 
 def _write_the_rest(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """All but the weights."""
-    model.config.use_cache = True  # a user of the saved model wants the cache that training does without
+    """Write all files except the weights."""
+    model.config.use_cache = True  # the saved model should use a cache, in contrast to training
     try:
         model.save_pretrained(folder, state_dict={})
     finally:

@@ -1,7 +1,7 @@
-"""Safetensors files written tensor by tensor: no more than one tensor is ever held.
+"""Write safetensors files tensor by tensor, so that no more than one tensor is in memory.
 
-The names, shapes and types of all tensors flow in first, then one tensor after the other, in any order; out come a
-file, or several with an index, as `save_pretrained` names them.
+The names, shapes and types of all tensors are known first; then the tensors come one by one, in any order. The result
+is one file, or several with an index, named as `save_pretrained` does.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from rlhf.utils.atomic_io import atomic_write_json
 
 FILE_SIZE = 4 * 2**30
-"""Bytes of tensors in a file, at most, but for a tensor that is larger."""
+"""Largest number of bytes in a file, unless one tensor is larger."""
 
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}  # safetensors 0.8 has them nowhere else
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}  # private; safetensors 0.8 has no public table
 
 
 class SafetensorsWriter:
-    """Files in a folder that tensors are written to; a context, which ends when all of them are there."""
+    """Files in a folder that tensors are written to; a context manager that ends when all tensors are written."""
 
     def __init__(self, folder: Path, outlines: Mapping[str, Tensor], *, file_size: int | None = None) -> None:
         """`outlines` have the shapes and types, and may be on the meta device; `file_size` is FILE_SIZE by default."""
         self._open = ExitStack()
-        self._places: dict[str, tuple[BinaryIO, int, Tensor]] = {}
+        self._positions: dict[str, tuple[BinaryIO, int, Tensor]] = {}
         groups = _split(outlines, file_size or FILE_SIZE)
         names = ["model.safetensors"]
         if len(groups) > 1:
@@ -51,13 +51,13 @@ class SafetensorsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._open.close()
-        assert error or not self._places, f"not written: {sorted(self._places)}"
+        assert error or not self._positions, f"not written: {sorted(self._positions)}"
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, from whatever device it is on."""
-        file, place, outline = self._places.pop(name)
+        """Write a tensor, from any device."""
+        file, position, outline = self._positions.pop(name)
         assert tensor.shape == outline.shape and tensor.dtype == outline.dtype, name
-        file.seek(place)
+        file.seek(position)
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for part in flat.split(1 << 26):
             file.write(part.to(torch.get_default_device()).numpy())
@@ -65,22 +65,22 @@ class SafetensorsWriter:
     def _begin(self, path: Path, group: Mapping[str, Tensor]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
-        # Wide numbers first, so that each begins at a multiple of its size: readers take views of the file.
+        # Wide types first, so that each tensor starts at a multiple of its element size: readers map the file.
         for name, tensor in sorted(group.items(), key=lambda item: -item[1].element_size()):
             starts[name], end = end, end + _size(tensor)
             offsets = [starts[name], end]
             header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin where numbers may
+        text += b" " * (-len(text) % 8)  # aligns the tensors
         file = self._open.enter_context(path.open("wb"))
         file.write(len(text).to_bytes(8, "little") + text)
         os.truncate(file.fileno(), 8 + len(text) + end)
         for name, start in starts.items():
-            self._places[name] = file, 8 + len(text) + start, group[name]
+            self._positions[name] = file, 8 + len(text) + start, group[name]
 
 
 def _split(outlines: Mapping[str, Tensor], file_size: int) -> list[dict[str, Tensor]]:
-    """Tensors by file, in their order."""
+    """Return the tensors of each file, in order."""
     groups: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in outlines.items():

@@ -1,9 +1,9 @@
-"""Checkpoints of a stage: DeepSpeed's shards of every engine and the stage's own state, complete or absent.
+"""Checkpoints of a stage: DeepSpeed's shards of every engine and the stage's state, complete or absent.
 
-Weights that are not trained (LoRA) are left out: the stage loads them from where it took them at first.
+Frozen weights (LoRA) are not included: the stage loads them again from their source.
 
-A checkpoint is written beside its final name and renamed when every rank has finished, so a crash leaves
-the ones before it. The newest two are kept: if a disk fails one, the other remains.
+A checkpoint is written under a temporary name and renamed when every rank has finished, so a crash does not damage
+earlier ones. The newest two are kept, in case a disk damages one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ def save_checkpoint(
     """Write the checkpoint of `step` and remove all but the newest two; every rank calls it.
 
     Args:
-        state: this rank's own numbers and tensors (random generators, counters).
+        directory: the stage's folder.
+        step: the number of steps taken.
+        engines: the engines by name.
+        state: this rank's numbers and tensors (random generators, counters).
     """
     final = directory.checkpoints / f"step-{step:08d}"
     with distributed.on_main("writing the checkpoint") as main:
         if main:
             shutil.rmtree(_partial(final), ignore_errors=True)
             _partial(final).mkdir(parents=True)
-    # Published only when the files of all ranks are there: one that still wrote would find its folder gone.
+    # Renamed only after all ranks have written: a rank that still writes would lose its folder.
     with distributed.on_all_ranks("writing the checkpoint"):
         for name, engine in engines.items():
             engine.engine.save_checkpoint(
@@ -59,7 +62,7 @@ def restore_checkpoint(
     """Load the newest complete checkpoint of a stage into its engines.
 
     Returns:
-        (step, this rank's state), or None where there is no checkpoint.
+        (step, this rank's state), or None if there is no checkpoint.
 
     Raises:
         RunError: it was written by another number of ranks, or cannot be read.
@@ -73,8 +76,8 @@ def restore_checkpoint(
             whole = engine.parameter_counts["trainable"] == engine.parameter_counts["all"]
             engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
         state = torch.load(path / STATE.format(rank=distributed.world().rank), weights_only=True)
-    except Exception as error:  # whatever the reader met in the files, the remedy is the same
-        if as_resource_error(error):  # they may be in order
+    except Exception as error:  # the remedy is the same for all errors in the files
+        if as_resource_error(error):  # the files may be intact
             raise
         raise directory.unreadable(_reason(error)) from error
     return parse_step(path), state
