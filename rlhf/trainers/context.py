@@ -1,4 +1,4 @@
-"""What a stage runs in: settings, hardware, place among the ranks, where results go; and the models it holds."""
+"""The context of a stage: settings, hardware, rank, where results go, and the models it has loaded."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ ModelLoader = Callable[[RoleName], Any]
 
 
 class Clock:
-    """Seconds spent on a stage, those of earlier processes included."""
+    """Clock of a stage; `earlier` are the seconds of processes that it resumes."""
 
     def __init__(self) -> None:
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         self.earlier = 0.0
 
     def seconds(self) -> float:
-        return self.earlier + time.perf_counter() - self._begun
+        """Return the seconds spent on the stage, in all processes."""
+        return self.earlier + time.perf_counter() - self._start
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """Everything around a stage: settings, hardware, place among the ranks, and where results go."""
+    """Everything around a stage: settings, hardware, rank, and where results go."""
 
     config: Config
     accelerator: Accelerator
@@ -62,9 +63,9 @@ class StageContext:
     recorder: Recorder
     clock: Clock = field(default_factory=Clock)
     models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
-    """What `engine` and `frozen` have made, by role."""
+    """Loaded models by role: engines of those that are trained, modules of frozen ones."""
     bases: dict[str, SharedBase] = field(default_factory=dict)
-    """What other models may stand on: the frozen weights of those that `engine` has made with LoRA, by role."""
+    """Frozen weights of models trained with LoRA, by role, which other models may share."""
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -72,30 +73,30 @@ class StageContext:
             console.print(line, markup=False, soft_wrap=True)
 
     def commit(self) -> None:
-        """Let go of what this stage replaces, once it has something to show."""
+        """Delete what this stage replaces, once it has a first result."""
         if self.world.is_main:
             self.run.commit(self.directory)
 
     @cached_property
     def placements(self) -> dict[RoleName, ModelPlacement]:
-        """How each model of this stage is held."""
+        """The placements of the stage's models, by role."""
         return model_placements(self.config, self.directory.name)
 
     @cached_property
     def phases(self) -> PhaseTimers:
-        """What the stage's steps take."""
+        """Timers of the stage's phases."""
         return PhaseTimers(self.accelerator, self.precision, self.world.size)
 
     def configuration(self, name: RoleName) -> Any:
-        """transformers' configuration of a role's model, once it is loaded; None: it is none of transformers'."""
+        """Return the transformers configuration of a role's loaded model; None if it has none."""
         model: Any = getattr(self.models[name], "module", self.models[name])  # under DeepSpeed
         return getattr(model.model if isinstance(model, ScalarHead) else model, "config", None)
 
     def shape(self, name: RoleName) -> Shape:
-        """The shape of a role's model, once it is loaded.
+        """Return the shape of a role's loaded model.
 
         Raises:
-            ConfigError: it is not known.
+            ConfigError: the shape is not known.
         """
         config = self.configuration(name)
         return shape_from(config.to_dict() if config else {}, name)
@@ -125,14 +126,13 @@ class StageContext:
     ) -> TrainingEngine:
         """Load the role's model and return its training engine, for batches of `batch_size` rows.
 
-        Args:
-            extra_micro_batches: of each optimizer step on a rank, in addition to those of these rows.
+        Each optimizer step on a rank has `extra_micro_batches` in addition to those of these rows.
 
         Raises:
             RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
         """
         placement = self.placements[name]
-        lora, model = placement.lora, self._loaded(placement, load)
+        lora, model = placement.lora, self._load(placement, load)
         if placement.dropout is not None:
             set_dropout(model, placement.dropout)
         if placement.gradient_checkpointing:
@@ -158,17 +158,17 @@ class StageContext:
             self.say(f"{name}: LoRA of rank {lora.rank} trains {trainable:,} of {total:,} parameters")
             merged, why = should_merge(model, lora, self.accelerator.memory().total)
             if name == "actor" and not merged and why:
-                self.say(f"{name}: adapters run beside the weights in rollouts: {why}")
+                self.say(f"{name}: rollouts apply the adapters separately from the weights: {why}")
         return engine
 
     def frozen(self, name: RoleName, load: ModelLoader) -> nn.Module:
-        """The role's model for scoring only; see `freeze_model`."""
+        """Load the role's model for scoring only; see `freeze_model`."""
         placement = self.placements[name]
-        model = self._loaded(placement, load)
-        shared = self._on_a_base(model)
+        model = self._load(placement, load)
+        shared = self._shares_base(model)
         if placement.offloads_parameters and shared:
             if self.accelerator.host_device() != self.accelerator.device():
-                self.say(f"{name}: its weights stay on the device: they are those of a model that is trained")
+                self.say(f"{name}: its weights stay on the device, because a model that is trained shares them")
             placement = replace(placement, engine=placement.engine.model_copy(update={"offload": "none"}))
         with self.phases.running("set-up"):
             self.models[name] = freeze_model(
@@ -180,29 +180,29 @@ class StageContext:
             )
         return cast(nn.Module, self.models[name])
 
-    def _loaded(self, placement: ModelPlacement, load: ModelLoader) -> Any:
-        """A role's model, its frozen weights quantized where they are to be."""
+    def _load(self, placement: ModelPlacement, load: ModelLoader) -> Any:
+        """Load a role's model, and quantize its frozen weights if the placement says so."""
         with self.phases.running("loading"):
             model = load(placement.role.name)
         if kind := placement.quantization:
             packing = self.accelerator.kernels.get("quantized_weights", required=True)
-            quantize(model, kind, packing, exported=placement.role.trained)  # what `load` has not packed yet
-            if not self._on_a_base(model):  # or else it has been said of that
+            quantize(model, kind, packing, exported=placement.role.trained)  # those that `load` has not quantized
+            if not self._shares_base(model):  # whose line covers it
                 self.say(
                     f"{placement.role.name}: the {count_quantized(model):,} frozen weights of its linear layers "
                     f"are in {kind}"
                 )
         return model
 
-    def _on_a_base(self, model: nn.Module) -> bool:
-        """Whether weights of a model are those of one that is trained."""
-        theirs = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
-        return any(id(parameter) in theirs for parameter in model.parameters())
+    def _shares_base(self, model: nn.Module) -> bool:
+        """Return whether a model has weights of one that is trained."""
+        trained = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
+        return any(id(parameter) in trained for parameter in model.parameters())
 
     def batches(
         self, examples: Sequence[Any], collate: Any, *, batch_size: int, micro_batch_size: int, **options: Any
     ) -> Batches[Any]:
-        """This rank's share of the global batches over `examples`."""
+        """Return this rank's share of the global batches over `examples`."""
         return Batches(
             examples,
             collate,
@@ -217,6 +217,6 @@ class StageContext:
     def evaluation_batches(
         self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
     ) -> Batches[Any]:
-        """Batches over the first `eval_rows` held-out examples, in their order; `rows` a forward pass of a rank."""
+        """Return batches over the first `eval_rows` held-out examples, in order; a rank has `rows` of each."""
         size, examples = rows * self.world.size, examples[: training.eval_rows]
         return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)

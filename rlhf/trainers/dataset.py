@@ -1,7 +1,4 @@
-"""What a stage trains on, on every rank: tokenized once by one rank of each machine, opened by all of them.
-
-A stage's surroundings and its tokenizer go in; examples come out, and lines on what became of each source's rows.
-"""
+"""Loads a stage's examples on every rank: one rank of each machine tokenizes them, all ranks open the result."""
 
 from __future__ import annotations
 
@@ -25,24 +22,24 @@ if TYPE_CHECKING:
 def stage_rows(
     context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None
 ) -> StageData:
-    """The stage's examples; what ends a reply is what ends generation.
+    """Return the stage's examples, and log how many rows of each source are used; replies end as generation does.
 
     Raises:
-        DataError: a source cannot be read, has no usable row, or is another one on another machine.
-        RunError: the rows are not those that the run was made with.
+        DataError: a source cannot be read, has no usable row, or differs between machines.
+        RunError: the rows differ from those that the run started with.
     """
     config, stage, show = context.config, context.directory.name, context.world.is_main
     ends = find_end_tokens(tokenizer, settings)
     cache = StageCache.of(config, stage, tokenizer, ends)
     if len(set(distributed.all_gather_objects(cache.key))) > 1:
         raise DataError(
-            f"{stage}: ranks find different rows, tokenizers or versions of rlhf; give all machines the same files"
+            f"{stage}: rows, tokenizers or versions of rlhf differ between ranks; give all machines the same files"
         )
     with distributed.on_each_machine("tokenizing the rows") as builds:
-        hindrance = cache.build(show=show) if builds else None
-    hindrances = [found for found in distributed.all_gather_objects(hindrance) if found]
-    if hindrances:
-        context.say(f"note: {stage}: tokenized rows are not kept, and every rank holds its own: {hindrances[0]}")
+        obstacle = cache.build(show=show) if builds else None
+    obstacles = [reason for reason in distributed.all_gather_objects(obstacle) if reason]
+    if obstacles:
+        context.say(f"note: {stage}: tokenized rows are not cached, and every rank tokenizes them: {obstacles[0]}")
         sources = read_sources(config.data, [stage], seed=config.seed, show=show, records=cache.records)
         data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
         data = replace(data, fingerprints=sources.fingerprints())

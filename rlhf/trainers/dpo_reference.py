@@ -55,9 +55,7 @@ class PrecomputedReference:
     def __init__(self, context: StageContext, policy: TrainingEngine, ranges: Sequence[BatchRange], pairs: int) -> None:
         """Read the table of log-probabilities, or compute it; every rank takes part.
 
-        Args:
-            ranges: the batches that training and evaluation will use.
-            pairs: how many there are in the data, and so the rows of the table.
+        The table has a row for each of `pairs` in the data; those in `ranges` are used in training and evaluation.
         """
         table = _read_table(context, [number for batches in ranges for number in batches.numbers], pairs)
         if table is None:

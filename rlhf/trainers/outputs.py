@@ -1,4 +1,4 @@
-"""What a stage saves when it has trained: its model, its adapter, or both."""
+"""Saves the result of a stage: its model, its adapter, or both."""
 
 from __future__ import annotations
 

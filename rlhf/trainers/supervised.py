@@ -36,11 +36,7 @@ class SupervisedTrainer:
     displayed: tuple[str, ...]
 
     def __init__(self, context: StageContext, load: ModelLoader, tokenizer: Any, collate: Any, data: StageData) -> None:
-        """Load the model and prepare the batches.
-
-        Args:
-            collate: makes a micro-batch of examples; see `rlhf.data.batches`.
-        """
+        """Load the model and prepare the batches; `collate` makes a micro-batch, see `rlhf.data.batches`."""
         name = context.directory.name
         self.context, self.tokenizer, self._data = context, tokenizer, data
         self.settings: EpochConfig = getattr(context.config, name)
@@ -100,11 +96,7 @@ class SupervisedTrainer:
     def sum_over_heldout(
         self, description: str, statistics: Callable[[nn.Module, Batch], dict[str, Tensor]]
     ) -> Metrics:
-        """Return the sums of `statistics(model, batch)` over the held-out batches of all ranks.
-
-        Args:
-            description: shown with the progress.
-        """
+        """Return the sums of `statistics(model, batch)` over all held-out batches; show `description` meanwhile."""
         context, name = self.context, self.context.directory.name
         self.engine.engine.eval()
         sums = MetricSums()

@@ -1,4 +1,4 @@
-"""What the loop needs of a stage's algorithm: the `Trainer` protocol."""
+"""The `Trainer` protocol: the interface between a stage's algorithm and the loop."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ class Trainer(Protocol):
         """Metrics that the progress display and the lines about evaluations show."""
 
     @property
-    def settings(self) -> TrainingConfig: ...
+    def settings(self) -> TrainingConfig:
+        """The stage's section of the settings."""
 
     @property
-    def total_steps(self) -> int: ...
+    def total_steps(self) -> int:
+        """Steps of the whole stage."""
 
     @property
     def epoch_steps(self) -> int | None:

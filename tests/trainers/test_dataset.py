@@ -91,7 +91,7 @@ def test_where_they_cannot_be_kept_each_rank_holds_its_own_and_says_why(tmp_path
     (tmp_path / "a").write_text("a file")
     first, other = on_two_ranks(tmp_path, "aa", 100)
     assert (first[0], other[0]) == (20, 20) and first[1:3] == other[1:3]
-    assert "note: sft: tokenized rows are not kept, and every rank holds its own: " in first[3][0]
+    assert "note: sft: tokenized rows are not cached, and every rank tokenizes them: " in first[3][0]
     assert f"{tmp_path}/a/rlhf cannot be written (" in first[3][0]
 
 
@@ -99,7 +99,7 @@ def test_where_they_cannot_be_kept_each_rank_holds_its_own_and_says_why(tmp_path
 def test_machines_with_other_rows_are_told_apart(tmp_path: Path) -> None:
     found = on_two_ranks(tmp_path, "ab", 100, 101)
     assert found == [["DataError", found[0][1]]] * 2
-    assert found[0][1].startswith("sft: ranks find different rows, tokenizers or versions of rlhf; ")
+    assert found[0][1].startswith("sft: rows, tokenizers or versions of rlhf differ between ranks; ")
 
 
 def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_read(
@@ -121,7 +121,7 @@ def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_r
     assert not (tmp_path / "kept").exists(), "a look keeps nothing"
     for plan in look_at_data(config, EVERY_STAGE):
         assert Tokenizers(config).cache(plan.stage, plan.bases[0]).build() is None
-    for module, name in ((tokenize_rows, "encode_prompts"), (load_sources, "read")):
+    for module, name in ((tokenize_rows, "encode_prompts"), (load_sources, "read_records")):
         monkeypatch.setattr(module, name, lambda *words, **options: pytest.fail("read or tokenized again"))
     assert (said(), found(whole=True)) == before
     assert found(whole=False) == before[1], "a sample is not needed"

@@ -91,18 +91,19 @@ def test_a_row_passes_once_through_policy_and_critic(build, changes, each):
 )
 def test_why_it_passes_twice_is_said_in_a_line(build, changes, why):
     _, said = build(**changes)
-    (line,) = (line for line in said if "passes of their own" in line)
-    assert line.startswith("ppo: rollouts are scored in passes of their own, not in those of the update: " + why)
+    (line,) = (line for line in said if "separate passes" in line)
+    assert line.startswith("ppo: rollouts are scored in separate passes, not in those of the update: " + why)
 
 
 @pytest.mark.parametrize("changes", [{"lora": {"rank": 2, "dropout": 0.5}}, {"model": dropping}])
 def test_nothing_is_said_where_it_passes_once(build, changes):
     _, said = build(**changes)
-    assert not [line for line in said if "passes of their own" in line]
+    assert not [line for line in said if "separate passes" in line]
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"), [(2, "3 micro-batches of each model keep"), (None, "one micro-batch of each")]
+    ("rows", "told"),
+    [(2, "activations of 3 micro-batches of each model"), (None, "activations of one micro-batch of each model")],
 )
 def test_where_memory_is_short_it_passes_twice(build, accelerator, monkeypatch, rows, told):
     """On any rank; there all micro-batches' activations would have to be kept at one time."""
@@ -120,7 +121,7 @@ def test_a_model_whose_shape_is_not_known_keeps_one_micro_batch_alone(build, mon
     monkeypatch.setattr(stage, "shape_from", unknown)
     ppo, said = build(micro_batch_size=rows)
     assert passes(ppo, 0)["actor"] == each
-    assert [line for line in said if "is not known: actor: the plan does not know" in line] == (said if rows else [])
+    assert [line for line in said if "is unknown: actor: the plan does not know" in line] == (said if rows else [])
 
 
 def state(ppo: PPOTrainer) -> dict[str, torch.Tensor]:

@@ -220,7 +220,8 @@ def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
 def test_quantized_weights_are_there_once_too_and_the_policy_begins_as_the_reference(build):
     ppo, said = build(engine={"frozen": "int8"})
     assert (
-        BASE in said and "actor: adapters run beside the weights in rollouts: the frozen weights are quantized" in said
+        BASE in said
+        and "actor: rollouts apply the adapters separately from the weights: the frozen weights are quantized" in said
     )
     packed = [
         {buffer.data_ptr() for buffer in module.buffers() if buffer.dtype == torch.int8}

@@ -79,8 +79,7 @@ class MicroBatcher:
     def cut(self, lengths: Tensor | None, *, rows: int, prompt: int, completion: int) -> tuple[MicroBatch, ...]:
         """Cut `rows` rows of `prompt` + `completion` columns, the longest rows first.
 
-        Args:
-            lengths: those that the method of this name returned; equal lengths give equal cuts.
+        Equal `lengths`, from the method of that name, give equal cuts; None keeps rows and columns.
         """
         order = torch.arange(rows)
         if lengths is not None:
@@ -129,7 +128,9 @@ class Rollout:
 
         Args:
             prompts: `prompt_ids`, `prompt_mask` [B, P] and `row_mask` [B]; see `rlhf.data.batches.collate_ppo`.
-            completion_ids, completion_mask: [B, A].
+            completion_ids: [B, A].
+            completion_mask: [B, A], 1 on the tokens drawn.
+            micro_batcher: cuts the rows into micro-batches.
             end_ids: [N], the tokens that end a completion; None if every completion is known to end.
             lengths: those of `MicroBatcher.lengths`; None keeps all columns.
         """

@@ -98,9 +98,10 @@ def record_arithmetic(
     *,
     reused: bool = False,
 ) -> None:
-    """Tell `context.phases` the tokens that a step's phases worked on, and the operations that this takes.
+    """Record the tokens that a step's phases worked on, and the operations that this takes.
 
     Args:
+        context: its `phases` receive the numbers.
         sums: those of `rollout_sums`, over all ranks.
         updates: how many followed the rollout.
         pretraining: raw text of each update, in addition to the rollout's.

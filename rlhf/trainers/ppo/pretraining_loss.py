@@ -27,11 +27,7 @@ class PretrainingLoss:
     """
 
     def __init__(self, context: StageContext, rows: Sequence[list[int]]) -> None:
-        """Prepare the batches.
-
-        Args:
-            rows: those of all ranks, of equal length.
-        """
+        """Prepare the batches of `rows`, those of all ranks, which have equal lengths."""
         settings, length = context.config.ppo, len(rows[0])
         self.texts = TextLengths.of([length] * settings.pretraining_rows, settings.pretraining_rows * (length - 1))
         self._to_device = context.accelerator.to_device

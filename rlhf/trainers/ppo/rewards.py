@@ -125,6 +125,7 @@ class RewardShaping:
         return recorded
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
         return {"kl_coef": self.kl_coef, "scores": self._moments.state.tolist(), "reward_ema": self._mean_reward.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

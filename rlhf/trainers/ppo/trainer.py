@@ -42,7 +42,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.model_factory import ModelFactory
 from rlhf.trainers.outputs import log_outputs, save_outputs
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
-from rlhf.trainers.ppo.forward_reuse import why_not
+from rlhf.trainers.ppo.forward_reuse import find_reuse_obstacle
 from rlhf.trainers.ppo.metrics import (
     critic_sums,
     explained_variance,
@@ -60,9 +60,11 @@ from rlhf.utils.statistics import distinct
 Judge = Callable[[str, str], bool]
 """(prompt, completion) -> approved; it judges results and is never part of training."""
 
+# Of each update; the mean over a step's updates is recorded.
 _UPDATE_METRICS = (
-    *("policy_loss", "value_loss", "clip_fraction", "approx_kl", "kl_loss", "value_clip_fraction", "ptx_loss"),
-)  # of each update; the mean over a step's updates is recorded
+    *("policy_loss", "value_loss", "clip_fraction", "approx_kl"),
+    *("kl_loss", "value_clip_fraction", "ptx_loss"),
+)
 _SUMMARY_SAMPLES = 3
 
 
@@ -88,11 +90,7 @@ class PPOTrainer:
         data: StageData,
         judge: Judge | None = None,
     ) -> None:
-        """Load the models and prepare the batches.
-
-        Args:
-            judge: used in evaluation only.
-        """
+        """Load the models and prepare the batches; `judge` is used in evaluation only."""
         self.context, self.tokenizer, self.data, self._judge = context, tokenizer, data, judge
         self.accelerator = context.accelerator
         self.settings = settings = context.config.ppo
@@ -128,10 +126,10 @@ class PPOTrainer:
             self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.causal_lm) if "reference" in roles else None
         self.reward = context.frozen("reward", models.scalar_head) if "reward" in roles else None
-        separate = why_not(context, self.engines)
-        if separate:
-            context.say(f"ppo: rollouts are scored in passes of their own, not in those of the update: {separate}")
-        self._reuses_passes = not separate
+        obstacle = find_reuse_obstacle(context, self.engines)
+        if obstacle:
+            context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
+        self._reuses_passes = not obstacle
 
         self.collate = partial(
             collate_ppo,
@@ -165,8 +163,7 @@ class PPOTrainer:
     def step(self, index: int, reward_fn: RewardFunction | None = None) -> Metrics:
         """Take step `index`: one rollout, and the updates that follow from it.
 
-        Args:
-            reward_fn: scores the completions in place of the settings' reward model and functions.
+        `reward_fn` scores the completions in place of the settings' reward model and functions.
         """
         sums = MetricSums()
         prompts = self.accelerator.to_device(self.prompts(index))
@@ -272,10 +269,8 @@ class PPOTrainer:
     ) -> Scores:
         """Score a rollout by the models and the reward functions.
 
-        Args:
-            examples: those behind the rollout's real rows, for reward functions; see `examples`.
-            reward_fn: as in `step`.
-            for_update: score policy and critic by training passes, and keep these in `Scores.passes`.
+        Reward functions need the `examples` behind the rollout's real rows; `reward_fn` replaces those of the settings.
+        With `for_update`, policy and critic are scored by training passes, which are returned in `Scores.passes`.
 
         Raises:
             RewardError: a reward function failed.
@@ -355,10 +350,7 @@ class PPOTrainer:
     # --- update: from an Experience to new weights
 
     def update(self, experience: Experience, index: int, sums: MetricSums) -> tuple[int, dict[str, float]]:
-        """Pass over the rollout of step `index`, up to the update that exceeds `ppo.kl_stop`.
-
-        Args:
-            sums: metrics of each update are added to it.
+        """Pass over the rollout of step `index`, up to the update that exceeds `ppo.kl_stop`; add metrics to `sums`.
 
         Returns:
             The number of updates, and the policy's learning rates in the first.
@@ -371,8 +363,7 @@ class PPOTrainer:
         for epoch in range(settings.ppo_epochs):
             order = self.row_order(index, epoch)
             for minibatch in experience.minibatches(self._minibatch_rows, self.micro_batcher, order):
-                # Actions and sequences of the whole global minibatch: losses are means over them, however rows are
-                # split.
+                # Of the whole global minibatch: losses are means over these, however rows are split.
                 mask = minibatch.action_mask
                 total, rows = distributed.all_sum(torch.stack([mask.sum(), mask.amax(1).sum()])).clamp_min(1)
                 micro_batches: list[Any] = minibatch.split()
@@ -517,9 +508,5 @@ class PPOTrainer:
 
 
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:
-    """Return the value of the state in which each completion token was drawn, one column before it: [B, T] -> [B, A].
-
-    Args:
-        completion_length: A.
-    """
+    """Return the values [B, A] of the states in which completion tokens were drawn, one column before them."""
     return token_values[:, -completion_length - 1 : -1]
