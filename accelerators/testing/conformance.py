@@ -20,7 +20,7 @@ class Conformance:
 
     @pytest.fixture(scope="class")
     def subject(self, request: pytest.FixtureRequest) -> Iterator[Subject]:
-        """The backend; its environment is set until the last check has ended."""
+        """Yield the backend, whose environment is set until the last check has ended."""
         with Subject(request.cls.name) as subject:
             yield subject
 

@@ -81,7 +81,7 @@ class PPOLearner:
     @classmethod
     @contextmanager
     def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[PPOLearner]:
-        """The PPO of a run's folder that is open for it (`rlhf.trainers.run.open_run`), until the block is left."""
+        """Yield the PPO of a run whose folder is open (`rlhf.trainers.run.open_run`), for the duration of the block."""
         config = apply_settings(config, {"ppo.samples_every": 0})  # the user's loop shows what it wants
         with pipeline.stage_context("ppo", config, accelerator, directory) as context:
             plan = pipeline.log_plan(context)
@@ -130,7 +130,7 @@ class PPOLearner:
     @overload
     def generate(self, prompts: Batch) -> Batch: ...
     def generate(self, prompts: Sequence[Conversation] | Batch) -> list[str] | Batch:
-        """The policy's completion of each prompt, sampled as `ppo.sampling` says.
+        """Return the policy's completion of each prompt, sampled as `ppo.sampling` says.
 
         Args:
             prompts: texts, each what a user says, or a conversation of `{"role": ..., "content": ...}`; they are

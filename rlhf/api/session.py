@@ -199,7 +199,7 @@ class Session:
 
 
 def _overrides(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Settings as the command line's `--set` takes them."""
+    """Return settings in the form of the command line's `--set`."""
     if isinstance(settings, Mapping):
         return [f"{key}={format_scalar(value)}" for key, value in _flat(settings)]
     return [settings] if isinstance(settings, str) else list(settings)

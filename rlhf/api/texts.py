@@ -29,7 +29,7 @@ class Texts:
         self._ends = find_end_tokens(trainer.tokenizer, trainer.actor.module.generation_config)
 
     def prompt(self, conversation: Conversation) -> Prompt:
-        """A conversation up to where the policy replies.
+        """Tokenize a conversation up to the policy's reply.
 
         Raises:
             DataError: it is longer than `data.max_prompt_length`, or the chat template refuses it.
@@ -45,7 +45,7 @@ class Texts:
         return Prompt(ids, make_conversation_row(messages, self._form))
 
     def reply(self, prompt: Prompt, text: str) -> list[int]:
-        """The tokens of a reply to `prompt`, its end included.
+        """Return the tokens of a reply to `prompt`, including its end.
 
         Raises:
             DataError: they are more than `data.max_completion_length`.
@@ -68,7 +68,7 @@ class Texts:
         return ids
 
     def batches(self, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, Batch]]:
-        """The places of `prompts`, batch by batch, and what `PPOTrainer.generate` takes; rows fill up the last one."""
+        """Yield slices of `prompts` and the batch of each for `PPOTrainer.generate`; the last is filled up."""
         rows = self._trainer.batch_rows
         for start in range(0, len(prompts), rows):
             part = prompts[start : start + rows]
@@ -104,5 +104,5 @@ class Texts:
 
 
 def shown(text: str) -> str:
-    """A text for messages."""
+    """Format a text for messages."""
     return repr(text if len(text) <= 60 else f"{text[:59]}…")

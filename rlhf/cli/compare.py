@@ -153,7 +153,7 @@ def compare(
 
 
 def _numbers(text: str | None) -> list[int]:
-    """The n of `--best-of`."""
+    """Parse the numbers of `--best-of`."""
     parts = [part.strip() for part in text.split(",")] if text is not None else []
     if wrong := next((part for part in parts if not (part.isdecimal() and int(part) >= 1)), None):
         raise ConfigError(f"--best-of {text}: {wrong!r} is no number of samples; write 1,4,16")
@@ -187,7 +187,7 @@ def _check(
 
 
 def _settings(options: Options, prompts: str | None) -> Config:
-    """The configuration, its data being `prompts` where these are a data set."""
+    """Load the configuration, with `prompts` as its data if they are a data set."""
     more = (
         list_overrides(prompts, "--prompts") if prompts and prompts != HELDOUT and not is_line_source(prompts) else []
     )
@@ -195,7 +195,7 @@ def _settings(options: Options, prompts: str | None) -> Config:
 
 
 def _read(prompts: str, config: Config) -> list[Row]:
-    """The prompts of `--prompts`."""
+    """Read the prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
     if is_line_source(prompts):
@@ -206,7 +206,7 @@ def _read(prompts: str, config: Config) -> list[Row]:
 
 
 def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
-    """The prompts that the recipe holds out, or without one that of the first run among the models."""
+    """Read the prompts that the recipe holds out; without a recipe, those of the first run among the models."""
     from rlhf.models.loading import load_model_tokenizer
 
     found = _recipe(options, config, models)
@@ -218,13 +218,13 @@ def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[R
 
 
 def _longest(options: Options, config: Config, models: Sequence[str]) -> int:
-    """The longest completion of that recipe, or where there is none the default of a recipe."""
+    """Return the longest completion of that recipe, or the default if there is no recipe."""
     _, recipe = _recipe(options, config, models) or ("", config)
     return recipe.data.max_completion_length
 
 
 def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[str, Config] | None:
-    """The first model and the recipe that was given; without one the first model that is of a run, and the run's."""
+    """Return the first model and the given recipe; without one, the first model of a run and the run's recipe."""
     if options.config is not None:
         return models[0], config
     for name in filter(is_path, models):
@@ -245,7 +245,7 @@ def _say_what_is_left_out(what: str, dropped: DropCounts) -> None:
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """The last act: where it fails, the numbers have been shown."""
+    """Write the lines as the last act: if it fails, the numbers have been shown."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -27,7 +27,7 @@ _LABELS = {
 
 
 def print_lines(told: dict[str, Any]) -> None:
-    """A line for each model, its numbers under the names that they have in JSON."""
+    """Print a line for each model, its numbers under their names in JSON."""
     lines = []
     for model in told["models"]:
         best = {f"best_of_{row['best_of']}": row["reward"][model["model"]] for row in told.get("best_of", ())}
@@ -102,7 +102,7 @@ def _plain(value: Any) -> str:
 
 
 def _value(name: str, line: dict[str, Any]) -> str:
-    """A number as a person reads it, with its error or its interval."""
+    """Format a number for a person, with its error or its interval."""
     from rlhf.utils.units import format_number
 
     def shown(value: float, digits: int = 4) -> str:

@@ -115,7 +115,7 @@ def _shown(part: dict[str, Any]) -> str:
 
 
 def _border(prompt: Sequence[str], completion: Sequence[str]) -> str:
-    """The last tokens before the border, and those after it: `...'<user>' 'Hi' | ' Hello' '!' '<eos>'`."""
+    """Format the last tokens before the border and the first after it: `...'<user>' 'Hi' | ' Hello' '!' '<eos>'`."""
     before = list(map(repr, prompt[-_AT_A_BORDER:]))
     after = list(map(repr, completion))
     if len(after) > 2 * _AT_A_BORDER:

@@ -122,7 +122,7 @@ def evaluate(
 
 
 def _settings(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
-    """The configuration, its data being `source`; of what is held out, that of the first run that is named."""
+    """Load the configuration with `source` as its data; for held-out rows, that of the first run that is named."""
     from rlhf.evaluation.resolve import find_run
     from rlhf.evaluation.rows import HELDOUT, list_overrides
 

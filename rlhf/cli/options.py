@@ -64,7 +64,7 @@ class Options:
     )
 
     def with_run_recipe(self, stages: Sequence[Stage]) -> Options:
-        """These options, with the recipe of the run in the folder where none is given.
+        """Return these options, with the recipe of the run in the folder if none is given.
 
         With a model or data of one's own, what replaces all of a run is another run, to which its recipe would not fit.
 
@@ -85,7 +85,7 @@ class Options:
         return replace(self, config=recipe, output=run.path) if recipe else self
 
     def load(self, *, example: bool = True) -> Config:
-        """The configuration: defaults, then the file, then `--set`, then the options that are keys.
+        """Load the configuration: defaults, then the file, then `--set`, then the options that are keys.
 
         Args:
             example: without a file, start from the embedded recipe; see `load_config`.
@@ -159,7 +159,7 @@ def report_interruption() -> Iterator[None]:
 
 
 def stages_of(text: str) -> tuple[Stage, ...]:
-    """The stages that `--stages` names, as `sft,reward`.
+    """Parse the stages that `--stages` names, such as `sft,reward`.
 
     Raises:
         ConfigError: a name is no stage's, stands there twice, or before a stage that runs earlier.

@@ -86,7 +86,7 @@ def config(
 
 
 def _translation(commands: list[str], devices: int | None, options: Options, example: bool) -> str:
-    """The recipe of commands of DeepSpeed-Chat."""
+    """Translate commands of DeepSpeed-Chat into a recipe."""
     from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 
     others = (options.config, options.overrides, options.precision, options.output, options.seed)
@@ -96,7 +96,7 @@ def _translation(commands: list[str], devices: int | None, options: Options, exa
 
 
 def _text_of(command: str) -> str:
-    """A command as it is given, on standard input, or in a script; the fork's scripts are known by name."""
+    """Return a command given as text, on standard input or in a script; the fork's scripts are known by name."""
     from rlhf.contrib.deepspeed_chat.tables import load_scripts
 
     if command == "-":

@@ -154,7 +154,7 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
 
 
 def _renewed(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
-    """The rows as they are now; files are checked and renewed, unless a sweep is at work, which does that itself."""
+    """Return the rows as they are now; check and renew files, unless a running sweep does that itself."""
     from rlhf.contrib.sweep.report import write_report
     from rlhf.contrib.sweep.results import collect_results
     from rlhf.utils import file_lock

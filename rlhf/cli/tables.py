@@ -24,7 +24,7 @@ def route_notes_to_stderr(as_json: bool) -> Iterator[bool]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A titled table; in a pipe, the columns and rows with tabs between their cells."""
+    """Print a titled table; in a pipe, the columns and rows with tabs between their cells."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -100,7 +100,6 @@ def quantize_on_load(
     put: PlaceParameter, kind: QuantizationKind, packing: QuantizedWeights, device: torch.device
 ) -> PlaceParameter:
     """Return a `PlaceParameter` that packs linear layers on `device` as they are read; `put` places all others."""
-
     # One buffer for all layers: many allocations would fragment the memory between weights.
     buffer = torch.empty(0, device=device)
 

@@ -72,7 +72,7 @@ class RunDirectory:
         accelerator: dict[str, Any] | None = None,
         data: Fingerprints | None = None,
     ) -> RunDirectory:
-        """The run directory that `config.output` names, once it is clear that `stages` may be written to it.
+        """Return the run directory of `config.output`, if `stages` may be written to it.
 
         Writes nothing, but brings back what a killed process had set aside (see `opened`). A stage that the run
         does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
@@ -112,7 +112,7 @@ class RunDirectory:
         accelerator: dict[str, Any] | None = None,
         data: Fingerprints | None = None,
     ) -> Iterator[None]:
-        """The folder, locked and described by `run.json`, while `stages` are written to it. Rank 0 calls it.
+        """Lock and describe the folder while `stages` are written to it; rank 0 calls it.
 
         With `overwrite` the folders of `stages` are set aside and not deleted: until `commit` finds that the new
         stage has something to show, every way out of the block brings them and `run.json` back, and after a kill
@@ -161,7 +161,7 @@ class RunDirectory:
             self._backup.delete()
 
     def finished_model(self, stage: Stage, key: str) -> str:
-        """The model that a finished stage left; `key` is the setting that would name another.
+        """Return the model of a finished stage; `key` is the setting that would name another.
 
         Raises:
             RunError: the stage is not complete.

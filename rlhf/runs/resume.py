@@ -100,7 +100,7 @@ def find_differences_in_complete(
 
 
 def find_changed_data(recorded: dict[str, Any], config: Config, found: Fingerprints) -> list[str]:
-    """Sources whose rows are not those that `run.json` recorded, each as `source (76 rows there, 57 now)`."""
+    """List sources whose rows differ from `run.json`, each as `source (76 rows there, 57 now)`."""
     then = recorded.get("data", {})
     folders = _folders(config.model_dump(mode="json"), _recorded(recorded))
     changed = []
@@ -122,7 +122,7 @@ def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:
 
 
 def _recorded(recorded: dict[str, Any]) -> dict[str, Any]:
-    """The settings in `run.json` as this version writes them: absolute paths, and keys that it did not know then."""
+    """Return the settings of `run.json` as this version writes them: absolute paths, and keys added since."""
     there: dict[str, Any] = recorded.get("config", {})
     try:
         return build_config(there).model_dump(mode="json")
@@ -165,7 +165,7 @@ def _differing(
 
 
 def _folders(there: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
-    """The run's folder in either."""
+    """Return the run's folder in both."""
     return there.get("output") or "/", now.get("output") or "/"
 
 

@@ -108,7 +108,7 @@ class StageDirectory:
                 raise self.unreadable(f"{file.name} is damaged or cut short")
 
     def unreadable(self, why: str) -> RunError:
-        """The error that the newest checkpoint cannot be read, with what else there is."""
+        """Return the error for an unreadable newest checkpoint, with the alternatives."""
         path = self.latest_checkpoint
         earlier = [other.name for other in self.all_checkpoints if other != path]
         what = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage anew; there is no other"
@@ -159,12 +159,12 @@ class StageDirectory:
 
 
 def parse_step(checkpoint: Path) -> int:
-    """The last step that a checkpoint holds."""
+    """Return the last step that a checkpoint holds."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def _step(line: bytes) -> int:
-    """The step of a record; 0 if a crash cut it short."""
+    """Return the step of a record; 0 if a crash cut it short."""
     try:
         return int(json.loads(line)["step"])
     except ValueError:

@@ -169,7 +169,7 @@ def examine(
 
 
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
-    """What `stages` get from their sources, one by one, all rows tokenized; no weights are loaded, no run is looked at.
+    """Yield the data of each stage, all rows tokenized, without loading weights or looking at a run.
 
     Args:
         show: tell of reading that takes long.
@@ -194,7 +194,7 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
 def _kept(
     caches: Mapping[Stage, StageCache], config: Config, *, show: bool
 ) -> tuple[dict[Stage, StageData], SourceReader]:
-    """The examples of the stages that were tokenized before, and the rows of the sources that the others need."""
+    """Return the examples of stages that were tokenized before, and the rows of the sources for the others."""
     from rlhf.data.load_sources import read_sources
 
     kept = {stage: data for stage, cache in caches.items() if (data := cache.find())}
@@ -246,7 +246,7 @@ class _Models(Tokenizers):
             check_generation_model(outline, self._config.ppo, current_process().size)
 
     def outline(self, base: ResolvedBaseModel) -> PreTrainedModel | None:
-        """The model without its weights; None for the embedded one."""
+        """Build the model without its weights; None for the embedded one."""
         from rlhf.models.attention import EMBEDDED_MODEL, choose_attention
         from rlhf.models.loading import load_on_meta
 

@@ -125,7 +125,7 @@ class Request:
 def _opened(
     config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
 ) -> Iterator[tuple[Config, Accelerator]]:
-    """The ranks brought together, and the folder that they write to, once it is clear that nothing will stop them."""
+    """Connect the ranks and open the run's folder, once it is clear that nothing will stop them."""
     from rlhf.engine import (
         distributed,
     )  # imports torch, which must find the environment that `select_accelerator` has set
@@ -158,7 +158,7 @@ def _opened(
 
 
 def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:
-    """The configuration with what the plan decides in place of each `auto` of `engine`, the same on all ranks."""
+    """Replace each `auto` of `engine` by what the plan decides, the same on all ranks."""
     from rlhf.engine import distributed
     from rlhf.memory.report import resolve_engine
 
@@ -245,7 +245,7 @@ def _report(accelerator: Accelerator, selection: Selection, config: Config) -> d
 
 @contextmanager
 def _left_as_found() -> Iterator[None]:
-    """The environment is what it was when the block is left: the caller's program may go on."""
+    """Restore the environment after the block, for the caller's program."""
     environment = dict(os.environ)
     try:
         with hub.restore_offline_flags():

@@ -15,5 +15,5 @@ def set_command_line(arguments: list[str]) -> None:
 
 
 def get_command_line() -> str:
-    """The `rlhf` command, or that of the program which calls rlhf from Python."""
+    """Return the `rlhf` command, or that of the program that calls rlhf from Python."""
     return shlex.join(sys.orig_argv if _arguments is None else ["rlhf", *_arguments])

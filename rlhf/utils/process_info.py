@@ -90,7 +90,7 @@ class ProcessInfo:
 
 
 def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
-    """This process's place.
+    """Read this process's rank and neighbours from the environment.
 
     Raises:
         ConfigError: the environment says it by halves, or contradicts itself.
@@ -127,7 +127,7 @@ def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
 
 
 def strip_local_rank(arguments: Sequence[str]) -> list[str]:
-    """A command line without the `--local_rank=N` that the deepspeed launcher adds to that of a script.
+    """Remove the `--local_rank=N` that the deepspeed launcher adds to a script's command line.
 
     Raises:
         ConfigError: LOCAL_RANK does not say the same.
@@ -148,7 +148,7 @@ def strip_local_rank(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_first_host(hosts: str) -> str:
-    """The first host of a SLURM list: `node01` of `node[01-03,7],login`."""
+    """Return the first host of a SLURM list: `node01` of `node[01-03,7],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
 
@@ -227,7 +227,7 @@ def _numbers(environ: Mapping[str, str], table: Mapping[str, tuple[str, ...]]) -
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """The first of the variables that is set."""
+    """Return the first of the variables that is set, as a number."""
     name = next((name for name in names if name in environ), None)
     if name is None:
         return None
@@ -248,5 +248,5 @@ def _meeting(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 
 def _port_of(job: str) -> int:
-    """A port that all processes of a job come to, below those that systems lend to anybody."""
+    """Return a port that all processes of a job derive alike, below the ephemeral range."""
     return 10_000 + zlib.crc32(job.encode()) % 20_000

@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of independent values, with Student's interval; of differences, it is that of the paired t test."""
+    """Return the mean of independent values with Student's interval; for differences, the paired t test's."""
     mean, count = fmean(values), len(values)
     if count < 2:
         return Estimate(mean, None, None)
@@ -39,7 +39,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson(successes: float, count: int) -> Interval:
-    """The interval of a share, `successes` of `count`: E. B. Wilson (1927), the score interval.
+    """Return the interval of a share, `successes` of `count`: E. B. Wilson (1927), the score interval.
 
     A success may count in part, as a tie counts half. Values between 0 and 1 of mean p vary by p (1 - p) at most, which
     is what shares of whole ones vary by; so with ties the interval is wider than it need be, and never too narrow.
@@ -52,7 +52,7 @@ def wilson(successes: float, count: int) -> Interval:
 
 
 def student_quantile(degrees: int) -> float:
-    """The t that a variable of Student's distribution stays within, on either side, with `CONFIDENCE`.
+    """Return the two-sided quantile of Student's distribution at `CONFIDENCE`.
 
     Its distribution function has a closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is halved towards.
     """
@@ -63,12 +63,12 @@ def student_quantile(degrees: int) -> float:
 
 
 def win_share(own: Sequence[float], other: Sequence[float]) -> float:
-    """The part of all pairs of an own and another score in which the own one is higher; a tie counts half."""
+    """Return the share of pairs (own, other) in which the own score is higher; a tie counts half."""
     return fmean((mine > theirs) + (mine == theirs) / 2 for mine in own for theirs in other)
 
 
 def expected_best(scores: Sequence[float], best_of: int) -> float:
-    """The mean, over all subsets of `best_of` of the scores, of the highest one in each.
+    """Return the mean, over all subsets of `best_of` scores, of the highest in each.
 
     Unbiased for the best of `best_of` fresh samples. With the scores in order, the i-th is the highest of
     C(i - 1, k - 1) of the C(n, k) subsets.
@@ -86,7 +86,7 @@ def best_of_kl(best_of: int) -> float:
 
 
 def best_of_at(kl: float) -> int:
-    """The largest n of which `best_of_kl` is `kl` at most."""
+    """Return the largest n whose `best_of_kl` is at most `kl`."""
     low, high = 1, 2
     while best_of_kl(high) <= kl:
         low, high = high, 2 * high
@@ -106,7 +106,7 @@ def distinct(completions: Sequence[Sequence[int]], length: int) -> float:
 
 
 def repeated(texts: Sequence[str]) -> float:
-    """The share of texts that say what another one before them says."""
+    """Return the share of texts that repeat an earlier one."""
     return 1 - len(set(texts)) / len(texts)
 
 

@@ -102,13 +102,13 @@ def open_accounts(device: Any) -> Accounts:
 
 
 def accounts() -> Accounts:
-    """The accounts of this process, once its runtime has been imported."""
+    """Return the accounts of this process, once its runtime has been imported."""
     assert _accounts is not None
     return _accounts
 
 
 def report() -> dict[str, Any]:
-    """What was compiled, as values that JSON holds.
+    """Return what was compiled, as values for JSON.
 
     `counts` are totals; `tags` has for each boundary's tag the compilations, cache hits and host reads (breaks) up to
     it; `events` has one entry per compilation and per host read, oldest first: `kind` (compilation, break), `tag`,

@@ -42,7 +42,7 @@ FRAMEWORKS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "safet
 
 @functools.cache
 def load() -> ModuleType:
-    """The C++ module; from then on `torch.device("hpu")` works in this process.
+    """Load the C++ module; from then on `torch.device("hpu")` works in this process.
 
     Raises:
         AcceleratorError: torch is another release than the tested one, no compiler, a cache that cannot be written,
@@ -63,7 +63,7 @@ def load() -> ModuleType:
 
 
 def progress(torch_version: str) -> str:
-    """What is printed on first use."""
+    """Return the line that is printed on first use."""
     return f"gaudi-sim: compiling the simulated device for torch {torch_version}, about a minute, once"
 
 

@@ -53,7 +53,7 @@ class StageReport:
 
 @app.callback()
 def gaudi_sim() -> None:
-    """A simulated Gaudi2, on the CPU."""
+    """Simulate a Gaudi2 on the CPU."""
 
 
 @app.command()
@@ -99,7 +99,7 @@ def shapes(
 
 
 def _all(stages: Sequence[str]) -> list[str]:
-    """The stages, and those that they start from, in their order.
+    """Return the stages and those that they start from, in order.
 
     Raises:
         ConfigError: there is no such stage.
@@ -138,7 +138,7 @@ def examine(config: Config, stages: Sequence[str], steps: int, say: Callable[[st
 
 
 def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, Any]:
-    """The recipe with the toy model, few rows and few steps; every length as it was."""
+    """Return the recipe with the toy model, few rows and few steps, and every length unchanged."""
     values = config.model_dump(mode="json")
     values |= {"output": str(folder / "run"), "accelerator": "auto", "model": model.model_dump(mode="json")}
     for stage, key in (("sft", "max_steps"), ("reward", "max_steps"), ("dpo", "max_steps"), ("ppo", "steps")):
@@ -155,7 +155,7 @@ def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, An
 
 
 def _few_rows(section: dict[str, Any]) -> dict[str, int]:
-    """The sizes of a stage's batches, made small: as many parts of parts as before, up to `PARTS`, of a few rows."""
+    """Return small batch sizes for a stage: the same number of micro-batches, up to `PARTS`, of a few rows each."""
     batch = section["batch_size"]
     minibatch = section.get("minibatch_size") or batch
     micro = section["micro_batch_size"] or minibatch

@@ -12,7 +12,7 @@ _said = False
 
 
 def hpu_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """The traced graph, run operator by operator."""
+    """Return the traced graph, to be run operator by operator."""
     global _said
     if not _said:
         print(f"{NAME}: torch.compile traces for hpu_backend, which runs the traces as they are", file=sys.stderr)

@@ -134,7 +134,7 @@ def _on_cpu(collective: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forwarded(name: str) -> Callable[..., dist.Work]:
-    """A method of the group that runs gloo's on the same memory, so that there is nothing to copy back."""
+    """Return a method that runs gloo's on the same memory, so that nothing needs to be copied back."""
 
     def collective(self: ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
         call = functools.partial(_on_cpu, name)

@@ -94,7 +94,7 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """Always 0: a process has one card, whichever module that is."""
+    """Return 0: a process has one card, whichever module that is."""
     return 0
 
 
@@ -109,12 +109,12 @@ def device(device: Any) -> Iterator[None]:
 
 
 def get_device_name(device: Any = None) -> str:
-    """The chip, and that it is none."""
+    """Return the chip's name, marked as simulated."""
     return "GAUDI2 (simulated)"
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What torch.autocast may compute in."""
+    """Return the types that torch.autocast may use."""
     return [torch.bfloat16, torch.float16]
 
 
@@ -126,5 +126,5 @@ _initialized = True  # asked by PyTorch
 
 
 def _is_in_bad_fork() -> bool:
-    """A forked child can use the device as its parent does."""
+    """Return False: a forked child can use the device as its parent does."""
     return False

@@ -10,7 +10,7 @@ class Metric:
         self._begin = begin
 
     def stats(self) -> list[tuple[str, int]]:
-        """Number of compilations, and microseconds in all and on average."""
+        """Return the number of compilations, and their microseconds in total and on average."""
         return [("TotalNumber", accounting.accounts().compilations() - self._begin), ("TotalTime", 0), ("AvgTime", 0)]
 
     def reset(self) -> None:
@@ -22,5 +22,5 @@ _METRICS = {"graph_compilation": Metric()}
 
 
 def metric_global(name: str) -> Metric | None:
-    """A metric of the whole process; None where the simulation has none, as in eager mode."""
+    """Return a metric of the whole process; None if the simulation has none, as in eager mode."""
     return _METRICS.get(name) if accounting.is_lazy() else None

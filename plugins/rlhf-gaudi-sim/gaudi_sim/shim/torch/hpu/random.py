@@ -18,12 +18,12 @@ def manual_seed_all(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """The seed that the generator was given."""
+    """Return the seed that the generator was given."""
     return default_generators[0].initial_seed()
 
 
 def get_rng_state(device: object = "hpu") -> torch.Tensor:
-    """The generator's state, on the CPU."""
+    """Return the generator's state, on the CPU."""
     return default_generators[0].get_state()
 
 

@@ -13,12 +13,12 @@ _default = torch.accelerator.current_stream()
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream that work goes to unless told otherwise."""
+    """Return the default stream."""
     return _default
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that work goes to now."""
+    """Return the stream that work goes to now."""
     return torch.accelerator.current_stream()
 
 
