@@ -90,7 +90,7 @@ from rlhf.cli.app import app
 def select(*arguments):
     print(sorted({{"torch", "transformers", "deepspeed"}} & set(sys.modules)))
     sys.exit()
-selection.select = select
+selection.select_accelerator = select
 app(["chat", {str(tmp_path)!r}])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -137,7 +137,7 @@ def test_a_file_is_named(tiny_model: Path) -> None:
 
 
 def test_a_stage_is_asked_of_runs_only(tiny_model: Path) -> None:
-    with pytest.raises(RunError, match="leave it out"):
+    with pytest.raises(RunError, match="--stage"):
         model_folder(tiny_model, "sft")
 
 

@@ -257,7 +257,7 @@ def test_the_end_of_the_ranks_is_told_even_where_the_folder_cannot_be_tidied(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(RunDirectory, "recover", refuse)
-    monkeypatch.setattr(launch, "select", lambda *arguments: None)
+    monkeypatch.setattr("rlhf.engine.select.select_accelerator", lambda *arguments: None)
     monkeypatch.setattr(
         local, "spawn_ranks", lambda *arguments, **options: begun.append(True) or ExitStatus(1, "the cause", 0)
     )

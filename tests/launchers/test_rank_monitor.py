@@ -34,7 +34,7 @@ rank = current_process().rank
 try:
     with rank_monitor.monitor_ranks(current_process(), {timeout}) as member:
         dist.init_process_group("gloo")
-        distributed._members.append(member)
+        distributed._process.client = member
         dist.barrier()
         {then}
 except BaseException as error:

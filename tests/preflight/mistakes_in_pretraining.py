@@ -42,7 +42,7 @@ def a_column_of_no_text(bench: Bench) -> tuple[list[str], list[str]]:
 @mistake
 def too_little_text(bench: Bench) -> tuple[list[str], list[str]]:
     found = settings(ppo__ptx_coef=1, data__pretraining=_texts(bench), ppo__ptx_length=100)
-    return found, ["data.pretraining: its ", "rows of 100 (ppo.ptx_length), and an update takes 2 (ppo.ptx_batch_size)"]
+    return found, ["data.pretraining: ", "rows of 100 (ppo.ptx_length)", "needs 2 (ppo.ptx_batch_size)"]
 
 
 @mistake

@@ -96,7 +96,7 @@ def test_a_rank_has_whole_groups(tmp_path, recipe, rows, ranks, ok):
     if ok:
         check(config, ["sft", "reward", "ppo"], ranks)
     else:
-        with pytest.raises(Exception, match=r"ppo.batch_size: .* \(ppo.completions_per_prompt\) of each"):
+        with pytest.raises(Exception, match=r"ppo.batch_size: .* \(ppo.completions_per_prompt\)"):
             check(config, ["sft", "reward", "ppo"], ranks)
 
 
