@@ -73,7 +73,7 @@ class Report:
 
     @property
     def available(self) -> bool:
-        """Whether the backend can run here."""
+        """True if the backend can run here."""
         return self.probe is not None and self.probe.ok
 
     @property
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """Why the backend is, or is not, available."""
+        """The reason why the backend is available or not."""
         return self.probe.reason if self.probe else f"broken: {self.error}"
 
 

@@ -94,7 +94,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 @dataclass(frozen=True)
 class Probe:
-    """Whether a backend can run here, determined without importing torch or opening the device.
+    """The answer if a backend can run here, determined without importing torch or opening the device.
 
     Attributes:
         ok: the backend can run.
@@ -124,7 +124,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether an operation is available, by which implementation, and why or why not.
+    """The availability of an operation: by which implementation, and why or why not.
 
     A refusal always has a reason.
     """
@@ -215,7 +215,7 @@ class KernelImpl:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a run must not start (`reason`), and what the user can do (`remedy`)."""
+    """An objection to a run: the reason why it must not start, and a remedy for the user."""
 
     reason: str
     remedy: str

@@ -1,6 +1,6 @@
 """RLHF in three stages - supervised fine-tuning, a reward model, PPO - on any accelerator.
 
-Runs start from the command line (`rlhf --help`) or from Python: `rlhf.session` gives what a loop of one's own needs.
+Runs start from the command line (`rlhf --help`) or from Python: `rlhf.session` provides what a custom loop needs.
 Importing this package loads neither torch nor DeepSpeed: the accelerator is chosen first, because some read their
 environment when torch loads.
 """

@@ -90,7 +90,7 @@ class PPOLearner:
             try:
                 yield learner
             finally:
-                learner._end("the session has ended or begun another PPO; go on with session.ppo()")
+                learner._end("the session has ended or started another PPO; call session.ppo() to continue")
                 del learner.trainer, learner._texts  # the engines' memory, for what comes next
                 pipeline.release_models(context)
 
@@ -203,7 +203,7 @@ class PPOLearner:
         return result.numbers
 
     def checkpoint(self) -> None:
-        """Save all that a later `session.ppo()` needs to go on from here as if nothing had been between."""
+        """Save all that a later `session.ppo()` needs to resume here as if it had not stopped."""
         self._check_open()
         with self._translate_errors():
             loop.save_checkpoint(self.trainer, self._context, self.done)

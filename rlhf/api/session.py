@@ -31,7 +31,7 @@ def session(
     accelerator: str | None = None,
     quiet: bool = True,
 ) -> Session:
-    """Begin a session: everything around training, for a program or a notebook of your own.
+    """Begin a session: everything around training, for your program or notebook.
 
         import rlhf
 
@@ -43,7 +43,7 @@ def session(
                 print(step, numbers["reward"], ppo.generate(["Which animal says moo?"]))
             session.save()
 
-    Without a model or data of your own in the settings, the embedded example is trained. In a notebook leave `with`
+    If the settings name neither a model nor data, the embedded example is trained. In a notebook leave `with`
     out, and call `session.close()` at the end. Under a launcher (torchrun, `srun`, `mpirun`) every process runs the
     same program, and the session is one of all.
 
@@ -63,7 +63,7 @@ def session(
 
 
 class Session:
-    """A run's settings and folder, and PPO in a loop of your own; `rlhf.session` makes it.
+    """A run's settings and folder, and PPO in your loop; `rlhf.session` creates it.
 
     A process has one PPO at a time: what another session of it has open ends when this one begins to work.
 
@@ -96,17 +96,17 @@ class Session:
     def run(self, *stages: Stage, overwrite: bool = False) -> dict[Stage, dict[str, Any]]:
         """Run stages to their end, as `rlhf` does; without names all three: SFT, reward model, PPO.
 
-        What is complete is not run again, and what was stopped goes on from its newest checkpoint.
+        Complete stages are not run again; a stopped stage resumes from its newest checkpoint.
 
         Args:
-            overwrite: begin them anew.
+            overwrite: replace them by new ones.
 
         Returns:
             Each stage's summary: `before` and `after` with the held-out numbers, `steps`, `seconds`, ...
 
         Raises:
             RLHFError: something that you can fix.
-            rlhf.launchers.exit_status.Interrupted: it was interrupted; call it again to go on.
+            rlhf.launchers.exit_status.Interrupted: it was interrupted; call it again to resume.
         """
         from rlhf.runs.directory import RunDirectory
         from rlhf.trainers import run as launch
@@ -120,7 +120,7 @@ class Session:
     def ppo(self, *, overwrite: bool = False) -> PPOLearner:
         """PPO, ready for its first step: `step`, `generate`, `score`, `evaluate` (see `help` of what it gives).
 
-        It starts from the settings' models or from what `run("sft", "reward")` has left, and goes on from the newest
+        It starts from the settings' models or from the results of `run("sft", "reward")`, and resumes from the newest
         checkpoint of `ppo.checkpoint()`. Another call ends the PPO before it, whose unsaved steps are lost.
 
         Args:

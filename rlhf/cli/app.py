@@ -40,7 +40,7 @@ app = typer.Typer(
 _EXAMPLES = {
     "rlhf": "the embedded example",
     "rlhf --config recipe.yaml --dry-run": "is everything there, does it fit?",
-    "rlhf --config recipe.yaml --output runs/a": "a recipe of your own",
+    "rlhf --config recipe.yaml --output runs/a": "your recipe",
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
     "rlhf --output runs/a --resume": "continue, with the run's own settings",
     "rlhf --stages sft,dpo --output runs/b": "these stages, one after the other",
@@ -73,11 +73,11 @@ It starts from the SFT model in the folder, or from [bold]reward.model[/].""",
 It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the reward model's pairs.
 [bold]dpo.beta[/] says what it costs to go far from there, [bold]dpo.loss[/] which loss: sigmoid, ipo or robust.
 
-PPO goes on from what it leaves with [bold]--set ppo.actor=RUN/dpo/model[/].""",
+PPO continues from its model with [bold]--set ppo.actor=RUN/dpo/model[/].""",
     "ppo": """Stage 3: PPO against the reward model.
 
 It takes the SFT and reward models in the folder, or [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
-Python functions may score beside the model ([bold]ppo.reward_functions[/]), or alone: [bold]ppo.reward_weight=0[/].""",
+Python functions may score with the model ([bold]ppo.reward_functions[/]), or alone: [bold]ppo.reward_weight=0[/].""",
 }
 """The commands that run one stage, with their help."""
 
@@ -154,7 +154,7 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
 
 
 def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
-    """Start this machine's ranks, those of the other machines beside them. The first machine checks the run for all."""
+    """Start this machine's ranks of a run on several machines. The first machine checks the run for all."""
     from rlhf.engine.select import select_accelerator
     from rlhf.launchers import local, multinode
     from rlhf.trainers import preflight
@@ -184,7 +184,7 @@ def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...])
     elif first:
         launch.run(config, stages=stages)
     verdict = meeting.client.conclude(outcome)
-    # What is saved, and how to go on, every machine says for itself.
+    # Each machine says what it saved and how to resume.
     own = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
     _end(outcome if own or not verdict else verdict, ending)
 

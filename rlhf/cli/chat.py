@@ -51,7 +51,7 @@ def chat(
 ) -> None:
     """Talk to a trained model.
 
-    In a pipe, every line is a prompt of its own: [cyan]echo "Where does the bee live?" | rlhf chat runs/default[/].
+    In a pipe, every line is a separate prompt: [cyan]echo "Where does the bee live?" | rlhf chat runs/default[/].
     """
     from rich.text import Text
 

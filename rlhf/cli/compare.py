@@ -112,7 +112,7 @@ def compare(
     [bold]--best-of[/] tells how the best of n samples would score, without training, and at what KL at most: where PPO
     scores no higher than the best of n of the SFT model at its KL, look at its training.
 
-    Each model is loaded, writes, and is released before the next. Exit code 2: something has to be mended first.
+    Each model is loaded, writes, and is released before the next. Exit code 2: something must be fixed first.
     """
     numbers = _numbers(best_of)
     _check(models, reward_model, numbers, temperature, output)

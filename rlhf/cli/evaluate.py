@@ -1,4 +1,4 @@
-"""`rlhf evaluate`: what a finished model is worth, by pairs of replies, by text, or by sentences of one's own."""
+"""`rlhf evaluate`: measure finished models on pairs of replies, on text, or on given sentences."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def evaluate(
             help="Replies or text for language models: a source, a .txt file, or [bold]heldout[/].", metavar="SOURCE"
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="A prompt of your own, for reward models.", metavar="TEXT")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Your prompt, for reward models.", metavar="TEXT")] = None,
     reply: Annotated[
         list[str] | None, typer.Option(help="A reply to it, to be scored. Repeatable.", metavar="TEXT")
     ] = None,
@@ -83,7 +83,7 @@ def evaluate(
 
     [bold]rlhf evaluate runs/a --pairs heldout[/]  ·  accuracy and calibration on what its recipe held out
 
-    [bold]rlhf evaluate runs/a runs/b/reward/model --pairs pairs.jsonl[/]  ·  two reward models, on pairs of your own
+    [bold]rlhf evaluate runs/a runs/b/reward/model --pairs pairs.jsonl[/]  ·  two reward models, on your pairs
 
     [bold]rlhf evaluate runs/a --prompt "Where does the bee live?" --reply "In the hive." --reply "Go away."[/]
 

@@ -66,7 +66,7 @@ class Options:
     def with_run_recipe(self, stages: Sequence[Stage]) -> Options:
         """Return these options, with the recipe of the run in the folder if none is given.
 
-        With a model or data of one's own, what replaces all of a run is another run, to which its recipe would not fit.
+        If the options name a model or data and replace the whole run, its recipe would not fit.
 
         Raises:
             ConfigError: a `--set` is not of its form.

@@ -27,7 +27,7 @@ _DEFAULTS = (
 )
 _EXAMPLE = (
     "The embedded example, which `rlhf` runs when it is given no file. These values suit its tiny model and "
-    "short sentences; start a recipe of your own from `rlhf config`, which prints the defaults."
+    "short sentences; start your recipe from `rlhf config`, which prints the defaults."
 )
 
 

@@ -38,7 +38,7 @@ def sweep(
 ) -> None:
     """Train a recipe at every point of a grid, one run a point, and compare them: one table, one plot.
 
-    A grid file names a recipe (or has keys of its own under [bold]base[/]), and axes:
+    A grid file names a recipe (or has keys under [bold]base[/]), and axes:
 
     [bold]recipe: ../opt/1.3b.yaml[/]
 
@@ -57,7 +57,7 @@ def sweep(
     Points are called zero2-resident, zero2-offload and so on. Each is a folder of the sweep's, a run like any other:
     [bold]rlhf chat runs/NAME/zero2-offload[/]. What it printed is in its console.log.
 
-    The same command goes on with what is not done. A point that cannot be trained is refused with its reason, one that
+    The same command resumes a sweep. A point that cannot be trained is refused with its reason, one that
     runs out of memory is recorded with its peak, and neither stops the others. [bold]--dry-run[/] lists the points
     and which would be refused, and runs nothing.
 
@@ -68,7 +68,7 @@ def sweep(
     [bold]rlhf sweep grid.yaml --report --json[/]
 
     Exit code 0: every point is complete, refused, left out, or out of memory; 1: a point failed; 2: something has to
-    be mended first.
+    be fixed first.
     """
     from rlhf.contrib.sweep.grid import load_grid
     from rlhf.contrib.sweep.results import SweepDirectory

@@ -25,7 +25,7 @@ _SOURCE_KEYS = ("data.datasets", "data.pretraining")  # lists that may be writte
 
 
 class Origin(NamedTuple):
-    """Where a value was written.
+    """The place where a value was written.
 
     Attributes:
         text: `recipe.yaml:12`, or the option.

@@ -35,7 +35,7 @@ _EXPECTED = {
     "too_short": "at least {min_length} item",
     "too_long": "{max_length} items",
 }
-"""What was expected, by pydantic's type of error."""
+"""The expected kind of value, by pydantic's type of error."""
 
 
 def error_at(key: str, text: str) -> PydanticCustomError:

@@ -82,7 +82,7 @@ class EMA:
     """An exponential moving average of the float32 weights (arXiv:1412.6980, section 7.2), starting at the weights.
 
     average := decay * average + (1 - decay) * weights. For saving and evaluating it changes places with the weights. A
-    rank holds the average of its own float32 weights: at ZeRO 1 to 3 its share, and with LoRA that of the adapters.
+    rank holds the average of its float32 weights: at ZeRO 1 to 3 its share, and with LoRA that of the adapters.
 
     Attributes:
         tensors: this rank's part of the average.

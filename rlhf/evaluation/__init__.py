@@ -1,1 +1,1 @@
-"""What finished models are worth: judged by a reward model, on pairs, on text, and beside one another."""
+"""Evaluate finished models: by a reward model, on pairs, on text, and against one another."""

@@ -143,7 +143,7 @@ def _start_rank(
     log = log_path.open("wb") if log_path else None
     output = log or console
     try:
-        # In a session of its own, so that Ctrl-C reaches the rank once, through this process.
+        # In a separate session, so that Ctrl-C reaches the rank once, through this process.
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )

@@ -26,7 +26,7 @@ LARGE = 64 << 20
 rows take 15 % longer, since logits are computed twice; with more rows the difference shrinks, and memory is scarce."""
 
 _is_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether the logits of a model are the output layer's result, unchanged; by the models examined so far."""
+"""True if the logits of a model are the output layer's result, unchanged; by the models examined so far."""
 
 
 class LogProbs(NamedTuple):

@@ -283,7 +283,7 @@ def _load(
         ) from error
     report |= {"deepspeed_chat": chats}
     _check_whole(path, report, model_class.__name__, model.base_model_prefix, trained=trained)
-    if scalar_head and not hasattr(model, "score"):  # an architecture of its own code
+    if scalar_head and not hasattr(model, "score"):  # an architecture with custom code
         raise ModelError(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )

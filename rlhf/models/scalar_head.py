@@ -27,7 +27,7 @@ CLASS_SUFFIX = "ScalarHead"
 _README = """# A reward model that plain transformers has no class for
 
 transformers has no sequence classifier of {family} that scores tokens: `AutoModelForSequenceClassification` refuses
-this folder, or draws a head of its own. rlhf loads it: name the folder in `ppo.reward_model` or `reward.model`. With
+this folder, or draws another head. rlhf loads it: name the folder in `ppo.reward_model` or `reward.model`. With
 plain transformers, the score of a text is what the head makes of its last token:
 
 ```python

@@ -28,7 +28,7 @@ Placements = Mapping[RoleName, ModelPlacement]
 
 
 class Obstacle(NamedTuple):
-    """Why models cannot share a base, and what the user could do about it."""
+    """The reason why models cannot share a base, and a remedy."""
 
     reason: str
     remedy: str
@@ -36,7 +36,7 @@ class Obstacle(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which models share a frozen base.
+    """The models that share a frozen base.
 
     Attributes:
         donors: for each model that is built on another's frozen weights, that other model.

@@ -46,7 +46,7 @@ ROLES: Mapping[Stage, tuple[Role, ...]] = {
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """How a role's model is stored and trained.
+    """The way a role's model is stored and trained.
 
     Attributes:
         dropout: the rate in training; None for the model's own rates.
@@ -68,7 +68,7 @@ class ModelPlacement:
 
     @property
     def quantization(self) -> Literal["int8", "int4"] | None:
-        """How the frozen weights of the model's linear layers are quantized; None if they are not."""
+        """The quantization of the frozen weights of linear layers; None if they are not quantized."""
         kind = self.engine.frozen
         return None if kind == "auto" or (self.role.trained and not self.lora.rank) else kind
 

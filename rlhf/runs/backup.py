@@ -28,7 +28,7 @@ class Backup:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a backup."""
+        """True if there is a backup."""
         return self.path.exists()
 
     def create(self, files: Iterable[Path], folders: Sequence[str]) -> None:

@@ -74,11 +74,11 @@ class RunDirectory:
     ) -> RunDirectory:
         """Return the run directory of `config.output`, if `stages` may be written to it.
 
-        Writes nothing, but brings back what a killed process had set aside (see `opened`). A stage that the run
+        Writes nothing, but brings back what a killed process had set aside (see `open_for`). A stage that the run
         does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
 
         Args:
-            accelerator, data: as of `opened`; what is not known yet is not compared.
+            accelerator, data: as in `open_for`; None is not compared.
 
         Raises:
             RunError: the folder is not a run's, another process writes to it, it holds one of `stages` already or
@@ -95,7 +95,7 @@ class RunDirectory:
         return any(stage.started and not (overwrite and stage.name in stages) for stage in self.stages)
 
     def ensure_recipe(self) -> Path | None:
-        """`recipe.yaml`, written anew from `run.json` where it is missing; None where there is no run."""
+        """Return `recipe.yaml`, written from `run.json` if it is missing; None if there is no run."""
         if self.description.is_file() and not self.recipe.is_file():
             with suppress(OSError, ConfigError):  # a disk that is read-only; keys of another version
                 write_recipe(self.recipe, read_json(self.description).get("config", {}))
@@ -156,7 +156,7 @@ class RunDirectory:
                 self._backup.restore()
 
     def commit(self, stage: StageDirectory) -> None:
-        """Delete what `opened` set aside, if `stage` has got as far as a record or a checkpoint of its own."""
+        """Delete the backup of `open_for`, if `stage` has written a record or a checkpoint."""
         if self._backup.exists and stage.started:
             self._backup.delete()
 
@@ -260,7 +260,7 @@ class RunDirectory:
         ):
             raise RunError(
                 f"{self.path}: what is complete was trained with other settings: {', '.join(differing)}; "
-                "ask for these, train anew with --overwrite, or choose another --output"
+                "ask for these, train again with --overwrite, or choose another --output"
             )
 
     def _begin(
@@ -310,7 +310,7 @@ class RunDirectory:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
 
     def _remove_partial(self, stages: Sequence[Stage]) -> None:
-        """Remove what is worth nothing: stages to be run that are not begun, and what a crash left half-written."""
+        """Remove worthless files: stages to be run that have not started, and what a crash left half-written."""
         for stage in self.stages:
             if stage.name in stages and not stage.started:
                 shutil.rmtree(stage.path, ignore_errors=True)
@@ -320,7 +320,7 @@ class RunDirectory:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _abandon(self, stages: Sequence[Stage]) -> None:
-        """Remove `stages` where they are not begun, and `run.json` where no stage is."""
+        """Remove `stages` that have not started, and `run.json` if none has."""
         for stage in self.stages:
             if stage.name in stages and not stage.started:
                 shutil.rmtree(stage.path, ignore_errors=True)

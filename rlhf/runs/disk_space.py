@@ -52,13 +52,13 @@ def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: 
     left, most = 0, 0
     for stage, need in needs.items():
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in need.models]
-        adapters_only = config.lora.rank > 0  # little beside the weights, which the checkpoints leave out
+        adapters_only = config.lora.rank > 0  # little compared with the weights, which the checkpoints leave out
         checkpoint = 0 if adapters_only else state * sum(counts)
         every = getattr(config, stage).checkpoint_every
         written = -(-need.steps // every) if every else 1
         averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
         checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
-        # The newest two stay, and a third is written beside them; the model comes when two are left.
+        # The newest two stay, and a third is written before one goes; the model comes when two are left.
         critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
         trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
         best = trained if getattr(config, stage).selection_metric else 0  # lies there while others are tried

@@ -23,13 +23,13 @@ CHANGEABLE_ON_RESUME |= {"share_base", "merge", "save", "save_critic"}
 CHANGEABLE_ON_RESUME |= {"eval_every", "samples_every", "samples", "ema_on_host", "reward_timeout", "kernels"}
 # Of those, what says how long a stage is trained: a complete one is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
-# What the plan decides where nothing is asked for: a resumed stage goes on with what was decided when it began.
+# Decided by the plan if the settings say auto: a resumed stage keeps what was decided when it started.
 _DECIDED = {"engine.zero_stage", "engine.offload"}
 # What an empty key comes to: earlier versions recorded that in its place.
 _UNSAID = {"heldout_split": "test", "whiten_advantages": True}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 SHARED_SECTIONS = ("seed", "model", "data")
-# What PPO alone reads of them (`data.pretraining`): where it has not begun, nothing was made with it.
+# What PPO alone reads of them (`data.pretraining`): if PPO has not started, nothing was made with it.
 _OF_PPO = {"pretraining"}
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
@@ -131,7 +131,7 @@ def _recorded(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differing_beside(recorded: dict[str, Any], config: Config, stage: Stage, precision: str | None) -> list[str]:
-    """Differences in what a stage was trained with beside its own section: engine, LoRA and precision."""
+    """List differences outside a stage's own section: engine, LoRA and precision."""
     own, now = _recorded(recorded) | recorded.get("stages", {}).get(stage, {}), config.model_dump(mode="json")
     there = own.get("precision")
     if there == "auto":  # recorded as it was given; what it came to may stand with the hardware

@@ -37,7 +37,7 @@ class StageDirectory:
 
     @property
     def critic(self) -> Path:
-        """The model of values that PPO trained beside it, in the same format with a scalar head."""
+        """The critic that PPO trained with it, in the same format with a scalar head."""
         return self.path / CRITIC
 
     @property
@@ -111,7 +111,7 @@ class StageDirectory:
         """Return the error for an unreadable newest checkpoint, with the alternatives."""
         path = self.latest_checkpoint
         earlier = [other.name for other in self.all_checkpoints if other != path]
-        what = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage anew; there is no other"
+        what = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage again; there is no other"
         return RunError(f"{path}: cannot be read ({why}); move this folder away to {what}")
 
     def check_steps(self, steps: int) -> None:
@@ -120,7 +120,7 @@ class StageDirectory:
         if path and (saved := parse_step(path)) > steps:
             raise RunError(
                 f"{path}: {saved} steps of {self.name} are done, and {steps} are asked for; "
-                f"ask for {saved} or more, or train anew with --overwrite"
+                f"ask for {saved} or more, or train again with --overwrite"
             )
 
     def finish(self, summary: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ class RunTermination:
 
     @property
     def _has_written(self) -> bool:
-        """Whether this run has written run.json; until then, the folder contains only what was there before."""
+        """True if this run has written run.json; until then, the folder contains only what was there before."""
         return _read_bytes(self._directory.description) not in (None, self._before)
 
 

@@ -1,6 +1,6 @@
 """What can be known before the first step, asked of the part that knows it: folder, batches, models, data, disk.
 
-`check` loads nothing and runs in the launcher too; `examine` runs beside the accelerator, on rank 0. Each question is
+`check` loads nothing and runs in the launcher too; `examine` runs with the accelerator, on rank 0. Each question is
 answered by the part that would meet the problem later, with the same error.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage will do: the models that it starts from, and its rows.
+    """The models that a stage starts from, and its rows.
 
     `data` holds a sample of the rows, unless all were asked for. `parameters` counts those of the model that the
     stage trains; None for the embedded one.
@@ -61,7 +61,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `examine` found: a plan for each stage, what the rows of each source are, and each model's attention."""
+    """Results of `examine`: a plan for each stage, the fingerprints of each source, and each model's attention."""
 
     plans: tuple[StagePlan, ...]
     data: Fingerprints
@@ -255,7 +255,7 @@ class _Models(Tokenizers):
             self.attention[name] = choose_attention(self._accelerator, base.path, self._config.model)
         if base.path is None:
             return None
-        # A head may be drawn anew but for PPO's reward model, which some stage has left.
+        # A new head may be drawn, except for PPO's reward model, which a stage has trained.
         trained = not base.ref.scalar_head or not (base.ref.new_head or base.through)
         key = base.path, base.ref.scalar_head, trained
         if key not in self._outlines:

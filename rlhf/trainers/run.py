@@ -64,7 +64,7 @@ def run(
         Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
         InternalError: anything else; its traceback is in the run directory.
     """
-    if accelerator:  # what goes on from here later asks for the same
+    if accelerator:  # a later resume asks for the same
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     request = Request(stages, resume, overwrite, dry_run)
@@ -165,8 +165,8 @@ def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, 
     resolved, ranks = config, distributed.world().size
     with distributed.on_main("planning the run") as main:
         if main:
-            begun = [stage for stage in pending if directory.stage(stage).started]
-            then = read_json(directory.description).get("stages", {}).get(begun[0], {}) if begun else {}
+            started = [stage for stage in pending if directory.stage(stage).started]
+            then = read_json(directory.description).get("stages", {}).get(started[0], {}) if started else {}
             local = current_process().count_local_ranks(ranks)
             resolved, line = resolve_engine(config, pending, accelerator, ranks, local, then.get("engine", {}))
             if line:

@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 """The suffix of unfinished files and folders; after a crash they can be deleted."""
 
 CONSOLE = "console.log"
-"""In a run's folder, what the run printed, where whoever started it (`rlhf sweep`) keeps that."""
+"""The output of a run, in its folder, if its starter (`rlhf sweep`) keeps it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

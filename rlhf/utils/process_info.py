@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rlhf.errors import ConfigError
 
 STATUS_FOLDER_VARIABLE = "RLHF_OUTCOMES"
-"""Environment variable that names the folder in which a rank of ours leaves its outcome."""
+"""Environment variable that names the folder in which a rank that rlhf started leaves its exit status."""
 RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"
 """Environment variable that says where our launchers on several machines met."""
 
@@ -60,7 +60,7 @@ class ProcessInfo:
     local_size: int | None = None
     """Processes on this machine, where the launcher says."""
     node: int | None = None
-    """Which machine, where the launcher says."""
+    """Number of the machine, if the launcher states it."""
     address: str | None = None
     port: int | None = None
     """The port where all ranks meet, on the machine of rank 0."""
@@ -234,7 +234,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     try:
         return int(environ[name])
     except ValueError:
-        if name == "SLURM_NTASKS_PER_NODE":  # a limit, in words of its own
+        if name == "SLURM_NTASKS_PER_NODE":  # a limit, in another notation
             return None
         raise ConfigError(f"{name} is {environ[name]!r}, not a whole number; fix or unset it") from None
 

@@ -76,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_read_is_answered_with_the_one_before_it(eng
 def test_the_only_checkpoint_is_not_said_to_have_one_before_it(engine, tmp_path):
     training_state.save_checkpoint(place(tmp_path), 5, {"model": engine}, {})
     (place(tmp_path).latest_checkpoint / "state-rank0.pt").write_bytes(b"cut off")
-    with pytest.raises(RunError, match="to start the sft stage anew; there is no other") as found:
+    with pytest.raises(RunError, match="to start the sft stage again; there is no other") as found:
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
     assert "remove" not in str(found.value) and "earlier" not in str(found.value)
 

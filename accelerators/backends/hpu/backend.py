@@ -122,7 +122,7 @@ class HPU(Accelerator):
 
     @functools.cached_property
     def _runs_what_it_records(self) -> bool:
-        """Whether operators run while they are recorded: the published bridge runs them, but no document says so."""
+        """True if operators run while they are recorded: the published bridge runs them, but no document says so."""
         counter = torch.zeros(1, device=self.device())
         self._recorded(lambda: counter.add_(1))
         return counter.item() == 1
@@ -229,7 +229,7 @@ def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
 def _hpu_graphs_supported(accelerator: Accelerator) -> Support:
     if not accelerator.is_lazy():
         return Support(False, "HPU graphs exist in lazy mode only")
-    return Support(True, "lazy mode: recorded once, replayed without collecting operators anew")
+    return Support(True, "lazy mode: recorded once, replayed without collecting operators again")
 
 
 def _torch_compile_supported(accelerator: Accelerator) -> Support:

@@ -46,7 +46,7 @@ class Cards:
     model: str
     driver: str
     source: str
-    """Where the facts come from: hl-smi or the driver's files."""
+    """The source of the facts: hl-smi or the driver's files."""
     modules: tuple[str, ...] = field(default=(), compare=False)
     """Their numbers on this machine."""
 

@@ -28,7 +28,7 @@ UNSUCCESSFUL: tuple[Status, ...] = ("refused", "out of memory", "failed")
 
 
 class PointOutcome(NamedTuple):
-    """How a point ended without being complete; `peak_memory` in bytes, if its last line tells."""
+    """The end of an incomplete point; `peak_memory` in bytes, if its last line states it."""
 
     status: Status
     reason: str

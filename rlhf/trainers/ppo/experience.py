@@ -150,7 +150,7 @@ class Rollout:
 
     @property
     def completion_length(self) -> int:
-        """A, the columns of completions."""
+        """The number of completion columns, A."""
         return self.action_mask.shape[1]
 
 
@@ -208,7 +208,7 @@ class Experience:
 
     @property
     def completion_length(self) -> int:
-        """A, the columns of completions."""
+        """The number of completion columns, A."""
         return self.action_mask.shape[1]
 
     def minibatches(
@@ -232,7 +232,7 @@ class Experience:
         return parts
 
     def _rows(self, rows: Tensor, micro_batcher: MicroBatcher) -> Experience:
-        """Return the rows with these indices [N], on the host, cut into micro-batches of their own."""
+        """Return the rows with these indices [N], on the host, with new micro-batches."""
         lengths = None if self.lengths is None else self.lengths.index_select(0, rows)
         prompt = self.input_ids.shape[1] - self.completion_length
         cut = micro_batcher.cut(lengths, rows=len(rows), prompt=prompt, completion=self.completion_length)

@@ -105,7 +105,7 @@ def record_arithmetic(
         sums: those of `rollout_sums`, over all ranks.
         updates: how many followed the rollout.
         pretraining: raw text of each update, in addition to the rollout's.
-        reused: the update differentiates the passes that scored policy and critic, and makes none of its own.
+        reused: the update differentiates the passes that scored policy and critic, and makes no others.
     """
     settings, model_flops = context.config.ppo, context.model_flops
     texts = TextLengths(sums["text_tokens"], sums["text_pairs"], sums["tokens"])
