@@ -151,8 +151,7 @@ def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], 
     from rlhf.data.examples import Demonstration, Pair
     from rlhf.data.records import Message, Row
     from rlhf.data.stage_dataset import StageData
-    from rlhf.trainers.reward import RewardTrainer
-    from rlhf.trainers.sft import SFTTrainer
+    from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 
     tokenizer, models = loaders(context, work)
     row = Row((Message("user", ""),), "", "", "", "", "benchmark")

@@ -24,7 +24,7 @@ from rlhf.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
-    from rlhf.trainers.trainer import Trainer
+    from rlhf.trainers.loop import Trainer
 
 Report = dict[str, Any]
 

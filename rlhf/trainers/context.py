@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 ModelLoader = Callable[[RoleName], Any]
-"""Loads a role's model; see `rlhf.trainers.model_factory.ModelFactory`."""
+"""Loads a role's model; see `rlhf.trainers.stage_models.ModelFactory`."""
 
 
 class Clock:

@@ -1,29 +1,40 @@
 """DPO: raise the preferred reply of each pair over the other, measured against the policy as it was (arXiv:2305.18290).
 
-The policy's implicit reward of a reply is beta log (policy / reference), which needs no reward model.
+The policy's implicit reward of a reply is beta log (policy / reference), which needs no reward model. Before its first
+step the policy is its own reference: it scores every pair that training will use, and no other model is loaded. The
+scores are saved in the stage's folder, for a stage that resumes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.config.schema import DPOConfig
-from rlhf.data.batches import collate_dpo
-from rlhf.data.examples import NumberedPairs
+from rlhf.data.batches import Batches, collate_dpo
+from rlhf.data.examples import NumberedPair, NumberedPairs
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.engine import Batch
+from rlhf.engine import distributed
+from rlhf.engine.cpu_offload import on_device
+from rlhf.engine.engine import Batch, TrainingEngine
 from rlhf.engine.metric_sums import Metrics
-from rlhf.losses.dpo import preference_losses
+from rlhf.losses.dpo import preference_losses, sequence_log_probs
+from rlhf.losses.log_probs import masked
+from rlhf.models.forward import completion_log_probs
+from rlhf.models.lora import without_adapters
+from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.dpo_reference import BatchRange, LiveReference, PrecomputedReference, reply_log_probs
-from rlhf.trainers.model_factory import ModelFactory
+from rlhf.trainers.loop import EvalResult
+from rlhf.trainers.stage_models import ModelFactory
 from rlhf.trainers.supervised import SupervisedTrainer
-from rlhf.trainers.trainer import EvalResult
+from rlhf.utils.atomic_io import PARTIAL, sync
 
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
 """Metrics of pairs, in training and on held-out rows: means over them."""
@@ -112,3 +123,115 @@ def preference_means(sums: Metrics) -> Metrics:
     """Return the means over pairs of `preference_sums`; other numbers stay."""
     pairs = max(sums["pairs"], 1)
     return sums | {key: sums[key] / pairs for key in MEANS}
+
+
+FILE = "reference.safetensors"
+
+
+class BatchRange(NamedTuple):
+    """The first `steps` batches of `rlhf.data.batches.collate_dpo`."""
+
+    batches: Batches[NumberedPair]
+    steps: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the pairs in them."""
+        return [example.number for step in range(self.steps) for example in self.batches.examples(step)]
+
+
+def reply_log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the log-probabilities of a batch's replies, in nats: [2B], one for each row."""
+    mask = batch["completion_mask"]
+    tokens = completion_log_probs(model, batch["input_ids"], batch["attention_mask"], mask.shape[1])
+    return sequence_log_probs(tokens.log_probs, mask)
+
+
+class PrecomputedReference:
+    """The policy's own log-probabilities of all pairs, computed before its first step."""
+
+    def __init__(self, context: StageContext, policy: TrainingEngine, ranges: Sequence[BatchRange], pairs: int) -> None:
+        """Read the table of log-probabilities, or compute it; every rank takes part.
+
+        The table has a row for each of `pairs` in the data; those in `ranges` are used in training and evaluation.
+        """
+        table = _read_table(context, [number for batches in ranges for number in batches.numbers], pairs)
+        if table is None:
+            table = _compute_table(context, policy, ranges, pairs)
+            _write_table(context, table)
+        self._table = table.to(context.accelerator.device())
+
+    def add_to(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches, each with `reference` [2B]: log-probabilities of its rows' replies."""
+        return [batch | {"reference": self._table[batch["number"]].T.reshape(-1)} for batch in batches]
+
+
+class LiveReference:
+    """A model next to the policy or, with LoRA, the policy without its adapters."""
+
+    def __init__(self, context: StageContext, policy: TrainingEngine, model: nn.Module | None) -> None:
+        self._policy, self._model = policy, model
+        self._precision, self._boundary = context.precision, context.accelerator.step_boundary
+
+    @torch.no_grad()
+    def add_to(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches as `PrecomputedReference` does."""
+        scores = self._score_batches(batches)
+        return [batch | {"reference": score} for batch, score in zip(batches, scores, strict=True)]
+
+    def _score_batches(self, batches: Sequence[Batch]) -> list[Tensor]:
+        if self._model is None:
+            self._policy.engine.eval()
+            with without_adapters(self._policy.module):
+                return [self._score(self._policy.engine, batch) for batch in batches]
+        with on_device(self._model):
+            return [self._score(self._model, batch) for batch in batches]
+
+    def _score(self, model: nn.Module, batch: Batch) -> Tensor:
+        with self._precision.autocast():
+            log_probs = reply_log_probs(model, batch)
+        self._boundary("dpo/reference")
+        return log_probs
+
+
+@torch.no_grad()
+def _compute_table(context: StageContext, policy: TrainingEngine, ranges: Sequence[BatchRange], pairs: int) -> Tensor:
+    """Return the log-probabilities of the chosen and the rejected replies, [pairs, 2]; NaN for pairs in no batch."""
+    policy.engine.eval()
+    table, visits = (torch.zeros(pairs, columns, device=context.accelerator.device()) for columns in (2, 1))
+    rows = sum(len(batches.numbers) for batches in ranges)
+    bars = progress(rows, "dpo: reference log-probabilities", enabled=context.world.is_main)
+    with context.phases.running("scoring"), bars as bar:
+        for batches, step in ((batches, step) for batches, steps in ranges for step in range(steps)):
+            for batch in map(context.accelerator.to_device, batches.step(step)):
+                with context.precision.autocast():
+                    log_probs = reply_log_probs(policy.engine, batch).view(2, -1).T
+                real = batch["pair_mask"][:, None]
+                table.index_add_(0, batch["number"], masked(log_probs, real))
+                visits.index_add_(0, batch["number"], real.float())
+                context.accelerator.step_boundary("dpo/reference")
+            bar.advance(len(batches.examples(step)))
+    # Each rank has scored its own share.
+    return torch.where(distributed.all_sum(visits) > 0, distributed.all_sum(table), torch.nan)
+
+
+def _read_table(context: StageContext, numbers: Sequence[int], pairs: int) -> Tensor | None:
+    """Read what an earlier process saved; None if the stage does not resume, or `numbers` are not all in the table."""
+    path, table = context.directory.path / FILE, None
+    with distributed.on_main(f"reading {path}") as main:
+        if main and context.directory.latest_checkpoint and path.is_file():
+            table = load_file(path)["log_probs"]
+            if table.shape[0] != pairs or table[numbers].isnan().any():  # it is to be trained for longer now
+                table = None
+    return distributed.all_gather_objects(table)[0]
+
+
+def _write_table(context: StageContext, table: Tensor) -> None:
+    path = context.directory.path / FILE
+    with distributed.on_main(f"writing {path}") as main:
+        if main:
+            partial = path.with_name(path.name + PARTIAL)
+            save_file({"log_probs": table.to(context.accelerator.host_device())}, partial)
+            sync(partial)
+            os.replace(partial, path)
+            sync(path.parent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +16,33 @@ import accelerators
 from rlhf.config.paths import WORLD
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
+from rlhf.data.cache import StageCache
+from rlhf.data.load_sources import read_sources
+from rlhf.data.report import format_reports
+from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import cpu_offload, distributed
+from rlhf.errors import DataError
 from rlhf.memory.report import plan_next_stage
 from rlhf.models.attention import choose_attention
+from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.dataset import stage_rows
 from rlhf.trainers.dpo import DPOTrainer
-from rlhf.trainers.model_factory import ModelFactory, resolve_stage_bases
+from rlhf.trainers.loop import Trainer
 from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
-from rlhf.trainers.reward import RewardTrainer
-from rlhf.trainers.sft import SFTTrainer
-from rlhf.trainers.trainer import Trainer
+from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
+from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from rlhf.utils.command_line import get_command_line
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
     from accelerators import Accelerator
     from rlhf.runs.directory import RunDirectory
 
@@ -127,3 +134,37 @@ def release_models(context: StageContext) -> None:
     context.bases.clear()
     gc.collect()  # engines refer to themselves
     context.accelerator.empty_cache()
+
+
+def stage_rows(
+    context: StageContext, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None
+) -> StageData:
+    """Return the stage's examples, and log how many rows of each source are used; replies end as generation does.
+
+    Raises:
+        DataError: a source cannot be read, has no usable row, or differs between machines.
+        RunError: the rows differ from those that the run started with.
+    """
+    config, stage, show = context.config, context.directory.name, context.world.is_main
+    ends = find_end_tokens(tokenizer, settings)
+    cache = StageCache.of(config, stage, tokenizer, ends)
+    if len(set(distributed.all_gather_objects(cache.key))) > 1:
+        raise DataError(
+            f"{stage}: rows, tokenizers or versions of rlhf differ between ranks; give all machines the same files"
+        )
+    with distributed.on_each_machine("tokenizing the rows") as builds:
+        obstacle = cache.build(show=show) if builds else None
+    obstacles = [reason for reason in distributed.all_gather_objects(obstacle) if reason]
+    if obstacles:
+        context.say(f"note: {stage}: tokenized rows are not cached, and every rank tokenizes them: {obstacles[0]}")
+        sources = read_sources(config.data, [stage], seed=config.seed, show=show, records=cache.records)
+        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
+        data = replace(data, fingerprints=sources.fingerprints())
+    else:
+        data = cache.load()
+    with distributed.on_main("comparing the rows") as main:
+        if main:  # an earlier stage may have taken days
+            context.run.check_rows(config, data.fingerprints)
+    for line in format_reports(data.reports):
+        context.say(line)
+    return data

@@ -19,11 +19,18 @@ from rlhf.generation.strategy import check_generation as check_rollouts
 from rlhf.models.compatibility import check_model_folder
 from rlhf.rewards.process import check_reward_functions
 from rlhf.roles import base_sharing
-from rlhf.roles.lineage import ACTOR, ResolvedBaseModel, base_models, resolve_base_model, resolve_base_models
+from rlhf.roles.lineage import (
+    ACTOR,
+    MODEL,
+    REWARD_MODEL,
+    ResolvedBaseModel,
+    base_models,
+    resolve_base_model,
+    resolve_base_models,
+)
 from rlhf.roles.roles import check_placements, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import Fingerprints
-from rlhf.trainers.base_models import Tokenizers
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -51,7 +58,7 @@ class StagePlan:
     data: StageData
 
     def steps(self, config: Config) -> int:
-        """Optimizer steps of the stage, in PPO rollouts; a few too many where `data` is a sample."""
+        """Optimizer steps of the stage, in PPO rollouts; a few too many if `data` is a sample."""
         rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
         if self.stage == "ppo":
             return config.ppo.total_steps(rows)
@@ -84,7 +91,11 @@ def check(
     if current_process().rank == 0:
         RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
-    _check_batches(config, pending, ranks)
+    for stage in pending:
+        if stage == "ppo":
+            config.ppo.minibatch(ranks)
+        else:
+            config.supervised(stage).micro_batch(ranks, section=stage)
     _check_judge(config, pending)
     check_placements(config, pending)
     if "ppo" in pending:
@@ -128,91 +139,128 @@ def examine(
     Raises:
         RLHFError, AcceleratorError: a stage would fail on a model, its tokenizer, LoRA layers, rows or the disk.
     """
-    from rlhf.data.stage_dataset import check_stage, load_stage
     from rlhf.engine import deepspeed_config
     from rlhf.runs.disk_space import StorageNeed, check_disk_space
 
     precision = accelerator.precision(config.precision)
     accelerator.kernels.get("adamw", required=True)
-    if any(placement.offloads_optimizer for stage in pending for placement in model_placements(config, stage).values()):
+    placements = [placement for stage in pending for placement in model_placements(config, stage).values()]
+    if any(placement.offloads_optimizer for placement in placements):
         accelerator.kernels.get("adamw_cpu_offload", required=True)
-    if any(placement.quantization for stage in pending for placement in model_placements(config, stage).values()):
+    if any(placement.quantization for placement in placements):
         accelerator.kernels.get("quantized_weights", required=True)
     deepspeed_config.check_deepspeed_keys(config)
     deepspeed_config.check_nvme(config, accelerator)
     accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
     accelerator.kernels.get("attention", required=True)
-    models = _Models(config, accelerator)
+    models = BaseModels(config, accelerator)
     bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
     for stage in pending:
         models.check(stage, bases[stage])
     caches = {stage: models.cache(stage, bases[stage][0]) for stage in pending}
-    kept, read = _kept(caches, config, show=True)
+    data_of_stages, sources = _read_data(caches, config, whole=whole, show=True)
     documents = pretraining.read_documents(config, show=True) if "ppo" in pending else []
-    load = load_stage if whole else check_stage
-    plans = []
-    for stage, cache in caches.items():
-        tokenizer, ends = cache.tokenizer, cache.end_ids
-        data = kept.get(stage) or load(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read)
+    plans, needs = [], {}
+    for (stage, cache), data in zip(caches.items(), data_of_stages):
         if stage == "ppo" and documents:
-            pretraining.pack_documents(config, documents, tokenizer, max_rows=config.ppo.pretraining_rows)
-        plan = StagePlan(stage, bases[stage], models.parameters(bases[stage][0]), tokenizer, data)
+            pretraining.pack_documents(config, documents, cache.tokenizer, max_rows=config.ppo.pretraining_rows)
+        outline = models.outline(bases[stage][0])
+        parameters = outline.num_parameters() if outline else None
+        plan = StagePlan(stage, bases[stage], parameters, cache.tokenizer, data)
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)
-    needs = {plan.stage: StorageNeed(models.trained(plan.stage, plan.bases), plan.steps(config)) for plan in plans}
+        needs[stage] = StorageNeed(models.trained(stage, plan.bases), plan.steps(config))
     check_disk_space(config, directory.path, needs, precision)
-    found = read.fingerprints() | pretraining.fingerprint_documents(documents)
-    for data in kept.values():
-        found |= data.fingerprints
-    return Findings(tuple(plans), found, models.attention)
+    fingerprints = sources.fingerprints() | pretraining.fingerprint_documents(documents)
+    for plan in plans:
+        fingerprints |= plan.data.fingerprints
+    return Findings(tuple(plans), fingerprints, models.attention)
 
 
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
     """Yield the data of each stage, all rows tokenized, without loading weights or looking at a run.
 
     Args:
-        show: tell of reading that takes long.
+        show: report progress of reading that takes long.
 
     Raises:
         RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
     """
-    from rlhf.data.stage_dataset import load_stage
-
-    tokenizers = Tokenizers(config)
+    models = BaseModels(config)
     firsts = {stage: resolve_base_model(config, base_models(config, stage)[0]) for stage in stages}
-    caches = {stage: tokenizers.cache(stage, first) for stage, first in firsts.items()}
-    kept, read = _kept(caches, config, show=show)
-    for stage, cache in caches.items():
-        tokenizer, ends = cache.tokenizer, cache.end_ids
-        data = kept.get(stage) or load_stage(
-            config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=read
-        )
-        yield StagePlan(stage, (firsts[stage],), None, tokenizer, data)
+    caches = {stage: models.cache(stage, first) for stage, first in firsts.items()}
+    for (stage, cache), data in zip(caches.items(), _read_data(caches, config, whole=True, show=show)[0]):
+        yield StagePlan(stage, (firsts[stage],), None, cache.tokenizer, data)
 
 
-def _kept(
-    caches: Mapping[Stage, StageCache], config: Config, *, show: bool
-) -> tuple[dict[Stage, StageData], SourceReader]:
-    """Return the examples of stages that were tokenized before, and the rows of the sources for the others."""
+def _read_data(
+    caches: Mapping[Stage, StageCache], config: Config, *, whole: bool, show: bool
+) -> tuple[Iterator[StageData], SourceReader]:
+    """Return the data of each stage, and the reader of the sources of stages whose rows were not tokenized before."""
     from rlhf.data.load_sources import read_sources
+    from rlhf.data.stage_dataset import check_stage, load_stage
 
     kept = {stage: data for stage, cache in caches.items() if (data := cache.find())}
-    others = [stage for stage in caches if stage not in kept]
-    return kept, read_sources(config.data, others, seed=config.seed, show=show)
+    sources = read_sources(config.data, [stage for stage in caches if stage not in kept], seed=config.seed, show=show)
+    load = load_stage if whole else check_stage
+
+    def read(stage: Stage, cache: StageCache) -> StageData:
+        return load(config.data, stage, cache.tokenizer, seed=config.seed, end_ids=cache.end_ids, sources=sources)
+
+    return (kept.get(stage) or read(stage, cache) for stage, cache in caches.items()), sources
 
 
-class _Models(Tokenizers):
-    """The models and tokenizers that the stages start from, each looked at once and without its weights."""
+class BaseModels:
+    """The models that the stages start from and their tokenizers, each loaded once and without weights.
 
-    def __init__(self, config: Config, accelerator: Accelerator) -> None:
-        super().__init__(config)
-        self._accelerator = accelerator
+    Only models are loaded for an accelerator; their tokenizers need none.
+    """
+
+    def __init__(self, config: Config, accelerator: Accelerator | None = None) -> None:
+        self._config, self._accelerator = config, accelerator
         self.attention: dict[str, AttentionChoice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
+        self._tokenizers: dict[tuple[str | None, str | None], PreTrainedTokenizerBase] = {}
+
+    def tokenizer(self, base: ResolvedBaseModel) -> PreTrainedTokenizerBase:
+        """Return the tokenizer that the stage will load with the model.
+
+        Raises:
+            ConfigError: `model.eos_token` is set for the embedded model.
+            ModelError: the tokenizer cannot be loaded.
+        """
+        from rlhf.data.toy_world import build_world_tokenizer
+        from rlhf.models.loading import load_model_tokenizer
+
+        # `model.tokenizer` belongs to the model that fine-tuning starts from; SFT saves it next to its model.
+        is_first_model = base.ref == MODEL or "sft" in base.through
+        config, path = self._config.model, None if is_first_model else base.path
+        if base.path is None and config.eos_token:
+            raise ConfigError(
+                "model.eos_token: the embedded model has its own; remove this key, or set model.path to another model"
+            )
+        if base.ref == REWARD_MODEL and not base.through:  # already trained: it cannot know a new token
+            config = config.model_copy(update={"eos_token": None})
+        key = path, config.eos_token
+        if key not in self._tokenizers:
+            self._tokenizers[key] = (
+                build_world_tokenizer() if base.path is None else load_model_tokenizer(config, path)[0]
+            )
+        return self._tokenizers[key]
+
+    def cache(self, stage: Stage, base: ResolvedBaseModel) -> StageCache:
+        """Return the cache of the stage's examples, as tokenized for that model."""
+        from rlhf.data.cache import StageCache
+        from rlhf.models.compatibility import load_generation_config
+        from rlhf.models.tokenizers import find_end_tokens
+
+        tokenizer = self.tokenizer(base)
+        settings = load_generation_config(base.path, self._config.model) if base.path else None
+        return StageCache.of(self._config, stage, tokenizer, find_end_tokens(tokenizer, settings))
 
     def check(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> None:
-        """Raise `ModelError` or `ConfigError` where a model cannot serve the stage."""
+        """Raise `ModelError` or `ConfigError` if a model cannot serve the stage."""
         from rlhf.generation.strategy import check_generation_model
         from rlhf.models.compatibility import check_positions
         from rlhf.models.dropout import check_dropout
@@ -229,7 +277,7 @@ class _Models(Tokenizers):
             if base.ref == ACTOR and self._config.ppo.ptx_coef:
                 check_positions(base.path, outline.config, pretraining.row_length(self._config), "ppo.ptx_length")
             check_tokenizer_fits(self.tokenizer(base), outline, base.path)
-            placements = [each for each in model_placements(self._config, stage).values() if each.role.base == base.ref]
+            placements = [item for item in model_placements(self._config, stage).values() if item.role.base == base.ref]
             for placement in placements:
                 is_critic = placement.role.name == "critic"
                 check_dropout(outline, placement.dropout, f"{stage}.{'critic_' * is_critic}dropout")
@@ -252,6 +300,7 @@ class _Models(Tokenizers):
 
         name = base.path or EMBEDDED_MODEL
         if name not in self.attention:
+            assert self._accelerator
             self.attention[name] = choose_attention(self._accelerator, base.path, self._config.model)
         if base.path is None:
             return None
@@ -269,23 +318,11 @@ class _Models(Tokenizers):
         return self._outlines[key]
 
     def trained(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> list[PreTrainedModel]:
-        """Of the models that the stage trains, those that are read from somewhere."""
+        """Return the models that the stage trains and reads from a folder or the hub."""
         placements = model_placements(self._config, stage).values()
         refs = {placement.role.base for placement in placements if placement.role.trained}
         outlines = (self.outline(base) for base in bases if base.ref in refs)
         return [outline for outline in outlines if outline is not None]
-
-    def parameters(self, base: ResolvedBaseModel) -> int | None:
-        outline = self.outline(base)
-        return None if outline is None else outline.num_parameters()
-
-
-def _check_batches(config: Config, stages: Sequence[Stage], ranks: int) -> None:
-    for stage in stages:
-        if stage == "ppo":
-            config.ppo.minibatch(ranks)
-        else:
-            config.supervised(stage).micro_batch(ranks, section=stage)
 
 
 def _check_judge(config: Config, stages: Sequence[Stage]) -> None:

@@ -1,33 +1,40 @@
-"""The trainer of stages whose rows say what is right: fine-tuning, the reward model, DPO.
+"""Fine-tuning and the reward model, and what all trainers share whose rows say what is right.
 
-`SupervisedTrainer` has their batches, step, checkpoints and results; each of them adds its loss and its evaluation.
+`SupervisedTrainer` has their batches, step, checkpoints and results; each stage adds its loss and its evaluation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.schema import EpochConfig
-from rlhf.data.batches import count_padding, example_length
+from rlhf.config.schema import EpochConfig, RewardConfig
+from rlhf.data.batches import collate_reward, collate_sft, count_padding, example_length
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, TrainingEngine
 from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
+from rlhf.losses.log_probs import masked
+from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
 from rlhf.models.flops import TextLengths
+from rlhf.models.forward import completion_log_probs, model_inputs
+from rlhf.models.lm_head import compute_log_probs
+from rlhf.models.scalar_head import describe_loading
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import ModelLoader, StageContext
-from rlhf.trainers.outputs import log_outputs, save_outputs
-from rlhf.trainers.trainer import EvalResult
+from rlhf.trainers.loop import EvalResult
+from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 
 
 class SupervisedTrainer:
-    """A model that learns from rows; a `rlhf.trainers.trainer.Trainer`.
+    """A model that learns from rows; a `rlhf.trainers.loop.Trainer`.
 
     A stage defines `count`, `loss` and `evaluate`, and if it needs them `average` and `prepare`.
     """
@@ -146,3 +153,134 @@ def text_sums(batch: Batch) -> Batch:
     targets = batch.get("loss_mask", batch.get("completion_mask"))  # a scalar head is read at every token
     outputs = lengths if targets is None else targets.sum(1) * real
     return {"read_tokens": lengths.sum(), "read_pairs": (lengths**2).sum(), "read_outputs": outputs.sum()}
+
+
+class SFTTrainer(SupervisedTrainer):
+    """A causal language model that learns demonstrations; evaluated by its perplexity."""
+
+    unit = "tokens"
+    displayed = ("loss",)
+
+    def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
+        collate = partial(
+            collate_sft,
+            pad_token_id=tokenizer.pad_token_id,
+            policy=context.shapes,
+            maximum=context.config.data.max_length,
+            loss_on=context.config.sft.loss_on,
+        )
+        super().__init__(context, models.causal_lm, tokenizer, collate, data)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of target tokens."""
+        return batch["loss_mask"][:, 1:].sum()
+
+    def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        """Return a part of the mean negative log-likelihood per target token, and the tokens of real rows."""
+        tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()
+        return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
+
+    def evaluate(self, when: str) -> EvalResult:
+        """Return the perplexity: exp of the mean negative log-likelihood per target token of the held-out rows."""
+
+        def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            return {"nll": negative_log_likelihood(model, batch), "targets": self.count(batch)}
+
+        sums = self.sum_over_heldout(f"perplexity {when}", statistics)
+        # exp(710) is beyond a float
+        return EvalResult({"perplexity": math.exp(min(sums["nll"] / max(sums["targets"], 1), 700))})
+
+
+def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats.
+
+    If the batch names their places (`targets`), only the positions that predict them have logits.
+    """
+    ids, mask, targets = batch["input_ids"], batch["attention_mask"], batch.get("targets")
+    if targets is None:
+        log_probs = completion_log_probs(model, ids, mask, ids.shape[1] - 1).log_probs
+        return -masked(log_probs, batch["loss_mask"][:, 1:]).sum()
+    labels = ids.flatten().index_select(0, targets)
+    return -compute_log_probs(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs.sum()
+
+
+class RewardTrainer(SupervisedTrainer):
+    """A model with a scalar head that learns preferences; evaluated by its accuracy and its mean scores."""
+
+    unit = "pairs"
+    displayed = ("loss", "accuracy")
+
+    def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
+        collate = partial(
+            collate_reward,
+            pad_token_id=tokenizer.pad_token_id,
+            policy=context.shapes,
+            maximum=context.config.data.max_length,
+        )
+        super().__init__(context, models.scalar_head, tokenizer, collate, data)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of real pairs."""
+        return batch["pair_mask"].sum()
+
+    def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
+        """Return a part of the mean pairwise loss, and the statistics of the pairs."""
+        result = pair_loss(model, batch, self.context.config.reward, total)
+        return result.loss, pair_sums(result, batch)
+
+    def average(self, sums: Metrics) -> Metrics:
+        """Return the means of `pair_sums`, and the margin."""
+        return pair_means(sums)
+
+    def evaluate(self, when: str) -> EvalResult:
+        """Return loss, accuracy and mean scores on the held-out pairs."""
+
+        def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            result = pair_loss(model, batch, self.context.config.reward)
+            return pair_sums(result, batch) | {"loss": (result.losses * batch["pair_mask"]).sum()}
+
+        sums = self.sum_over_heldout(f"accuracy {when}", statistics)
+        numbers = pair_means(sums) | {"loss": sums["loss"] / max(sums["pairs"], 1)}
+        return EvalResult(
+            {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score", "margin", "loss")}
+        )
+
+    def summarize(self) -> dict[str, Any]:
+        """Log what was saved, and whether plain transformers can load it; return the summary's entries."""
+        summary = super().summarize()
+        if line := describe_loading(self.engine.module.model, self.context.directory.model):
+            self.context.say(f"note: {line}")
+        return summary
+
+
+def pair_loss(model: nn.Module, batch: Batch, settings: RewardConfig, total: Tensor | None = None) -> PairwiseLoss:
+    """Return the pairwise loss of one micro-batch; `total` is the number of pairs of the global batch."""
+    scores = model(batch["input_ids"], batch["attention_mask"])
+    return pairwise_reward_loss(
+        scores,
+        batch["input_ids"],
+        batch["attention_mask"],
+        compared=settings.loss,
+        margins=batch["margins"] + settings.margin,
+        center=settings.center,
+        pair_mask=batch["pair_mask"],
+        total=total,
+    )
+
+
+def pair_sums(result: PairwiseLoss, batch: Batch) -> dict[str, Tensor]:
+    """Return sums over the real pairs of a micro-batch, for `pair_means` to divide."""
+    mask = batch["pair_mask"]
+    return {
+        "pairs": mask.sum(),
+        "accuracy": ((result.chosen_scores > result.rejected_scores) * mask).sum(),
+        "chosen_score": (result.chosen_scores * mask).sum(),
+        "rejected_score": (result.rejected_scores * mask).sum(),
+    }
+
+
+def pair_means(sums: Metrics) -> Metrics:
+    """Return the means over pairs of `pair_sums`, and their margin; other numbers stay."""
+    pairs = max(sums["pairs"], 1)
+    means = {key: sums[key] / pairs for key in ("accuracy", "chosen_score", "rejected_score")}
+    return sums | means | {"margin": means["chosen_score"] - means["rejected_score"]}

@@ -12,7 +12,7 @@ import torch
 from rlhf.config.schema import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers import outputs, pipeline, preflight
+from rlhf.trainers import pipeline, preflight, stage_models
 from rlhf.trainers.ppo import trainer
 from tests.families.each import EACH
 from tests.families.table import Family
@@ -79,7 +79,7 @@ def trained(
 
     ends: dict[str, torch.Tensor] = {}
     ratios: list[torch.Tensor] = []
-    save, loss = outputs.save_model, trainer.policy_loss
+    save, loss = stage_models.save_model, trainer.policy_loss
 
     def saved(engine: Any, own: Any, path: Path) -> None:
         ends[f"{path.parent.name}/{path.name}"] = numbers(engine.module, len(tokenizer))
@@ -89,7 +89,7 @@ def trained(
         ratios.append(((log_probs - old) * mask).exp().detach())
         return loss(log_probs, old, advantages, mask, **options)
 
-    monkeypatch.setattr(outputs, "save_model", saved)
+    monkeypatch.setattr(stage_models, "save_model", saved)
     monkeypatch.setattr(trainer, "policy_loss", watched)
 
     def run(family: Family) -> tuple[Path, dict[str, torch.Tensor], list[torch.Tensor]]:

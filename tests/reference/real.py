@@ -27,8 +27,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import fit
 from rlhf.trainers.ppo.trainer import PPOTrainer
-from rlhf.trainers.reward import RewardTrainer
-from rlhf.trainers.sft import SFTTrainer
+from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from tests.helpers import weights
 from tests.in_process import GivenModels, ppo_models
 from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data

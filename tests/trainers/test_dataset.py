@@ -14,8 +14,7 @@ from rlhf.data import load_sources, tokenize_rows
 from rlhf.data.preview import describe_stage
 from rlhf.launchers import local
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.base_models import Tokenizers
-from rlhf.trainers.preflight import examine, look_at_data
+from rlhf.trainers.preflight import BaseModels, examine, look_at_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from rlhf.config.schema import load_config
 from rlhf.data import tokenize_rows
 from rlhf.engine import distributed
-from rlhf.trainers.dataset import stage_rows
+from rlhf.trainers.pipeline import stage_rows
 from tests.helpers import build_tokenizer
 
 rank, machine = os.environ["RANK"], {machines!r}[int(os.environ["RANK"])]
@@ -120,7 +119,7 @@ def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_r
     before = said(), found(whole=True)
     assert not (tmp_path / "kept").exists(), "a look keeps nothing"
     for plan in look_at_data(config, EVERY_STAGE):
-        assert Tokenizers(config).cache(plan.stage, plan.bases[0]).build() is None
+        assert BaseModels(config).cache(plan.stage, plan.bases[0]).build() is None
     for module, name in ((tokenize_rows, "encode_prompts"), (load_sources, "read_records")):
         monkeypatch.setattr(module, name, lambda *words, **options: pytest.fail("read or tokenized again"))
     assert (said(), found(whole=True)) == before

@@ -1,7 +1,5 @@
 """The line about a run's base models; tests/preflight covers the tables of a dry run."""
 
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from rich.console import Console
 
 from rlhf.config.schema import STAGES, Stage, load_config
 from rlhf.data.stage_dataset import load_stage
-from rlhf.trainers.dry_run import format_base_models, print_stage
 from rlhf.trainers.preflight import StagePlan
+from rlhf.trainers.run import format_base_models, print_stage
 
 WORLD = "embedded tiny Llama, from scratch"
 AT = "model.path=gpt2"
@@ -50,9 +48,3 @@ def test_text_without_a_prompt_may_fill_both_limits(tmp_path: Path, tokenizer: A
     shown = StringIO()
     print_stage(StagePlan("sft", (), None, tokenizer, data), config, [], Console(width=120, file=shown))
     assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
-
-
-def test_dry_run_module_imports_no_heavy_library() -> None:
-    script = "import sys, rlhf.trainers.dry_run; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

@@ -16,9 +16,8 @@ import torch
 
 from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.loop import fit
-from rlhf.trainers.sft import SFTTrainer
-from rlhf.trainers.trainer import EvalResult
+from rlhf.trainers.loop import EvalResult, fit
+from rlhf.trainers.supervised import SFTTrainer
 from tests.helpers import assert_same_weights, user_environment, weights
 from tests.in_process import StubTrainer, stage_context
 from tests.trainers.test_stage_numbers import HELDOUT, transformers_loss

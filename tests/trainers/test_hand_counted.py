@@ -20,11 +20,11 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine.metric_sums import MetricSums
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting import timers
-from rlhf.trainers import reward
+from rlhf.trainers import supervised
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import fit
 from rlhf.trainers.ppo.experience import Scores
-from rlhf.trainers.ppo.samples import select_samples
+from rlhf.trainers.ppo.metrics import select_samples
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.utils.statistics import distinct
 from tests.helpers import llama
@@ -75,15 +75,15 @@ def collate(pairs, real=None):
 
 def test_accuracy_counts_pairs_with_the_higher_chosen_score_and_a_tie_is_not_one():
     batch = collate(COUNTED)
-    result = reward.pair_loss(LastToken(), batch, RewardConfig())
-    numbers = reward.pair_means({key: value.item() for key, value in reward.pair_sums(result, batch).items()})
+    result = supervised.pair_loss(LastToken(), batch, RewardConfig())
+    numbers = supervised.pair_means({key: value.item() for key, value in supervised.pair_sums(result, batch).items()})
     # accuracy 2 of 4; chosen (9 + 3 + 4 + 7) / 4; rejected (5 + 6 + 4 + 5) / 4
     assert numbers == {"pairs": 4, "accuracy": 0.5, "chosen_score": 5.75, "rejected_score": 5.0, "margin": 0.75}
 
 
 def test_the_pairwise_loss_is_a_mean_over_tokens_then_pairs():
     batch = collate([COUNTED[0], COUNTED[3], COUNTED[1]], 2)
-    loss = reward.pair_loss(LastToken(), batch, RewardConfig()).loss.item()
+    loss = supervised.pair_loss(LastToken(), batch, RewardConfig()).loss.item()
     first = math.log(1 + math.exp(-(9 - 5)))
     # the reply of two tokens: 7 against 2, then the padding, 19, against 5
     second = (math.log(1 + math.exp(-(7 - 2))) + math.log(1 + math.exp(-(19 - 5)))) / 2
@@ -93,7 +93,7 @@ def test_the_pairwise_loss_is_a_mean_over_tokens_then_pairs():
 def test_the_loss_of_the_last_tokens_asks_for_the_margin_of_all_and_that_of_the_pair():
     batch = collate([COUNTED[0], Pair([1], [7], [2, 5], replace(ROW, margin=1.5)), COUNTED[1]], 2)
     settings = RewardConfig(loss="last", margin=0.5, center=0.01)
-    loss = reward.pair_loss(LastToken(), batch, settings).loss.item()
+    loss = supervised.pair_loss(LastToken(), batch, settings).loss.item()
     first = math.log(1 + math.exp(-(9 - 5 - 0.5))) + 0.01 * (9 + 5) ** 2
     second = math.log(1 + math.exp(-(7 - 5 - 0.5 - 1.5))) + 0.01 * (7 + 5) ** 2
     assert loss == pytest.approx((first + second) / 2, rel=1e-5)
@@ -106,7 +106,7 @@ def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path, 
     pairs = [*COUNTED, Pair([1], [8], [2], ROW)]
     monkeypatch.setattr(StageContext, "engine", lambda *_, **__: SimpleNamespace(engine=LastToken()))
     data = StageData(pairs, pairs, [])
-    found = reward.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now").numbers
+    found = supervised.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now").numbers
     margins = [9 - 5, 3 - 6, 4 - 4, 7 - 5, 8 - 2]
     # accuracy 3 of 5; chosen (9 + 3 + 4 + 7 + 8) / 5; rejected (5 + 6 + 4 + 5 + 2) / 5
     assert found == {

@@ -14,7 +14,7 @@ from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers import supervised
 from rlhf.trainers.loop import fit, resume_or_seed
-from rlhf.trainers.sft import SFTTrainer
+from rlhf.trainers.supervised import SFTTrainer
 from tests.helpers import assert_same_weights
 from tests.in_process import StubTrainer, one_model, stage_context
 

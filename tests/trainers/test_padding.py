@@ -12,7 +12,7 @@ from rlhf.data.records import Message, Row
 from rlhf.models import lm_head
 from rlhf.models.forward import completion_log_probs
 from rlhf.trainers.ppo.experience import MicroBatcher, join_rows
-from rlhf.trainers.sft import negative_log_likelihood
+from rlhf.trainers.supervised import negative_log_likelihood
 from tests.helpers import llama
 
 ROW = Row((Message("user", "a"),), "a", "b", None, None, "rows.jsonl:1")

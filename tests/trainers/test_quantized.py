@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from rlhf.models.forward import last_token_scores
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.quantized import count_quantized, find_quantized_layers
-from rlhf.trainers.model_factory import ModelFactory
+from rlhf.trainers.stage_models import ModelFactory
 from tests.helpers import weights
 from tests.in_process import given, scalar_llama, stage_context
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf.trainers.ppo.samples import RolloutSample, escape_text, render_sample
+from rlhf.trainers.ppo.metrics import RolloutSample, escape_text, render_sample
 from tests.helpers import user_environment
 
 

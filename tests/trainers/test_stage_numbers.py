@@ -26,8 +26,7 @@ from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import fit
 from rlhf.trainers.ppo.trainer import PPOTrainer
-from rlhf.trainers.reward import RewardTrainer
-from rlhf.trainers.sft import SFTTrainer
+from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from tests.helpers import llama
 from tests.in_process import OPTIMIZER, ROW, one_model, ppo_models, scalar_llama, stage_context
 from tests.optimum import language

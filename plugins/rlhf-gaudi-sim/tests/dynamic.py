@@ -46,9 +46,9 @@ def main(recipe: str, output: str, *faults: str) -> None:
     from rlhf.engine import distributed  # imports torch, which must find what `select_accelerator` has set
 
     with distributed.start_process_group(selection) as accelerator:
-        from rlhf.trainers import pipeline, sft
+        from rlhf.trainers import pipeline, supervised
 
-        sft.negative_log_likelihood = spoil(sft.negative_log_likelihood, list(faults))
+        supervised.negative_log_likelihood = spoil(supervised.negative_log_likelihood, list(faults))
         pipeline.run(config, accelerator, RunDirectory(Path(output)), ["sft"])
 
 

@@ -34,7 +34,7 @@ def test_a_recipe_of_dynamic_shapes_is_told_which_lines_compile_late(python: Run
     done = shapes(python, *RECIPE, "--set", "engine.shapes=dynamic")
     assert done.returncode == 1, done.stdout + done.stderr
     blamed = [line for line in done.stdout.splitlines() if "compiled after step 2" in line]
-    assert any(line.startswith("sft: ") and "rlhf/trainers/sft.py:" in line for line in blamed), done.stdout
+    assert any(line.startswith("sft: ") and "rlhf/trainers/supervised.py:" in line for line in blamed), done.stdout
     assert any(line.startswith("ppo: ") and "at the same place" in line for line in blamed), done.stdout
     assert done.stdout.splitlines()[-1].startswith("engine.shapes is dynamic; with static,")
     # Rows of a micro-batch: 16 become 4, and 2 stay.

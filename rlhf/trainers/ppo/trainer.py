@@ -39,8 +39,7 @@ from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.model_factory import ModelFactory
-from rlhf.trainers.outputs import log_outputs, save_outputs
+from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.forward_reuse import find_reuse_obstacle
 from rlhf.trainers.ppo.metrics import (
@@ -50,11 +49,11 @@ from rlhf.trainers.ppo.metrics import (
     record_arithmetic,
     rollout_means,
     rollout_sums,
+    show_samples,
 )
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
-from rlhf.trainers.ppo.samples import show_samples
-from rlhf.trainers.trainer import EvalResult
+from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.utils.statistics import distinct
 
 Judge = Callable[[str, str], bool]
@@ -69,7 +68,7 @@ _SUMMARY_SAMPLES = 3
 
 
 class PPOTrainer:
-    """PPO's models, prompts and step; a `rlhf.trainers.trainer.Trainer`.
+    """PPO's models, prompts and step; a `rlhf.trainers.loop.Trainer`.
 
     Attributes:
         actor, critic: the models that are trained; an estimator may need no critic.
