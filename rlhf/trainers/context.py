@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +23,7 @@ from rlhf.models.quantized import count_quantized, quantize
 from rlhf.models.shape import Shape, shape_from
 from rlhf.models.shared_base import SharedBase
 from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import PhaseTimers
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
@@ -220,3 +221,14 @@ class StageContext:
         """Return batches over the first `eval_rows` held-out examples, in order; a rank has `rows` of each."""
         size, examples = rows * self.world.size, examples[: training.eval_rows]
         return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)
+
+    def evaluate_batches(self, batches: Batches[Any], description: str) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the index and the micro-batches of each global batch, on the device; show `description` meanwhile.
+
+        The time until all are read counts as evaluation.
+        """
+        bars = progress(batches.rows, f"{self.directory.name}: {description}", enabled=self.world.is_main)
+        with self.phases.running("evaluation"), bars as bar:
+            for index in range(len(batches)):
+                yield index, map(self.accelerator.to_device, batches.step(index))
+                bar.advance(len(batches.examples(index)))

@@ -10,9 +10,9 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
     from rlhf.roles.lineage import ResolvedBaseModel
     from rlhf.trainers.preflight import StagePlan
+
+_EMBEDDED = "embedded tiny Llama, from scratch"
 
 
 def run(
@@ -74,7 +76,6 @@ def run(
     if accelerator:  # a later resume asks for the same
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
-    request = Request(stages, resume, overwrite, dry_run)
     size = current_process().size if current_process().launcher else ranks or 1
     pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite)
     if not pending:
@@ -83,15 +84,16 @@ def run(
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
     ending = RunTermination(directory, stages)
-    with _left_as_found(), signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
+    with _restore_environment(), signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
         selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
-        with ending.report_errors(), _opened(config, selection, directory, request, pending) as found:
+        request = Request(stages, resume, overwrite, dry_run)
+        with ending.report_errors(), _open(config, selection, request, pending) as opened:
             if not dry_run:
                 from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
 
-                pipeline.run(*found, directory, stages)
+                pipeline.run(*opened, directory, stages)
                 if current_process().rank == 0:
                     print_summary([stage.summary() for stage in directory.stages if stage.done], console)
     return directory
@@ -109,39 +111,36 @@ def open_run(
     Raises:
         RLHFError, AcceleratorError: as `run`; or the stages are complete.
     """
-    directory = RunDirectory(config.output)
     pending = preflight.check(config, stages, current_process().size, resume=resume, overwrite=overwrite)
     if not pending:
         raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
-    request = Request(stages, resume, overwrite, dry_run=False)
-    with _left_as_found(), _opened(config, select_accelerator(config), directory, request, pending) as found:
-        yield found
+    request = Request(stages, resume, overwrite)
+    with _restore_environment(), _open(config, select_accelerator(config), request, pending) as opened:
+        yield opened
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The request for a run's folder."""
 
     stages: Sequence[Stage]
     resume: bool
     overwrite: bool
-    dry_run: bool
+    dry_run: bool = False
 
 
 @contextmanager
-def _opened(
-    config: Config, selection: Selection, directory: RunDirectory, request: Request, pending: Sequence[Stage]
+def _open(
+    config: Config, selection: Selection, request: Request, pending: Sequence[Stage]
 ) -> Iterator[tuple[Config, Accelerator]]:
     """Connect the ranks and open the run's folder, once it is clear that nothing will stop them."""
-    from rlhf.engine import (
-        distributed,
-    )  # imports torch, which must find the environment that `select_accelerator` has set
+    from rlhf.engine import distributed  # imports torch, which needs the environment that `select_accelerator` has set
 
-    with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as held:
+    directory = RunDirectory(config.output)
+    with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as stack:
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
-        config = _decided(config, pending, directory, accelerator)
+        config = _resolve_auto(config, pending, accelerator)
         choose_kernels(config, accelerator)
         selection.check_run(accelerator, config.model_dump(mode="json"))
         with distributed.on_main("checking the run", takes_long=True) as main:
@@ -149,27 +148,30 @@ def _opened(
                 findings = preflight.examine(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
-                wishes = {name: value for name, value in vars(request).items() if name != "dry_run"}
-                report = _report(accelerator, selection, config)
-                report["attention"] = {model: asdict(choice) for model, choice in findings.attention.items()}
-                found: dict[str, Any] = {"accelerator": report, "data": findings.data}
+                wishes: dict[str, Any] = {
+                    "stages": request.stages,
+                    "resume": request.resume,
+                    "overwrite": request.overwrite,
+                    "accelerator": _describe(accelerator, selection, config, findings),
+                    "data": findings.data,
+                }
                 if request.dry_run:
-                    RunDirectory.check(config, **wishes, **found)
-                    _show(config, findings, accelerator)
+                    RunDirectory.check(config, **wishes)
+                    _print_plans(config, findings, accelerator)
                 else:
-                    held.enter_context(directory.open_for(config, **wishes, **found))
+                    stack.enter_context(directory.open_for(config, **wishes))
                 del findings  # rows that nobody needs any more
         if not request.dry_run:
             _check_shared(directory)
         yield config, accelerator
 
 
-def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, accelerator: Accelerator) -> Config:
+def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Accelerator) -> Config:
     """Replace each `auto` of `engine` by what the plan decides, the same on all ranks."""
     from rlhf.engine import distributed
     from rlhf.memory.report import resolve_engine
 
-    resolved, ranks = config, distributed.world().size
+    directory, resolved, ranks = RunDirectory(config.output), config, distributed.world().size
     with distributed.on_main("planning the run") as main:
         if main:
             started = [stage for stage in pending if directory.stage(stage).started]
@@ -182,36 +184,38 @@ def _decided(config: Config, pending: Sequence[Stage], directory: RunDirectory, 
 
 
 def _check_shared(directory: RunDirectory) -> None:
-    """Raise `RunError` where other machines do not see the folder that rank 0 has locked: later stages read from it."""
+    """Raise `RunError` if other machines do not see the folder that rank 0 has locked: later stages read from it."""
     from rlhf.engine import distributed
 
     if current_process().local_size == current_process().size:
         return
     owner = distributed.all_gather_objects(file_lock.read_owner(directory.path))[0]
-    found = distributed.all_gather_objects((socket.gethostname(), file_lock.wait_for_owner(directory.path, owner)))
+    views = distributed.all_gather_objects((socket.gethostname(), file_lock.wait_for_owner(directory.path, owner)))
     with distributed.on_main("looking for the run's folder") as main:
-        if main and (blind := list(dict.fromkeys(host for host, sees in found if not sees))):
+        if main and (blind := list(dict.fromkeys(host for host, sees in views if not sees))):
             raise RunError(
-                f"{directory.path}: {', '.join(blind)} has another folder there than {found[0][0]}; "
+                f"{directory.path}: {', '.join(blind)} has another folder there than {views[0][0]}; "
                 "choose an --output that all machines share"
             )
 
 
-def _show(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
+def _print_plans(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
+    """Print what each stage would do; the preview of a dry run."""
     from rlhf.memory.report import plan_next_stage
 
-    ranks, attention = current_process().size, findings.attention.values()
-    for stage in findings.plans:
+    ranks = current_process().size
+    fused = all(choice.name != "eager" for choice in findings.attention.values())
+    for plan in findings.plans:
         _, memory = plan_next_stage(
             config,
-            stage.stage,
+            plan.stage,
             accelerator,
-            stage.bases,
+            plan.bases,
             ranks=ranks,
             local=current_process().count_local_ranks(ranks),
-            fused_attention=all(choice.name != "eager" for choice in attention),
+            fused_attention=fused,
         )
-        print_stage(stage, config, memory, console)
+        print_stage(plan, config, memory, console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 
@@ -237,7 +241,9 @@ def _announce(
         console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)
 
 
-def _report(accelerator: Accelerator, selection: Selection, config: Config) -> dict[str, Any]:
+def _describe(
+    accelerator: Accelerator, selection: Selection, config: Config, findings: preflight.Findings
+) -> dict[str, Any]:
     """Return what `run.json` records about the accelerator."""
     precision = accelerator.precision(config.precision)
     return {
@@ -247,11 +253,12 @@ def _report(accelerator: Accelerator, selection: Selection, config: Config) -> d
         "device": asdict(accelerator.info()),
         "precision": {"name": precision.name, "reason": precision.reason},
         "capabilities": {name: asdict(support) for name, support in accelerator.kernels.capabilities().items()},
+        "attention": {model: asdict(choice) for model, choice in findings.attention.items()},
     }
 
 
 @contextmanager
-def _left_as_found() -> Iterator[None]:
+def _restore_environment() -> Iterator[None]:
     """Restore the environment after the block, for the caller's program."""
     environment = dict(os.environ)
     try:
@@ -266,9 +273,6 @@ def _left_as_found() -> Iterator[None]:
 
 def _interrupt(number: int) -> None:
     raise KeyboardInterrupt
-
-
-_EMBEDDED = "embedded tiny Llama, from scratch"
 
 
 def format_base_models(config: Config, pending: Sequence[Stage]) -> str:

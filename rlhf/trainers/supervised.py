@@ -27,7 +27,6 @@ from rlhf.models.flops import TextLengths
 from rlhf.models.forward import completion_log_probs, model_inputs
 from rlhf.models.lm_head import compute_log_probs
 from rlhf.models.scalar_head import describe_loading
-from rlhf.reporting.progress import progress
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
@@ -104,19 +103,14 @@ class SupervisedTrainer:
         self, description: str, statistics: Callable[[nn.Module, Batch], dict[str, Tensor]]
     ) -> Metrics:
         """Return the sums of `statistics(model, batch)` over all held-out batches; show `description` meanwhile."""
-        context, name = self.context, self.context.directory.name
+        context, sums = self.context, MetricSums()
         self.engine.engine.eval()
-        sums = MetricSums()
-        bars = progress(self.held_out.rows, f"{name}: {description}", enabled=context.world.is_main)
-        with context.phases.running("evaluation"), bars as bar:
-            for index in range(len(self.held_out)):
-                for batch in self.held_out.step(index):
-                    batch = context.accelerator.to_device(batch)
-                    with context.precision.autocast():
-                        batch_sums = statistics(self.engine.engine, batch)
-                    context.accelerator.step_boundary(f"{name}/evaluate")
-                    sums.add(**batch_sums)
-                bar.advance(len(self.held_out.examples(index)))
+        for _, batches in context.evaluate_batches(self.held_out, description):
+            for batch in batches:
+                with context.precision.autocast():
+                    batch_sums = statistics(self.engine.engine, batch)
+                context.accelerator.step_boundary(f"{context.directory.name}/evaluate")
+                sums.add(**batch_sums)
         return sums.read()
 
     def save(self, folder: Path) -> None:

@@ -51,12 +51,13 @@ def test_anything_else_is_a_defect_whose_traceback_is_kept(tmp_path: Path) -> No
 
 
 def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException) -> None:
-    def fail(config: Config, selection: object, directory: RunDirectory, *rest: object, **wishes: object) -> None:
+    def fail(config: Config, *_: object) -> None:
+        directory = RunDirectory(config.output)
         with directory.open_for(config):
             directory.stage("sft").finish({})
             raise error
 
-    monkeypatch.setattr(launch, "_opened", fail)
+    monkeypatch.setattr(launch, "_open", fail)
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
     launch.run(load_config(None, [f"output='{folder / 'run'}'"]))
 
@@ -161,7 +162,7 @@ def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tm
         os.environ.update(OMP_NUM_THREADS="77", NEW="1")
         return nullcontext((None, None))
 
-    monkeypatch.setattr(launch, "_opened", opened)
+    monkeypatch.setattr(launch, "_open", opened)
     monkeypatch.delenv("RLHF_ACCELERATOR", raising=False)
     found = dict(os.environ), signal.getsignal(signal.SIGTERM)
     config = load_config(None, [f"output='{tmp_path / 'run'}'", "accelerator=cpu"])

@@ -291,7 +291,8 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
 ) -> None:
     """Before anything of it is kept, that is the command that was given: the folder is as it was, with its settings."""
 
-    def interrupted(config: Config, selection: Any, directory: RunDirectory, request: Any, pending: Any) -> None:
+    def interrupted(config: Config, selection: Any, request: Any, pending: Any) -> None:
+        directory = RunDirectory(config.output)
         with directory.open_for(config, stages=request.stages, resume=request.resume, overwrite=request.overwrite):
             if steps:
                 record(directory.stage("reward"), *steps)
@@ -299,7 +300,7 @@ def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
             raise KeyboardInterrupt
 
     run = run_stages(config_in(tmp_path / "run"), "sft")
-    monkeypatch.setattr(launch, "_opened", interrupted)
+    monkeypatch.setattr(launch, "_open", interrupted)
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
     config = config_in(tmp_path / "run", "reward.optimizer.learning_rate=0.7")
     steps: list[int] = []

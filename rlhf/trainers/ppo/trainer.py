@@ -37,7 +37,6 @@ from rlhf.models.forward import completion_log_probs, sequence_scores
 from rlhf.models.lm_head import LogProbs
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
-from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
@@ -460,14 +459,10 @@ class PPOTrainer:
         context.accelerator.seed(context.config.seed + context.world.rank)
         sums = MetricSums()
         ids: list[list[int]] = []
-        bars = progress(len(examples), f"ppo: held-out prompts {when}", enabled=context.world.is_main)
-        with context.phases.running("evaluation"), bars as bar:
-            for index in range(len(self.held_out)):
-                (prompts,) = (self.accelerator.to_device(batch) for batch in self.held_out.step(index))
-                rollout = self.generate(prompts)
-                sums.add(**rollout_sums(rollout, self.score(rollout, self.held_out.share(index))))
-                ids += completion_ids(rollout.input_ids, rollout.action_mask)
-                bar.advance(len(self.held_out.examples(index)))
+        for index, (prompts,) in context.evaluate_batches(self.held_out, f"held-out prompts {when}"):
+            rollout = self.generate(prompts)
+            sums.add(**rollout_sums(rollout, self.score(rollout, self.held_out.share(index))))
+            ids += completion_ids(rollout.input_ids, rollout.action_mask)
         context.accelerator.set_rng_state(state)
 
         numbers = rollout_means(sums.read())
