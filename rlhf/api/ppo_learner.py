@@ -21,8 +21,7 @@ from rlhf.data.batches import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.data.prompt_encoding import encode_conversation, encode_replies, make_conversation_row
 from rlhf.data.records import Message, Row
-from rlhf.engine.engine import Batch
-from rlhf.engine.metric_sums import Metrics
+from rlhf.engine.engine import Batch, Metrics
 from rlhf.errors import DataError, RunError
 from rlhf.losses.log_probs import masked
 from rlhf.memory.advice import apply_settings

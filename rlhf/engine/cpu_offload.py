@@ -6,7 +6,7 @@ Weights on the host never change, so leaving the device means to release the cop
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -43,19 +43,23 @@ def offload(model: Model, accelerator: Accelerator) -> Model:
     if accelerator.host_device() != accelerator.device():
         vars(model)["offloaded"] = offloaded = OffloadedModel(model, accelerator)
         model.register_forward_pre_hook(offloaded.before_forward)
-        model.register_forward_hook(offloaded.after_forward, always_call=True)
+        model.register_forward_hook(lambda *_: offloaded.release(), always_call=True)
     return model
 
 
 @contextmanager
 def on_device(*models: nn.Module | None) -> Iterator[None]:
     """Keep the weights of those of `models` that are offloaded on the device, once copied, until the block ends."""
-    with ExitStack() as stack:
-        for model in models:
-            offloaded = getattr(model, "offloaded", None)
-            if isinstance(offloaded, OffloadedModel):
-                stack.enter_context(offloaded.kept_on_device())
+    candidates = [getattr(model, "offloaded", None) for model in models]
+    offloaded = [weights for weights in candidates if isinstance(weights, OffloadedModel)]
+    for weights in offloaded:
+        weights.blocks += 1
+    try:
         yield
+    finally:
+        for weights in offloaded:
+            weights.blocks -= 1
+            weights.release()
 
 
 class OffloadedModel:
@@ -63,7 +67,7 @@ class OffloadedModel:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._blocks = 0
+        self.blocks = 0  # of `on_device` that are running
         # (the dictionary of a module, the name in it, the tensor on the host).
         self._entries: list[tuple[dict[str, Any], str, Tensor]] = [
             (tensors, name, tensor)
@@ -78,8 +82,6 @@ class OffloadedModel:
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Copy the weights to the device, unless they are there; tensors that layers share are copied once."""
-        if not self._entries:
-            return
         tensors, name, tensor = self._entries[0]
         if tensors[name] is not tensor:
             return
@@ -91,23 +93,8 @@ class OffloadedModel:
                 copies[id(tensor)] = nn.Parameter(data, requires_grad=False) if is_parameter else data
             tensors[name] = copies[id(tensor)]
 
-    def after_forward(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Release the weights, unless a block of `on_device` continues."""
-        if not self._blocks:
-            self.release()
-
-    @contextmanager
-    def kept_on_device(self) -> Iterator[None]:
-        """Do what `on_device` does, for this model."""
-        self._blocks += 1
-        try:
-            yield
-        finally:
-            self._blocks -= 1
-            if not self._blocks:
-                self.release()
-
     def release(self) -> None:
-        """Release the copy on the device."""
-        for tensors, name, tensor in self._entries:
-            tensors[name] = tensor
+        """Release the copy on the device, unless a block of `on_device` continues."""
+        if not self.blocks:
+            for tensors, name, tensor in self._entries:
+                tensors[name] = tensor

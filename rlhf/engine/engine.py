@@ -1,4 +1,4 @@
-"""A model under DeepSpeed: trained (`TrainingEngine`) or frozen (`freeze_model`).
+"""A model under DeepSpeed: trained (`TrainingEngine`, with AdamW and its schedule) or frozen (`freeze_model`).
 
 The engine turns a list of micro-batches and a loss into one optimizer step. Losses arrive divided by the totals of the
 global batch, so the gradient is a sum over micro-batches and ranks and does not depend on how rows are split.
@@ -7,6 +7,7 @@ global batch, so the gradient is a sum over micro-batches and ranks and does not
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -16,14 +17,12 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
-from rlhf.config.schema import OptimizerConfig
+from rlhf.config.schema import LoraConfig, OptimizerConfig
 from rlhf.engine import deepspeed_patches as patches
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import offload
 from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.fp32_weights import keep_precision, restore_precision
-from rlhf.engine.metric_sums import MetricSums
-from rlhf.engine.optimizer import compute_adapter_factor, compute_learning_rate, group_parameters
 from rlhf.models import quantized
 from rlhf.models.loading import place_buffers, place_model
 from rlhf.models.weight_loading import clear_sources
@@ -35,11 +34,46 @@ if TYPE_CHECKING:
     from rlhf.engine.fp32_weights import EMA
 
 Batch = dict[str, Tensor]
+
+Metrics = dict[str, float]
+"""Numbers of a step or an evaluation, by the names under which they are recorded."""
+
 Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
 """(model, micro-batch) -> (its part of the global loss, statistics that are summed over micro-batches and ranks)."""
 
+ADAPTERS_FACTOR = 10.0
+"""Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` is set: they start at zero, and must
+make alone the change that full fine-tuning spreads over all weights."""
+
 # DeepSpeed 0.19 calls collectives by their names from before torch 2.13, hundreds of times a step.
 warnings.filterwarnings("ignore", message=".*(reduce_scatter|all_gather).* is deprecated", category=FutureWarning)
+
+
+class MetricSums:
+    """Named sums of statistics over micro-batches, read from the device once, at the end of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, **numbers: Tensor) -> None:
+        """Add scalars, on the device."""
+        for name, number in numbers.items():
+            number = number.detach().float()
+            self._sums[name] = self._sums[name] + number if name in self._sums else number
+
+    def extend(self, other: MetricSums, *names: str) -> None:
+        """Add the sums of `other` under `names`, if it has them."""
+        self.add(**{name: other._sums[name] for name in names if name in other._sums})
+
+    def read(self) -> Metrics:
+        """Return the sums over all ranks; it costs one collective and one host read."""
+        stacked = distributed.all_sum(torch.stack([number.reshape(()) for number in self._sums.values()]))
+        return dict(zip(self._sums, stacked.tolist()))
+
+
+def padding_share(sums: Metrics) -> float:
+    """Return the share of the computed `positions` that hold no token of a real row (`present` counts those)."""
+    return 1 - sums["present"] / max(sums["positions"], 1)
 
 
 class TrainingEngine:
@@ -76,7 +110,6 @@ class TrainingEngine:
         self.ema: EMA | None = None
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
         self._clips_itself = self.zero_stage == 0 and precision.name == "fp32"
-        self._max_grad_norm = optimizer.max_grad_norm
         self._norm: Tensor = torch.zeros(())
         self._scale = 1.0
         self._trained = False
@@ -201,7 +234,7 @@ class TrainingEngine:
         if self._clips_itself:
             clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            self._norm = clip(trained, self._max_grad_norm)
+            self._norm = clip(trained, self.optimizer_config.max_grad_norm)
         skipped = self.skipped
         if self.precision.loss_scaling:
             self.overflows_always |= patches.step_at_lowest_scale(self.engine)
@@ -233,6 +266,29 @@ class TrainingEngine:
             return
         with GatheredParameters(list(self.module.parameters())), patches.without_hooks(self.engine):
             yield self.module
+
+
+EngineStep = tuple[TrainingEngine, Sequence[Any], Loss]
+"""(engine, micro-batches, loss): the inputs of `TrainingEngine.step`."""
+
+
+def synchronized_step(steps: Sequence[EngineStep]) -> list[MetricSums]:
+    """Take one optimizer step of each engine, or of none if the gradients of one overflow in fp16.
+
+    A policy that moves while its critic stands still is an update that no algorithm has (DeepSpeed-Chat's
+    `--align_overflow`). Each engine lowers only its own loss scale: halving that of an engine whose gradients fitted
+    would round away gradients for the thousand steps until it rises again. For engines with loss scaling only: the
+    gradients of all models are in memory at one time.
+
+    Returns:
+        The result of `TrainingEngine.step` for each engine.
+    """
+    sums = [engine.step(micro_batches, loss, apply=False) for engine, micro_batches, loss in steps]
+    overflowed = [patches.gradients_overflow(engine.optimizer) for engine, *_ in steps]
+    for (engine, *_), lower in zip(steps, overflowed):
+        with patches.override_overflow(engine.optimizer, skip=any(overflowed), lower=lower):
+            engine.apply()
+    return sums
 
 
 def freeze_model(
@@ -279,3 +335,45 @@ def _count_parameters(model: nn.Module) -> dict[str, int]:
         "trainable": sum(size for parameter, size in zip(parameters, sizes) if parameter.requires_grad),
         "all": sum(sizes) + quantized.count_quantized(model),
     }
+
+
+def compute_adapter_factor(optimizer: OptimizerConfig, lora: LoraConfig) -> float:
+    """Return the factor on a stage's learning rate for its adapters; they follow the same schedule."""
+    return ADAPTERS_FACTOR if lora.learning_rate is None else lora.learning_rate / optimizer.learning_rate
+
+
+def group_parameters(model: nn.Module, weight_decay: float, factor: float = 1.0) -> list[dict[str, Any]]:
+    """Return trainable parameters in groups: matrices with weight decay, vectors (biases, norms) without, adapters.
+
+    The `factor` of a group multiplies the stage's learning rate: `factor` for adapters, 1 for others.
+    """
+    # A parameter partitioned by ZeRO-3 is flat and empty; `ds_shape` has its shape.
+    trainable = [(".lora_" in name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for adapter, p in trainable if not adapter and len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for adapter, p in trainable if not adapter and len(getattr(p, "ds_shape", p.shape)) <= 1]
+    adapters = [p for adapter, p in trainable if adapter]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, "factor": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "factor": 1.0},
+        {"params": adapters, "weight_decay": weight_decay, "factor": factor},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def compute_learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (0-based) of `total_steps`.
+
+    It rises linearly over the warm-up, then follows the schedule down to `min_lr_ratio` of the peak at the last step.
+    """
+    warmup = round(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, total_steps - warmup - 1)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "wsd": min(1.0, (total_steps - 1 - step) / max(1, round(config.decay * total_steps))),
+    }[config.schedule]
+    floor = 1.0 if config.schedule == "constant" else config.min_lr_ratio
+    return config.learning_rate * (floor + (1.0 - floor) * shape)

@@ -1,68 +1,197 @@
 """Switch one model from training to generation and back: the same weights, no second model.
 
-The rank group (`rlhf.generation.rank_groups`) determines how the weights are read. A single rank has them whole, with
-LoRA adapters merged if there is memory for that. For lockstep ranks, ZeRO-3 gathers each layer when it is needed, with
-the adapters separate. A tensor-parallel group makes a second model, of which each rank holds a part. If the device
-reads weights fastest in a special layout, they have it while completions are sampled.
+`choose_rank_group` chooses how rollouts read the weights of a policy that is sharded over ranks (ZeRO-3,
+`ppo.generation_weights`), and `generation_mode` makes them readable so. `check_generation` needs no torch and runs in
+the launcher too; `check_generation_model` also needs the model's outline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from torch import nn
-
-from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
-from rlhf.generation.tensor_parallel import split_model
-from rlhf.models.lora import adapters_for_rollout
+from rlhf.config.schema import Config, PPOConfig
+from rlhf.errors import ConfigError
+from rlhf.roles.roles import model_placements
+from rlhf.utils.process_info import current_process
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
-    from accelerators import Accelerator
+    from torch import nn
+
     from rlhf.engine.engine import TrainingEngine
+    from rlhf.generation.rank_groups import SingleRank
+
+_USABLE = 0.9  # share of the device's memory; activations and fragmentation take the rest
+
+
+class GenerationMemory(NamedTuple):
+    """Bytes of the whole weights, of the cache and logits of the rows that a rank generates at a time, and in use.
+
+    `total` is the rank's memory, `used` the part that is in use already.
+    """
+
+    weights: int
+    cache: int
+    logits: int
+    used: int
+    total: int
+
+    def fits(self, ranks: int = 1) -> bool:
+        """Return True if there is memory for them, split among `ranks` that generate for the rows of all."""
+        needed = self.weights // ranks + self.cache + self.logits * ranks
+        return self.used + needed <= _USABLE * self.total
+
+    def __str__(self) -> str:
+        weights, cache, used, total = map(format_bytes, (self.weights, self.cache, self.used, self.total))
+        return f"whole weights of {weights} and a cache of {cache} do not fit next to {used} of {total} in use"
+
+
+def check_generation(config: Config, ranks: int) -> None:
+    """Check that the settings of PPO's rollouts fit together, for any model.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    ppo, actor = config.ppo, model_placements(config, "ppo")["actor"]
+    mode, size = ppo.generation_weights, ppo.tensor_parallel
+    if size and mode not in ("auto", "tensor_parallel"):
+        raise ConfigError(
+            f"ppo.tensor_parallel: {size} needs ppo.generation_weights=tensor_parallel, got {mode}; change one of them"
+        )
+    if mode == "tensor_parallel" and ranks == 1:
+        raise ConfigError("ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; leave it at auto")
+    # The plan resolves `auto` later, when it knows the accelerator.
+    is_auto = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
+    if actor.zero_stage < 3 and not is_auto and (size or mode in ("layerwise", "tensor_parallel")):
+        key, value = ("ppo.tensor_parallel", size) if size else ("ppo.generation_weights", mode)
+        # Quantized weights cannot be sharded.
+        remedy = "" if actor.quantization else ", or set roles.actor.zero_stage=3"
+        raise ConfigError(
+            f"{key}: {value} needs sharded weights, and at ZeRO {actor.zero_stage} the actor's are whole on every "
+            f"rank; remove it{remedy}"
+        )
+    if size and ranks % size:
+        divisors = [divisor for divisor in range(2, ranks + 1) if ranks % divisor == 0]
+        nearest = min(divisors, key=lambda divisor: abs(divisor - size))
+        raise ConfigError(f"ppo.tensor_parallel: {ranks} ranks cannot be split into groups of {size}; use {nearest}")
+
+
+def check_generation_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
+    """Raise `ConfigError` if the settings require a split model and it cannot be split; no weights are read."""
+    if ppo.generation_weights == "tensor_parallel" or ppo.tensor_parallel:
+        _resolve_group_size(model, ppo, ranks)
+
+
+def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
+    """Return the ranks that generate together with this one; the same choice on all ranks.
+
+    Args:
+        engine: engine of the policy.
+        config: settings of the run.
+        say: prints a line if rollouts do not have the whole weights.
+
+    Raises:
+        ConfigError: as `check_generation_model`.
+    """
+    from rlhf.engine import distributed
+    from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
+
+    mode, ranks = config.ppo.generation_weights, distributed.world().size
+    if engine.zero_stage < 3 or mode == "whole":
+        return SingleRank()
+    # All ranks use the numbers of the one with the least free memory, so that they choose the same.
+    memories = distributed.all_gather_objects(_estimate_memory(engine, config, ranks))
+    memory = min(memories, key=lambda memory: memory.total - memory.used)
+    if mode == "auto" and memory.fits():
+        return SingleRank()
+    reason = f", because {memory}" if mode == "auto" else ""
+    size = 0
+    if mode != "layerwise":
+        try:
+            size = _resolve_group_size(engine.module, config.ppo, ranks)
+        except ConfigError:
+            if mode == "tensor_parallel" or config.ppo.tensor_parallel:
+                raise
+    if size and (mode == "tensor_parallel" or memory.fits(size)):
+        say(f"{engine.name}: in rollouts each of {size} ranks keeps its part of every layer (tensor_parallel){reason}")
+        return TensorParallelGroup.create(size)
+    say(f"{engine.name}: in rollouts each layer is gathered for every token (layerwise), which is slow{reason}")
+    return LockstepRanks()
 
 
 @contextmanager
 def generation_mode(engine: TrainingEngine, rank_group: SingleRank | None = None) -> Iterator[nn.Module]:
     """Yield the engine's model as the rank group reads it, in evaluation mode and the engine's precision.
 
+    A single rank has the weights whole, with LoRA adapters merged if there is memory for that. For lockstep ranks,
+    ZeRO-3 gathers each layer when it is needed, with the adapters separate. A tensor-parallel group makes a second
+    model, of which each rank holds a part. If the device reads weights fastest in a special layout, they have it in
+    this block.
+
     Args:
         engine: engine of the policy.
         rank_group: the ranks that generate together; None: this rank alone.
     """
-    with (
-        _readable_weights(engine, rank_group) as module,
-        _inference_layout(module, engine.accelerator),
-        engine.precision.autocast(),
-    ):
-        was_training = module.training
-        module.eval()
-        try:
-            yield module
-        finally:
-            module.train(was_training)
+    from rlhf.generation.rank_groups import LockstepRanks, TensorParallelGroup
+    from rlhf.generation.tensor_parallel import split_model
+    from rlhf.models.lora import adapters_for_rollout
+
+    accelerator = engine.accelerator
+    with ExitStack() as stack:
+        if isinstance(rank_group, TensorParallelGroup):
+            module = split_model(engine.module, rank_group)
+        elif isinstance(rank_group, LockstepRanks):
+            module = engine.module
+        else:
+            module = stack.enter_context(engine.whole_weights())
+            stack.enter_context(adapters_for_rollout(module, engine.placement.lora, accelerator.memory().total))
+        if prepare := accelerator.kernels.get("inference_weights"):
+            stack.callback(prepare(module, keep=True))
+        stack.enter_context(engine.precision.autocast())
+        stack.callback(module.train, module.training)
+        yield module.eval()
 
 
-@contextmanager
-def _readable_weights(engine: TrainingEngine, rank_group: SingleRank | None) -> Iterator[nn.Module]:
-    if isinstance(rank_group, TensorParallelGroup):
-        yield split_model(engine.module, rank_group)
-    elif isinstance(rank_group, LockstepRanks):
-        yield engine.module
-    else:
-        memory, lora = engine.accelerator.memory().total, engine.placement.lora
-        with engine.whole_weights() as module, adapters_for_rollout(module, lora, memory):
-            yield module
+def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
+    """Return the number of ranks that share a model: the configured one, or the largest possible on a machine."""
+    from rlhf.generation.tensor_parallel import find_split_obstacle
+
+    local_ranks = current_process().count_local_ranks(ranks)
+    sizes = [size for size in range(min(local_ranks, ranks), 1, -1) if ranks % size == local_ranks % size == 0]
+    candidates = [ppo.tensor_parallel] if ppo.tensor_parallel else sizes
+    obstacles = {size: find_split_obstacle(model, size) for size in candidates}
+    if possible := [size for size, obstacle in obstacles.items() if not obstacle]:
+        return possible[0]
+    obstacle = next(iter(obstacles.values()), "a machine with one rank cannot split a model")
+    if ppo.tensor_parallel and (possible := [size for size in sizes if not find_split_obstacle(model, size)]):
+        raise ConfigError(f"ppo.tensor_parallel: {obstacle}; use {possible[0]}")
+    raise ConfigError(f"ppo.generation_weights: {obstacle}; use layerwise, or whole if a device has memory for it")
 
 
-@contextmanager
-def _inference_layout(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Keep the weights in the device's layout for inference (operation `inference_weights`), made once per block."""
-    prepare = accelerator.kernels.get("inference_weights")
-    restore = prepare(module, keep=True) if prepare else None
-    try:
-        yield
-    finally:
-        if restore:
-            restore()
+def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> GenerationMemory:
+    from rlhf.models.lora import should_merge
+
+    ppo, data, model = config.ppo, config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
+    accelerator = engine.accelerator
+    memory = accelerator.memory()
+    is_shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
+    merges, _ = should_merge(engine.module, engine.placement.lora, memory.total)
+    weights = 0
+    for name, weight in engine.module.named_parameters():
+        copies = 2 if merges and name.endswith("base_layer.weight") else 1  # merging keeps the original weight
+        weights += copies * getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
+    share = ppo.batch_size // ranks
+    rows = min(ppo.generation_batch_size or share, share)
+    heads = model.num_attention_heads
+    width = getattr(model, "head_dim", None) or model.hidden_size // heads
+    width *= getattr(model, "num_key_value_heads", None) or heads
+    tokens = rows * (data.max_prompt_length + data.max_completion_length)
+    return GenerationMemory(
+        weights=weights,
+        cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
+        logits=3 * rows * model.vocab_size * 4,
+        used=memory.allocated,
+        total=memory.total // current_process().count_local_ranks(ranks) if is_shared else memory.total,
+    )

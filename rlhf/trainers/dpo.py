@@ -23,8 +23,7 @@ from rlhf.data.examples import NumberedPair, NumberedPairs
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
-from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Metrics
+from rlhf.engine.engine import Batch, Metrics, TrainingEngine
 from rlhf.losses.dpo import preference_losses, sequence_log_probs
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_log_probs

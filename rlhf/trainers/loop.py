@@ -20,8 +20,7 @@ import torch
 from rlhf.checkpoint import training_state
 from rlhf.config.schema import TrainingConfig
 from rlhf.engine import distributed
-from rlhf.engine.engine import TrainingEngine
-from rlhf.engine.metric_sums import Metrics
+from rlhf.engine.engine import Metrics, TrainingEngine
 from rlhf.errors import DivergedError, RunError
 from rlhf.reporting.progress import progress
 from rlhf.reporting.summary import format_value

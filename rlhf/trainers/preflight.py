@@ -15,7 +15,7 @@ from rlhf.config.paths import WORLD
 from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
-from rlhf.generation.strategy import check_generation as check_rollouts
+from rlhf.generation.hybrid_engine import check_generation as check_rollouts
 from rlhf.models.compatibility import check_model_folder
 from rlhf.rewards.process import check_reward_functions
 from rlhf.roles import base_sharing
@@ -261,7 +261,7 @@ class BaseModels:
 
     def check(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> None:
         """Raise `ModelError` or `ConfigError` if a model cannot serve the stage."""
-        from rlhf.generation.strategy import check_generation_model
+        from rlhf.generation.hybrid_engine import check_generation_model
         from rlhf.models.compatibility import check_positions
         from rlhf.models.dropout import check_dropout
         from rlhf.models.loading import check_same_vocabulary, check_tokenizer_fits

@@ -19,8 +19,7 @@ from rlhf.config.schema import EpochConfig, RewardConfig
 from rlhf.data.batches import collate_reward, collate_sft, count_padding, example_length
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
-from rlhf.engine.engine import Batch, TrainingEngine
-from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
+from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
 from rlhf.losses.log_probs import masked
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
 from rlhf.models.flops import TextLengths

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.fp16 import synchronized_step
+from rlhf.engine.engine import synchronized_step
 from rlhf.errors import DivergedError
 from rlhf.trainers import loop
 from rlhf.trainers.ppo.trainer import PPOTrainer

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from rlhf.config.schema import LoraConfig, OptimizerConfig, build_config
-from rlhf.engine.engine import TrainingEngine
-from rlhf.engine.optimizer import compute_adapter_factor, compute_learning_rate, group_parameters
+from rlhf.engine.engine import TrainingEngine, compute_adapter_factor, compute_learning_rate, group_parameters
 from rlhf.models.lora import add_adapters
 from rlhf.roles.roles import model_placements
 

@@ -11,7 +11,7 @@ import accelerators
 from accelerators import Accelerator
 from rlhf.checkpoint.export import save_model
 from rlhf.engine import distributed
-from rlhf.engine.fp16 import synchronized_step
+from rlhf.engine.engine import synchronized_step
 from rlhf.engine.fp32_weights import EMA
 from tests.engine import halves
 from tests.engine.averages import DECAY, IDS, Plain, build, loss, masters

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf.config.schema import SamplingConfig
-from rlhf.generation.sampling import sample
+from rlhf.generation.decode_state import sample
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -torch.inf])
 

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
-from rlhf.generation.strategy import check_generation, check_generation_model, choose_rank_group
+from rlhf.generation.hybrid_engine import check_generation, check_generation_model, choose_rank_group
 from tests.generation.test_decoder import build
 from tests.helpers import llama
 from tests.trainers.test_lora import build as trained

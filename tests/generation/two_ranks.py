@@ -18,9 +18,9 @@ from accelerators import Memory
 from rlhf.config.schema import LoraConfig, OptimizerConfig, SamplingConfig, build_config
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
-from rlhf.generation import strategy, tensor_parallel
+from rlhf.generation import tensor_parallel
 from rlhf.generation.decoder import Completions, Decoder
-from rlhf.generation.hybrid_engine import generation_mode
+from rlhf.generation.hybrid_engine import choose_rank_group, generation_mode
 from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
 from rlhf.models.lora import add_adapters
 from tests.families.table import BY_NAME, build
@@ -113,7 +113,7 @@ def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memo
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained.accelerator, "memory", lambda: Memory(0, 0, int(weights * memory[rank] * 2)))
-        rank_group = strategy.choose_rank_group(trained, config, say=said.append)
+        rank_group = choose_rank_group(trained, config, say=said.append)
     return type(rank_group).__name__, said
 
 

@@ -17,7 +17,7 @@ from rlhf.config.schema import RewardConfig
 from rlhf.data.batches import collate_reward
 from rlhf.data.examples import Pair
 from rlhf.data.stage_dataset import StageData
-from rlhf.engine.metric_sums import MetricSums
+from rlhf.engine.engine import MetricSums
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting import timers
 from rlhf.trainers import supervised

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf.data.batches import Batch
 from rlhf.engine import distributed
-from rlhf.engine.metric_sums import Metrics
+from rlhf.engine.engine import Metrics
 from rlhf.losses.log_probs import masked
 from rlhf.models.flops import TextLengths, generation_lengths
 from rlhf.reporting.console import console

@@ -17,7 +17,7 @@ from rlhf.config.schema import PPOConfig
 from rlhf.data.batches import completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
-from rlhf.engine.metric_sums import Metrics
+from rlhf.engine.engine import Metrics
 from rlhf.errors import RewardError
 from rlhf.losses.ppo import earned_scores, shaped_rewards
 from rlhf.rewards.process import RewardProcess, Sample

@@ -22,13 +22,19 @@ from rlhf.data.examples import Prompt
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
-from rlhf.engine.engine import Batch, Loss, TrainingEngine
-from rlhf.engine.fp16 import EngineStep, synchronized_step
+from rlhf.engine.engine import (
+    Batch,
+    EngineStep,
+    Loss,
+    Metrics,
+    MetricSums,
+    TrainingEngine,
+    padding_share,
+    synchronized_step,
+)
 from rlhf.engine.fp32_weights import EMA
-from rlhf.engine.metric_sums import Metrics, MetricSums, padding_share
 from rlhf.generation.decoder import Decoder
-from rlhf.generation.hybrid_engine import generation_mode
-from rlhf.generation.strategy import choose_rank_group
+from rlhf.generation.hybrid_engine import choose_rank_group, generation_mode
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
