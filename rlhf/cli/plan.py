@@ -65,9 +65,9 @@ def plan(
 
     stages = _select_stages(stage or STAGES)
     config = options.load()
-    environment, limits = _describe_device(config, options, devices, memory, host_memory)
+    environment = _describe_device(config, options, devices, memory, host_memory)
     reports = [
-        report_stage(config, name, environment, limits, measured=measured, tflops=tflops, price=price, rows=rows)
+        report_stage(config, name, environment, measured=measured, tflops=tflops, price=price, rows=rows)
         for name in stages
     ]
     if as_json:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
-from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.environment import Environment
 from rlhf.memory.stage import MemoryPlan, Shapes, plan_stage
 from rlhf.reporting.timers import Phase
 from rlhf.roles.roles import check_placements, model_placements
@@ -39,56 +39,25 @@ class Change:
         return " --set ".join(f"{key}={value}" for key, value in values.items())
 
 
-@dataclass(frozen=True)
-class OutOfMemorySituation:
-    """A stage that ran out of memory.
-
-    Attributes:
-        environment: `unified_memory` also if there is no host memory to offload to.
-        best_precision: the precision that the device would take by default.
-        started: the stage has a checkpoint, and continues with the settings it was started with.
-        continued: so has an earlier stage of the run.
-    """
-
-    config: Config
-    stage: Stage
-    phase: Phase
-    environment: Environment
-    best_precision: str
-    started: bool = False
-    continued: bool = False
-
-
 def plan_stages(
-    config: Config,
-    stages: Sequence[Stage],
-    environment: Environment,
-    *,
-    limits: MemoryLimits | None = None,
-    shapes: Shapes | None = None,
+    config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None
 ) -> list[MemoryPlan]:
     """Return the plan of each stage, with each `auto` resolved as `resolve_auto` does.
 
     Raises:
         ConfigError: the shape of a model is not known, or a batch cannot be divided over the ranks.
     """
-    config = resolve_auto(config, stages, environment, limits=limits, shapes=shapes)
+    config = resolve_auto(config, stages, environment, shapes)
     return [plan_stage(config, stage, environment, shapes) for stage in stages]
 
 
 def resolve_auto(
-    config: Config,
-    stages: Sequence[Stage],
-    environment: Environment,
-    *,
-    limits: MemoryLimits | None = None,
-    shapes: Shapes | None = None,
+    config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None
 ) -> Config:
     """Return the configuration with a value for each `auto` that the plan resolves.
 
     The first combination that fits is taken, or else the last: the least offload, the least ZeRO sharding, rollouts at
-    ZeRO-3 `whole` before `tensor_parallel` before `layerwise`, and PPO's passes reused. Without `limits` the first is
-    taken.
+    ZeRO-3 `whole` before `tensor_parallel` before `layerwise`, and PPO's passes reused.
     """
     multiple = environment.ranks > 1
     alternatives: dict[str, Sequence[Any]] = {}
@@ -104,32 +73,20 @@ def resolve_auto(
     for key, values in alternatives.items():
         candidates = [apply_settings(choice, {key: value}) for choice in choices for value in values]
         choices = [choice for choice in candidates if _is_possible(choice, stages)] or candidates[:1]
-    if limits is None:
-        return choices[0]
     for choice in choices:
-        if all(plan_stage(choice, stage, environment, shapes).fits(limits) for stage in stages):
+        if all(plan_stage(choice, stage, environment, shapes).fits(environment) for stage in stages):
             return choice
     return choices[-1]
 
 
-def stages_fit(
-    config: Config,
-    stages: Sequence[Stage],
-    environment: Environment,
-    limits: MemoryLimits,
-    shapes: Shapes | None = None,
-) -> bool:
+def stages_fit(config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None) -> bool:
     """Return whether all stages fit."""
-    plans = plan_stages(config, stages, environment, limits=limits, shapes=shapes)
-    return all(plan.fits(limits) for plan in plans)
+    plans = plan_stages(config, stages, environment, shapes)
+    return all(plan.fits(environment) for plan in plans)
 
 
 def find_changes(
-    config: Config,
-    stages: Sequence[Stage],
-    environment: Environment,
-    limits: MemoryLimits,
-    shapes: Shapes | None = None,
+    config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None
 ) -> list[Change]:
     """Return the cheapest changes that make the stages fit; none if nothing does, or if they fit already.
 
@@ -139,7 +96,7 @@ def find_changes(
 
     def fit(changes: Sequence[Change]) -> bool:
         settings = {key: value for change in changes for key, value in change.settings.items()}
-        return stages_fit(apply_settings(config, settings), stages, environment, limits, shapes)
+        return stages_fit(apply_settings(config, settings), stages, environment, shapes)
 
     if fit([]):
         return []
@@ -165,19 +122,37 @@ def find_changes(
     return taken
 
 
-def advise(situation: OutOfMemorySituation) -> tuple[list[str], list[str]]:
-    """Return settings that would take less memory, the mildest first: (for this run, for a new one)."""
-    config, stage, environment = situation.config, situation.stage, situation.environment
-    changes = list_changes(
-        config, [stage], environment, failed_in=situation.phase, best_precision=situation.best_precision
-    )
-    possible = (change for change in changes if _is_possible(apply_settings(config, change.settings), [stage]))
+def advise(
+    config: Config,
+    stage: Stage,
+    phase: Phase,
+    environment: Environment,
+    best_precision: str,
+    *,
+    started: bool = False,
+    continued: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Return settings that would take less memory than a stage that ran out of it, the mildest first.
+
+    Args:
+        config: settings of the run.
+        stage: the stage.
+        phase: the phase of it.
+        environment: `unified_memory` also if there is no host memory to offload to.
+        best_precision: the precision that the device would take by default.
+        started: the stage has a checkpoint, and continues with the settings it was started with.
+        continued: so has an earlier stage of the run.
+
+    Returns:
+        (settings for this run, settings for a new one).
+    """
     by_scope: dict[str, list[str]] = {"any time": [], "stage": [], "run": []}
-    for change in possible:
-        by_scope[_scope(change)].append(str(change))
+    for change in list_changes(config, [stage], environment, failed_in=phase, best_precision=best_precision):
+        if _is_possible(apply_settings(config, change.settings), [stage]):
+            by_scope[_scope(change)].append(str(change))
     now, later = by_scope["any time"], list[str]()
-    (later if situation.started else now).extend(by_scope["stage"])
-    (later if situation.continued else now).extend(by_scope["run"])
+    (later if started else now).extend(by_scope["stage"])
+    (later if continued else now).extend(by_scope["run"])
     return now, later
 
 
@@ -252,29 +227,25 @@ def list_changes(
 
 
 def find_fewest_devices(
-    config: Config,
-    stages: Sequence[Stage],
-    environment: Environment,
-    limits: MemoryLimits,
-    shapes: Shapes | None = None,
+    config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None
 ) -> int | None:
     """Return the smallest number of devices on which the stages fit; None if no number suffices."""
     common = math.gcd(*(_rows_of_a_rank(config, stage, 1) for stage in stages))
     for ranks in (ranks for ranks in range(1, min(common, _MAX_DEVICES) + 1) if common % ranks == 0):
         with contextlib.suppress(ConfigError):  # a micro-batch that does not divide a share
-            if stages_fit(config, stages, replace(environment, ranks=ranks), limits, shapes):
+            if stages_fit(config, stages, replace(environment, ranks=ranks), shapes):
                 return ranks
     return None
 
 
 def find_largest_micro_batch(
-    config: Config, stage: Stage, environment: Environment, limits: MemoryLimits, shapes: Shapes | None = None
+    config: Config, stage: Stage, environment: Environment, shapes: Shapes | None = None
 ) -> int | None:
     """Return the most rows in one forward pass of a rank with which the stage fits; None if not even one does."""
     rows = _rows_of_a_rank(config, stage, environment.ranks)
     for part in [rows, *_divisors(rows)]:
         changed = apply_settings(config, {f"{stage}.micro_batch_size": part})
-        if stages_fit(changed, [stage], environment, limits, shapes):
+        if stages_fit(changed, [stage], environment, shapes):
             return part
     return None
 

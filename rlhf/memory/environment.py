@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class Environment:
         fused_attention: attention makes no matrix of weights.
         fragmentation: part of the memory in use that a device's allocator loses between blocks.
         device_memory: bytes that a device has; None if not known.
+        device_limit: bytes of a device that a plan may fill.
+        host_limit: bytes of the host that a plan may fill for each rank; None if not known.
     """
 
     ranks: int = 1
@@ -36,6 +39,8 @@ class Environment:
     process: int = 0
     fragmentation: float = 0.0
     device_memory: int | None = None
+    device_limit: int = sys.maxsize
+    host_limit: int | None = None
 
     @property
     def width(self) -> int:
@@ -48,26 +53,21 @@ class Environment:
         return 4 if self.precision != "fp16" and self.ranks > 1 else self.width
 
 
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Bytes of memory of one device, and of the host for each rank; None if not known."""
-
-    device: int
-    host: int | None = None
-
-
-def describe_environment(
-    config: Config, devices: int, memory: int, host: int | None
-) -> tuple[Environment, MemoryLimits]:
+def describe_environment(config: Config, devices: int, memory: int, host: int | None) -> Environment:
     """Return an environment of `devices` with `memory` bytes and an allocator each, in a host with `host` bytes."""
     precision = "bf16" if config.precision == "auto" else config.precision
-    environment = Environment(devices, precision, process=PROCESS, fragmentation=_FRAGMENTATION, device_memory=memory)
-    return environment, MemoryLimits(max(memory - _RUNTIME, 0), host and host // devices)
+    return Environment(
+        devices,
+        precision,
+        process=PROCESS,
+        fragmentation=_FRAGMENTATION,
+        device_memory=memory,
+        device_limit=max(memory - _RUNTIME, 0),
+        host_limit=host and host // devices,
+    )
 
 
-def detect_environment(
-    accelerator: Accelerator, config: Config, ranks: int, *, local: int
-) -> tuple[Environment, MemoryLimits]:
+def detect_environment(accelerator: Accelerator, config: Config, ranks: int, *, local: int) -> Environment:
     """Return the environment of the accelerator that this process is bound to.
 
     Args:
@@ -76,13 +76,13 @@ def detect_environment(
     """
     memory = accelerator.memory()
     unified = accelerator.device() == accelerator.host_device()
-    environment = Environment(
+    return Environment(
         ranks,
         accelerator.precision(config.precision).name,
         unified_memory=unified,
         process=memory.allocated if unified else PROCESS,
         fragmentation=0 if unified else _FRAGMENTATION,
         device_memory=memory.total,
+        # Ranks on one machine share the host's memory, but each has a device.
+        device_limit=memory.total // local if unified else memory.total - _RUNTIME,
     )
-    # Ranks on one machine share the host's memory, but each has a device.
-    return environment, MemoryLimits(memory.total // local if unified else memory.total - _RUNTIME)

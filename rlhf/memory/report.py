@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
-from rlhf.generation import strategy
+from rlhf.generation.hybrid_engine import check_generation
 from rlhf.memory.advice import (
     Change,
     apply_settings,
@@ -23,7 +23,7 @@ from rlhf.memory.advice import (
     plan_stages,
     resolve_auto,
 )
-from rlhf.memory.environment import Environment, MemoryLimits, detect_environment
+from rlhf.memory.environment import Environment, detect_environment
 from rlhf.memory.model_state import ModelMemory
 from rlhf.memory.stage import MemoryPlan, Models, Shapes, build_models
 from rlhf.models.shape import shape_of
@@ -36,23 +36,6 @@ if TYPE_CHECKING:
 
 RESOLVED_KEYS = ("zero_stage", "offload")
 """Keys of `engine` whose `auto` the plan resolves."""
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Steps of a stage, and the seconds that each takes."""
-
-    steps: int
-    seconds_per_step: float
-
-    @property
-    def hours(self) -> float:
-        """Hours of all steps."""
-        return self.steps * self.seconds_per_step / 3600
-
-    def cost(self, price: float, devices: int) -> float:
-        """Return the money for `devices` that cost `price` an hour each."""
-        return self.hours * price * devices
 
 
 def resolve_engine(
@@ -78,11 +61,11 @@ def resolve_engine(
     if all(recorded.get(key, "auto") != "auto" for key in keys):
         values, reason = {key: recorded[key] for key in keys}, "as the run was started"
     else:
-        environment, limits = detect_environment(accelerator, config, ranks, local=local)
-        resolved = resolve_auto(config, stages, environment, limits=limits)
-        fullest = max(plan_stages(resolved, stages, environment, limits=limits), key=lambda plan: plan.fullest.device)
+        environment = detect_environment(accelerator, config, ranks, local=local)
+        resolved = resolve_auto(config, stages, environment)
+        fullest = max(plan_stages(resolved, stages, environment), key=lambda plan: plan.fullest.device)
         values = {key: getattr(resolved.engine, key) for key in keys}
-        reason = f"{fullest.stage}: {format_peak(fullest, limits)}"
+        reason = f"{fullest.stage}: {format_peak(fullest, environment)}"
     settings = {f"engine.{key}": value for key, value in values.items()}
     listed = ", ".join(f"{key}={value}" for key, value in settings.items())
     return apply_settings(config, settings), f"auto: {listed} ({reason})"
@@ -104,19 +87,20 @@ def plan_next_stage(
         bases: the models that the stage starts from, with the paths that they are loaded from now.
         local: ranks on this machine.
     """
-    environment, limits = detect_environment(accelerator, config, ranks, local=local)
+    environment = detect_environment(accelerator, config, ranks, local=local)
     environment = replace(environment, fused_attention=fused_attention)
     try:
         shapes: Shapes = {resolve_base_model(config, base.ref).path: shape_of(base.path) for base in bases if base.path}
-        (plan,) = plan_stages(config, [stage], environment, limits=limits, shapes=shapes)
+        (plan,) = plan_stages(config, [stage], environment, shapes)
     except ConfigError:  # a plan is no reason to stop a run
         return None, []
-    peak = format_peak(plan, limits)
-    if plan.fits(limits):
+    peak = format_peak(plan, environment)
+    if plan.fits(environment):
         return plan, [f"{stage}: plan: {peak}"]
-    changes = find_changes(config, [stage], environment, limits, shapes)
-    if plan.fullest.device <= limits.device:
-        peak = f"peak about {format_bytes(plan.host)} of {format_bytes(limits.host or 0)} on the host for each rank"
+    changes = find_changes(config, [stage], environment, shapes)
+    if plan.fullest.device <= environment.device_limit:
+        host_limit = format_bytes(environment.host_limit or 0)
+        peak = f"peak about {format_bytes(plan.host)} of {host_limit} on the host for each rank"
     remedy = f"try {format_changes(changes)}" if changes else "no change helps"
     return plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"]
 
@@ -125,7 +109,6 @@ def report_stage(
     config: Config,
     stage: Stage,
     environment: Environment,
-    limits: MemoryLimits,
     *,
     measured: Path | None = None,
     tflops: float | None = None,
@@ -137,53 +120,56 @@ def report_stage(
     Raises:
         ConfigError: as `plan_stages`; the run would be refused; `measured` holds no run.
     """
-    resolved = resolve_auto(config, [stage], environment, limits=limits)
+    resolved = resolve_auto(config, [stage], environment)
     check_placements(resolved, [stage])
     if stage == "ppo":
-        strategy.check_generation(config, environment.ranks)
-    (plan,) = plan_stages(config, [stage], environment, limits=limits)
-    fits = plan.fits(limits)
+        check_generation(config, environment.ranks)
+    (plan,) = plan_stages(config, [stage], environment)
+    fits = plan.fits(environment)
     advice = {
         f"engine.{key}": f"{getattr(resolved.engine, key)} (auto)"
         for key in RESOLVED_KEYS
         if getattr(config.engine, key) == "auto"
     }
     if not fits:
-        changes = find_changes(config, [stage], environment, limits)
+        changes = find_changes(config, [stage], environment)
         advice["cheapest change"] = format_changes(changes) or "none that is known is enough"
-    devices = find_fewest_devices(config, [stage], environment, limits)
+    devices = find_fewest_devices(config, [stage], environment)
     advice["fewest devices"] = f"{devices:,} of these" if devices else "with these settings no number is enough"
-    most = find_largest_micro_batch(resolved, stage, environment, limits)
+    most = find_largest_micro_batch(resolved, stage, environment)
     advice["largest micro-batch"] = f"{most} rows at a time" if most else "with these settings not even one row fits"
     duration = _estimate_duration(resolved, stage, environment, measured, tflops, rows)
-    cost = duration.cost(price, environment.ranks) if duration and price is not None else None
+    times: dict[str, Any] = {}
     if duration:
-        money = "" if cost is None else f", {cost:,.2f} in money"
-        steps = f"{duration.steps:,} steps of {duration.seconds_per_step:,.2f} s"
-        advice["time"] = f"{duration.hours:,.2f} hours ({steps}){money}"
+        steps, seconds = duration
+        hours = steps * seconds / 3600
+        times = {"hours": hours, "steps": steps}
+        advice["time"] = f"{hours:,.2f} hours ({steps:,} steps of {seconds:,.2f} s)"
+        if price is not None:
+            times["cost"] = cost = hours * price * environment.ranks
+            advice["time"] += f", {cost:,.2f} in money"
     elif measured or tflops:
         advice["time"] = "not known: give the number of rows with --rows, or measure this stage"
     return {
         "stage": stage,
         "fits": fits,
-        "verdict": f"{'fits' if fits else 'does not fit'}: {format_peak(plan, limits)}",
+        "verdict": f"{'fits' if fits else 'does not fit'}: {format_peak(plan, environment)}",
         "devices": environment.ranks,
-        "memory": limits.device,
+        "memory": environment.device_limit,
         "precision": environment.precision,
         "parameters": {name: {"all": both[0], "trained": both[1]} for name, both in plan.parameters.items()},
         "phases": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in plan.phases],
         "fullest": plan.fullest.name,
         "items": _list_items(plan),
         "advice": advice,
-        **({"hours": duration.hours, "steps": duration.steps} if duration else {}),
-        **({} if cost is None else {"cost": cost}),
+        **times,
     }
 
 
-def format_peak(plan: MemoryPlan, limits: MemoryLimits) -> str:
+def format_peak(plan: MemoryPlan, environment: Environment) -> str:
     """Return `peak about 5.1 GiB of 23.4 GiB on each device (training of the actor)`."""
     phase = plan.fullest
-    used, total = format_bytes(phase.device), format_bytes(limits.device)
+    used, total = format_bytes(phase.device), format_bytes(environment.device_limit)
     return f"peak about {used} of {total} on each device ({phase.name})"
 
 
@@ -238,10 +224,13 @@ def _estimate_duration(
     measured: Path | None,
     tflops: float | None,
     rows: int | None,
-) -> Duration | None:
-    """Return the duration at the pace of the run in `measured`, or at `tflops` 10^12 operations a second of a device.
+) -> tuple[int, float] | None:
+    """Return (steps of a stage, seconds of each); None if neither source says how long the stage takes.
 
-    None if neither says how long the stage takes.
+    Args:
+        measured: a run, for its pace.
+        tflops: 10^12 operations a second of a device.
+        rows: rows that the stage passes over.
 
     Raises:
         ConfigError: `measured` holds no run.
@@ -256,11 +245,11 @@ def _estimate_duration(
             return None
         if not summary.get("steps"):
             return None
-        return Duration(steps or summary["steps"], summary["seconds"] / summary["steps"])
+        return steps or summary["steps"], summary["seconds"] / summary["steps"]
     if not (tflops and steps):
         return None
     operations = count_operations(config, stage, build_models(config, stage, environment))
-    return Duration(steps, operations / (tflops * 1e12 * environment.ranks))
+    return steps, operations / (tflops * 1e12 * environment.ranks)
 
 
 def _list_items(plan: MemoryPlan) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhf.config.schema import Config, Stage
-from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.environment import Environment
 from rlhf.memory.model_state import BLOCK, MemoryItem, ModelMemory, block_item, sum_bytes
 from rlhf.models.shape import Shape, shape_from, shape_of
 from rlhf.roles.base_sharing import predict_sharing
@@ -84,9 +84,10 @@ class MemoryPlan:
         """The most bytes that a rank takes of the host."""
         return max(phase.host for phase in self.phases)
 
-    def fits(self, limits: MemoryLimits) -> bool:
+    def fits(self, environment: Environment) -> bool:
         """Return whether the stage fits."""
-        return self.fullest.device <= limits.device and (limits.host is None or self.host <= limits.host)
+        host_limit = environment.host_limit
+        return self.fullest.device <= environment.device_limit and (host_limit is None or self.host <= host_limit)
 
 
 class Rows(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.errors import OutOfMemory, translate_errors
-from rlhf.memory.advice import OutOfMemorySituation, advise
+from rlhf.memory.advice import advise
 from rlhf.memory.environment import Environment
 from rlhf.utils.units import format_bytes
 
@@ -42,12 +42,12 @@ def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutO
     accelerator, world, stage = context.accelerator, context.world, context.directory.name
     has_device = accelerator.host_device() != accelerator.device()
     on_host = isinstance(cause, (MemoryError, OSError)) or "CPUAllocator" in str(cause)
-    situation = OutOfMemorySituation(
+    advice = advise(
         context.config,
         stage,
         phase,
         Environment(world.size, context.precision.name, unified_memory=on_host or not has_device),
-        best_precision=accelerator.precision().name,
+        accelerator.precision().name,
         started=context.directory.started,
         continued=any(directory.started for directory in context.run.stages),
     )
@@ -58,7 +58,7 @@ def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutO
         f"on {'the host' if on_host else accelerator.name} in {stage}, {phase}",
         _format_peak(accelerator),
         {role: count - offloaded.get(role, 0) for role, count in models.items()},
-        advise(situation),
+        advice,
         offloaded,
     )
     return OutOfMemory((f"rank {world.rank}: " if world.size > 1 else "") + message)

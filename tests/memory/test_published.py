@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rlhf.config.schema import build_config
 from rlhf.memory.advice import list_changes, plan_stages, stages_fit
-from rlhf.memory.environment import Environment, MemoryLimits, describe_environment
+from rlhf.memory.environment import Environment, describe_environment
 from rlhf.memory.stage import Rows, saved_activations
 from rlhf.models.shape import shape_of
 
@@ -84,16 +85,15 @@ def test_ppo_of_llama_2_7b_fits_the_published_v100s(devices: int, settings: dict
     Assumed: hosts of 384 GB with 8 devices each.
     """
     config = seven(**settings)
-    environment, limits = describe_environment(config, devices, 32 * GB, None)
-    limits = MemoryLimits(limits.device, 384 * GB // min(devices, 8))
-    assert stages_fit(config, ["ppo"], environment, limits)
-    assert stages_fit(config, ["sft"], environment, limits)
+    environment = describe_environment(config, devices, 32 * GB, None)
+    environment = replace(environment, host_limit=384 * GB // min(devices, 8))
+    assert stages_fit(config, ["ppo"], environment)
+    assert stages_fit(config, ["sft"], environment)
 
 
 def test_ppo_of_llama_2_7b_does_not_fit_one_v100() -> None:
     config = seven()
-    environment, limits = describe_environment(config, 1, 32 * GB, None)
-    assert not stages_fit(config, ["ppo"], environment, limits)
+    assert not stages_fit(config, ["ppo"], describe_environment(config, 1, 32 * GB, None))
 
 
 def test_zero_shares_sixteen_bytes_a_number_as_published() -> None:

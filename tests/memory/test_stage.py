@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf.config.schema import build_config
-from rlhf.memory.advice import OutOfMemorySituation, advise, find_changes, list_changes, plan_stages
-from rlhf.memory.environment import Environment, MemoryLimits
+from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
+from rlhf.memory.environment import Environment
 from rlhf.memory.report import count_operations
 from rlhf.memory.stage import EMBEDDED, build_models
 from rlhf.roles.base_sharing import record_base
@@ -92,8 +93,9 @@ def test_plan_reuses_passes_only_if_they_fit() -> None:
     apart = config.model_copy(update={"ppo": config.ppo.model_copy(update={"reuse_forward": False})})
     (tight,) = plan_stages(apart, ["ppo"], environment)
     assert tight.fullest.device < roomy.fullest.device
-    assert plan_stages(config, ["ppo"], environment, limits=MemoryLimits(roomy.fullest.device)) == [roomy]
-    assert plan_stages(config, ["ppo"], environment, limits=MemoryLimits(roomy.fullest.device - 1)) == [tight]
+    for missing, expected in ((0, roomy), (1, tight)):
+        limited = replace(environment, device_limit=roomy.fullest.device - missing)
+        assert plan_stages(config, ["ppo"], limited) == [expected]
 
 
 # DPO
@@ -109,7 +111,7 @@ def dpo_config(**dpo: Any) -> Any:
 
 def advised(config: Any) -> list[str]:
     """Settings that are advised after training ran out of memory."""
-    return advise(OutOfMemorySituation(config, "dpo", "training", Environment(unified_memory=True), "bf16"))[0]
+    return advise(config, "dpo", "training", Environment(unified_memory=True), "bf16")[0]
 
 
 def item_sizes(phase: Any, role: str) -> dict[str, int]:
@@ -146,8 +148,8 @@ def test_dpo_reference_counts_only_if_kept_beside_the_policy() -> None:
 
 def test_precomputed_reference_is_advised_if_a_live_one_is_kept() -> None:
     beside = dpo_config(reference="beside")
-    limits = MemoryLimits(plan_phases("dpo")["training"].device + 2**20, None)
-    (change,) = find_changes(beside, ["dpo"], ENVIRONMENT, limits)
+    limited = replace(ENVIRONMENT, device_limit=plan_phases("dpo")["training"].device + 2**20)
+    (change,) = find_changes(beside, ["dpo"], limited)
     assert change.settings == {"dpo.reference": "precomputed"}
     assert advised(beside)[2] == "dpo.reference=precomputed"
     alone = dpo_config()

@@ -37,10 +37,10 @@ def name_of(value: object) -> str | None:
 @pytest.mark.parametrize(("recipe", "devices", "memory", "stated"), table_rows(), ids=name_of)
 def test_page_of_recipe_states_the_planned_memory(recipe: Path, devices: int, memory: str, stated: list[str]) -> None:
     config = load_config(recipe)
-    environment, limits = describe_environment(config, devices, parse_bytes(memory, "--memory"), None)
+    environment = describe_environment(config, devices, parse_bytes(memory, "--memory"), None)
     for stage, gib in zip(STAGES, stated, strict=True):
         if gib:
-            plan = report_stage(config, stage, environment, limits)
+            plan = report_stage(config, stage, environment)
             assert plan["fits"], plan["verdict"]
             assert f"{max(phase['device'] for phase in plan['phases']) / 2**30:.1f}" == gib, (stage, plan["verdict"])
 

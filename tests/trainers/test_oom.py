@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from rlhf.config.schema import ModelConfig, load_config
 from rlhf.engine.engine import freeze_model
 from rlhf.engine.fp32_weights import EMA
-from rlhf.memory.advice import OutOfMemorySituation, advise
+from rlhf.memory.advice import advise
 from rlhf.memory.environment import Environment
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers.oom import format_message
@@ -22,11 +22,11 @@ ZERO, LORA, LENGTH = "engine.zero_stage=3", "lora.rank=8", "data.max_completion_
 HALVES = ["sft.batch_size=24", "data.max_prompt_length=64", "data.max_completion_length=192"]
 
 
-def situation(*settings: str, **facts) -> OutOfMemorySituation:
+def situation(*settings: str, **facts) -> dict:
     config = load_config(None, [*HALVES, *settings], example=False)
     facts = {"stage": "sft", "phase": "training", "ranks": 1, "precision": "fp32", "host": False, **facts}
     environment = Environment(facts.pop("ranks"), facts.pop("precision"), unified_memory=not facts.pop("host"))
-    return OutOfMemorySituation(**{"config": config, "environment": environment, "best_precision": "fp32", **facts})
+    return {"config": config, "environment": environment, "best_precision": "fp32", **facts}
 
 
 GENERATION, ROWS = {"stage": "ppo", "phase": "generation"}, "ppo.generation_batch_size"
@@ -68,7 +68,7 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
     ],
 )
 def test_advise_lists_settings_that_help_mildest_first(settings, facts, expected):
-    assert advise(situation(*settings, **facts)) == (expected, [])
+    assert advise(**situation(*settings, **facts)) == (expected, [])
 
 
 HOST = {"host": True, "phase": "set-up"}
@@ -100,24 +100,24 @@ ON_HOST = "engine.offload=optimizer --set engine.zero_stage=1"
     ],
 )
 def test_advise_with_a_host_names_offload(settings, facts, expected):
-    assert advise(situation(*settings, **HOST | facts))[0] == expected
-    without = advise(situation(*settings, **HOST | facts | {"host": False}))[0]
+    assert advise(**situation(*settings, **HOST | facts))[0] == expected
+    without = advise(**situation(*settings, **HOST | facts | {"host": False}))[0]
     assert not any("offload" in key or "on_host" in key for key in without)
 
 
 def test_advise_for_started_run_separates_fixed_settings():
     mild = ["sft.micro_batch_size=12", CHECKPOINTING]
-    assert advise(situation(continued=True)) == ([*mild, LORA], [LENGTH])
-    assert advise(situation(started=True, continued=True)) == (mild, [LORA, LENGTH])
+    assert advise(**situation(continued=True)) == ([*mild, LORA], [LENGTH])
+    assert advise(**situation(started=True, continued=True)) == (mild, [LORA, LENGTH])
 
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("facts", [{}, {"ranks": 2}, {"stage": "reward"}, {"stage": "ppo"}])
 def test_advised_settings_are_valid_and_not_advised_again(facts, host):
     facts = facts | {"host": host}
-    for key in advise(situation(**facts))[0]:
+    for key in advise(**situation(**facts))[0]:
         changed = situation(*key.split(" --set "), **facts)
-        assert not any(key in keys for keys in advise(changed))
+        assert not any(key in keys for keys in advise(**changed))
 
 
 def test_message_names_cause_peak_models_and_advice():

@@ -136,11 +136,11 @@ class SweepRunner:
         """Return why a point does not fit in the memory of `grid.memory`; empty if it does, or without `memory`."""
         if self.grid.memory is None:
             return ""
-        environment, limits = describe_environment(point.alone, self.grid.ranks, self.grid.memory, None)
+        environment = describe_environment(point.alone, self.grid.ranks, self.grid.memory, None)
         for stage in point.stages:
-            (plan,) = plan_stages(point.alone, [stage], environment, limits=limits)
-            if not plan.fits(limits):
-                return f"{stage} does not fit: {format_peak(plan, limits)}"
+            (plan,) = plan_stages(point.alone, [stage], environment)
+            if not plan.fits(environment):
+                return f"{stage} does not fit: {format_peak(plan, environment)}"
         return ""
 
     def _stop(self, point: Point | None) -> NoReturn:

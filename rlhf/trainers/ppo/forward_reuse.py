@@ -51,11 +51,11 @@ def _fits(context: StageContext) -> bool:
     """
     config, placements = context.config, context.placements
     local = current_process().count_local_ranks(context.world.size)
-    environment, limits = detect_environment(context.accelerator, config, context.world.size, local=local)
+    environment = detect_environment(context.accelerator, config, context.world.size, local=local)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in placements)
     environment = replace(environment, process=min(environment.process, PROCESS), fused_attention=fused)
     shapes = {
         resolve_base_model(config, placement.role.base).path: context.shape(name)
         for name, placement in placements.items()
     }
-    return resolve_auto(config, ["ppo"], environment, limits=limits, shapes=shapes).ppo.reuse_forward
+    return resolve_auto(config, ["ppo"], environment, shapes).ppo.reuse_forward
