@@ -14,7 +14,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.errors import ModelError
-from rlhf.evaluation.resolve import find_base_model, model_folder
+from rlhf.evaluation.models import find_base_model, model_folder
 
 if TYPE_CHECKING:
     from rlhf.data.records import Message

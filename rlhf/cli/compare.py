@@ -18,8 +18,7 @@ from rlhf.cli.tables import print_json, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
-from rlhf.evaluation.models import EvaluationDevice
-from rlhf.evaluation.resolve import find_base_model, find_run, model_folder, reward_model_folder
+from rlhf.evaluation.models import EvaluationDevice, find_base_model, find_run, model_folder, reward_model_folder
 from rlhf.evaluation.rows import (
     HELDOUT,
     draw_rows,

@@ -20,8 +20,8 @@ from rlhf.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rlhf.evaluation.models import EvaluationDevice, RewardModel
+    from rlhf.evaluation.reward_scores import ReplySet
     from rlhf.evaluation.rows import Measurement
-    from rlhf.evaluation.score_texts import ReplySet
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def evaluate(
 
 def _settings(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
     """Load the configuration with `source` as its data; for held-out rows, that of the first run that is named."""
-    from rlhf.evaluation.resolve import find_run
+    from rlhf.evaluation.models import find_run
     from rlhf.evaluation.rows import HELDOUT, list_overrides
 
     if source == HELDOUT and not options.config:
@@ -138,7 +138,7 @@ def _settings(options: Options, source: str | None, option: str, models: Sequenc
 
 def _check(models: Sequence[str], *, reward: bool) -> None:
     """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
-    from rlhf.evaluation.resolve import find_base_model, model_folder, reward_model_folder
+    from rlhf.evaluation.models import find_base_model, model_folder, reward_model_folder
     from rlhf.models.compatibility import check_model_folder
 
     for model in models:
@@ -159,11 +159,15 @@ class _Measure(NamedTuple):
 
 
 def _by_pairs(batch_size: int, bins: int) -> _Measure:
-    from rlhf.evaluation import pairs
+    from rlhf.evaluation import reward_scores
     from rlhf.evaluation.models import load_reward_model
 
     return _Measure(
-        "pairs", "reward", load_reward_model, partial(pairs.measure_pairs, batch_size=batch_size, bins=bins), _PAIRS
+        "pairs",
+        "reward",
+        load_reward_model,
+        partial(reward_scores.measure_pairs, batch_size=batch_size, bins=bins),
+        _PAIRS,
     )
 
 
@@ -224,7 +228,7 @@ def _print_bins(name: str, bins: Sequence[Numbers]) -> None:
 
 
 def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[ReplySet]:
-    from rlhf.evaluation.score_texts import parse_reply_set, read_line
+    from rlhf.evaluation.reward_scores import parse_reply_set, read_line
 
     if prompt:
         yield parse_reply_set(prompt, replies or (), "--prompt")
@@ -250,7 +254,7 @@ def _score(
 ) -> None:
     """Score sentences by each model, one after the other, and print all."""
     from rlhf.evaluation.models import load_reward_model
-    from rlhf.evaluation.score_texts import score_replies
+    from rlhf.evaluation.reward_scores import score_replies
     from rlhf.reporting.console import console
 
     show = console.is_terminal and not json
@@ -272,7 +276,7 @@ def _converse(device: EvaluationDevice, config: Config, models: Sequence[str]) -
     import readline  # noqa: F401  # gives input() editing and history
 
     from rlhf.evaluation.models import load_reward_model
-    from rlhf.evaluation.score_texts import parse_reply_set, score_replies
+    from rlhf.evaluation.reward_scores import parse_reply_set, score_replies
     from rlhf.reporting.console import console
 
     judges: list[RewardModel] = []
@@ -301,7 +305,7 @@ def _converse(device: EvaluationDevice, config: Config, models: Sequence[str]) -
 
 
 def _as_json(questions: Sequence[ReplySet], found: dict[str, list[list[float]]]) -> list[Numbers]:
-    from rlhf.evaluation.score_texts import best_reply_probabilities
+    from rlhf.evaluation.reward_scores import best_reply_probabilities
 
     return [
         {
@@ -320,7 +324,7 @@ def _as_json(questions: Sequence[ReplySet], found: dict[str, list[list[float]]])
 
 
 def _print_scores(questions: Sequence[ReplySet], found: dict[str, list[list[float]]]) -> None:
-    from rlhf.evaluation.score_texts import best_reply_probabilities
+    from rlhf.evaluation.reward_scores import best_reply_probabilities
 
     several = any(len(asked.replies) > 1 for asked in questions)
     rows = []

@@ -25,11 +25,13 @@ from rlhf.evaluation.models import (
     EvaluationDevice,
     LanguageModel,
     RewardModel,
+    find_base_model,
     find_prompt_format,
     load_language_model,
     load_reward_model,
+    model_folder,
+    reward_model_folder,
 )
-from rlhf.evaluation.resolve import find_base_model, model_folder, reward_model_folder
 from rlhf.models.attention import choose_attention
 from rlhf.models.compatibility import check_model_folder, get_max_positions
 from rlhf.models.loading import load_model_tokenizer, load_on_meta
@@ -134,7 +136,7 @@ def compare_models(
     repeated = [[ids for ids in column for _ in range(samples)] for column in prompts]
     first, *others = zip(writers, repeated, comparison.columns)
     for known, asked, column in (*others, first):
-        writer = load_language_model(known.name, config, device, name=known.name)
+        writer = load_language_model(known.name, config, device)
         _write(writer, asked, column, settings)
         if column is not first[2] and _reads(first[0], known, column):
             column.log_ratios = _read(writer, asked, column, settings)
@@ -147,7 +149,7 @@ def compare_models(
         device.free_memory()
     _count_tokens(comparison, writers)
     if judge:
-        _score(comparison, judge, writers, repeated[-1], load_reward_model(judge.name, config, device, name=judge.name))
+        _score(comparison, judge, writers, repeated[-1], load_reward_model(judge.name, config, device))
         device.free_memory()
     return comparison
 

@@ -1,33 +1,37 @@
-"""Load finished models onto the selected accelerator: language models and reward models.
+"""Find finished models by name, and load them onto the selected accelerator: language models and reward models.
 
-A loaded model is in the compute precision and has its tokenizer and the format of its prompts and replies. One
-`EvaluationDevice` serves all models of a command, in sequence or together. torch is imported when the device is
-created, because the backend must be selected first.
+A name is a run, one of its stages, a model's folder or a hub name; finding its folder needs no torch. A loaded model
+is in the compute precision and has its tokenizer and the format of its prompts and replies. One `EvaluationDevice`
+serves all models of a command, in sequence or together. torch is imported when the device is created, because the
+backend must be selected first.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.config.schema import Config, ModelConfig
-from rlhf.errors import ModelError, OutOfMemory
-from rlhf.evaluation.resolve import (
-    find_base_model,
-    merge_adapter,
-    model_folder,
-    read_end_ids,
-    read_prompt_format,
-    reward_model_folder,
-)
+from rlhf.config.paths import is_path
+from rlhf.config.schema import Config, ModelConfig, Stage
+from rlhf.errors import ModelError, OutOfMemory, RunError
 from rlhf.models import hub
-from rlhf.models.compatibility import check_model_folder
+from rlhf.models.compatibility import (
+    check_model_folder,
+    get_max_positions,
+    load_generation_config,
+    load_model_config,
+)
 from rlhf.reporting.progress import progress
+from rlhf.roles.base_sharing import ADAPTER
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import AVERAGE, CRITIC, StageDirectory
+from rlhf.utils.atomic_io import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNLIMITED = 1_000_000  # maximum length of a model whose configuration names none
+_CONFIG = "adapter_config.json"
+_NAMES = {f"{name}{suffix}" for name in ("model", ADAPTER) for suffix in ("", AVERAGE)} | {CRITIC}
+Policy = Literal["sft", "dpo", "ppo"]
+"""A stage that writes a language model."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +205,6 @@ class RewardModel(EvaluatedModel):
         Raises:
             ModelError: a score is not finite.
         """
-        import math
-
         from rlhf.models.forward import sequence_scores
 
         def compute(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -214,9 +220,7 @@ class RewardModel(EvaluatedModel):
         return scores
 
 
-def load_language_model(
-    path: Path | str, config: Config, device: EvaluationDevice, *, name: str | None = None
-) -> LanguageModel:
+def load_language_model(path: Path | str, config: Config, device: EvaluationDevice) -> LanguageModel:
     """Load a causal language model.
 
     A lone adapter is merged into the model that it names.
@@ -225,14 +229,12 @@ def load_language_model(
         path: a run (its last policy), a model's folder, or a hub name.
         config: decides if the model's code may run, and which tokenizer replaces the model's.
         device: the device to load it onto.
-        name: name of the model in messages; None: `path`.
 
     Raises:
         RunError, ModelError: there is no such model, or it is not a language model.
     """
     folder = str(model_folder(path))
     base = find_base_model(folder)
-    from rlhf.models.compatibility import load_model_config
     from rlhf.models.loading import load_causal_lm
     from rlhf.models.scalar_head import CLASS_SUFFIX
     from rlhf.models.tokenizers import find_end_tokens
@@ -248,27 +250,23 @@ def load_language_model(
     else:
         model = merge_adapter(load_causal_lm(source, tokenizer, **options | {"put": None}), folder)
     ends = find_end_tokens(tokenizer, model.generation_config)
-    placed, prompts = _place(model, device), find_prompt_format(folder, tokenizer, config)
-    return LanguageModel(name or str(path), folder, device, placed, tokenizer, prompts, ends, _max_length(model))
+    prompts, length = find_prompt_format(folder, tokenizer, config), get_max_positions(model.config) or _UNLIMITED
+    return LanguageModel(str(path), folder, device, _place(model, device), tokenizer, prompts, ends, length)
 
 
-def load_reward_model(
-    path: Path | str, config: Config, device: EvaluationDevice, *, name: str | None = None
-) -> RewardModel:
+def load_reward_model(path: Path | str, config: Config, device: EvaluationDevice) -> RewardModel:
     """Load a reward model: a sequence classifier of transformers with one output, or one of DeepSpeed-Chat.
 
     Args:
         path: a run (its reward stage), a model's folder, or a hub name.
         config: decides if the model's code may run, and which tokenizer replaces the model's.
         device: the device to load it onto.
-        name: name of the model in messages; None: `path`.
 
     Raises:
         RunError, ModelError: there is no such model, or it is not a reward model.
     """
     folder = str(reward_model_folder(path))
     check_model_folder(folder)
-    from rlhf.models.compatibility import load_generation_config
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_scalar_head
     from rlhf.models.tokenizers import find_end_tokens
@@ -276,10 +274,11 @@ def load_reward_model(
     source = config.model.model_copy(update={"path": folder})
     tokenizer, options = _loader_options(source, device, scalar_head=True)
     model = load_scalar_head(source, tokenizer, path=folder, say=logger.warning, **options)
-    placed, prompts = _place(model, device), find_prompt_format(folder, tokenizer, config)
-    ends = read_end_ids(Path(folder)) or find_end_tokens(tokenizer, load_generation_config(folder, source))
-    head = ScalarHead(placed).eval()
-    return RewardModel(name or str(path), folder, device, head, tokenizer, prompts, ends, _max_length(model))
+    # A stage, unless an old version's, has recorded which tokens ended a reply.
+    ends = read_summary(folder).get("end_ids") or find_end_tokens(tokenizer, load_generation_config(folder, source))
+    prompts, length = find_prompt_format(folder, tokenizer, config), get_max_positions(model.config) or _UNLIMITED
+    head = ScalarHead(_place(model, device)).eval()
+    return RewardModel(str(path), folder, device, head, tokenizer, prompts, ends, length)
 
 
 def _loader_options(
@@ -317,10 +316,133 @@ def find_prompt_format(folder: Path | str, tokenizer: PreTrainedTokenizerBase, c
     from rlhf.data.prompt_encoding import uses_chat_template
 
     template = uses_chat_template(tokenizer, config.data.chat_template)
-    return read_prompt_format(Path(folder)) or ("template" if template else "plain")
+    return read_summary(folder).get("prompt_format") or ("template" if template else "plain")
 
 
-def _max_length(model: Any) -> int:
-    from rlhf.models.compatibility import get_max_positions
+def model_folder(path: Path | str, stage: Policy | None = None, *, ema: bool = False) -> Path:
+    """Return the folder of a language model: in a run that of `stage` or of its last finished stage, else `path`.
 
-    return get_max_positions(model.config) or _UNLIMITED
+    Args:
+        path: a run, a stage's folder, a model's folder or a hub name.
+        stage: the stage of the run; None: the last finished one.
+        ema: return the moving average of PPO's policy.
+
+    Raises:
+        RunError: the run has no such model.
+        ModelError: `path` is a path, but neither a run nor a folder.
+    """
+    path = _recover_path(path)
+    if ema:
+        return _average(path, stage)
+    if RunDirectory(path).description.is_file():
+        return _of_run(RunDirectory(path), [stage] if stage else ["ppo", "dpo", "sft"])
+    if (path / "stage.json").is_file():
+        return _model_or_adapter(path, "model")  # the folder of a run's stage
+    if stage:
+        raise RunError(f"{path}: --stage selects a model of a run, but there is no run.json here; remove --stage")
+    return path
+
+
+def reward_model_folder(path: Path | str) -> Path:
+    """Return the folder of a reward model: in a run that of its reward stage, else `path`.
+
+    Raises:
+        RunError: the run has no finished reward stage.
+        ModelError: as `model_folder`.
+    """
+    path = _recover_path(path)
+    if RunDirectory(path).description.is_file():
+        return _of_run(RunDirectory(path), ["reward"])
+    return path / "model" if (path / "stage.json").is_file() else path
+
+
+def find_run(path: Path | str) -> RunDirectory | None:
+    """Return the run that contains `path` (a run, a stage or a model), or None."""
+    folders = (Path(path), *Path(path).resolve().parents[:2])
+    return next((run for run in map(RunDirectory, folders) if run.description.is_file()), None)
+
+
+def read_summary(folder: Path | str) -> dict[str, Any]:
+    """Return the `stage.json` of the stage that wrote the model in `folder`, else {}."""
+    folder = Path(folder)
+    summary = folder.parent / "stage.json"
+    return read_json(summary) if folder.name in _NAMES and summary.is_file() else {}
+
+
+def _recover_path(path: Path | str) -> Path:
+    """Return a name as a path; restore the backup of a killed run."""
+    if not is_path(str(path)):
+        return Path(path)  # a hub name; loading reports errors
+    path = Path(path)
+    for folder in (path, *path.parents[:2]):  # of a run, of its stage, of the stage's model
+        with suppress(RunError):  # another process writes there; complete models can be used
+            RunDirectory(folder).recover()
+    if path.is_file():
+        raise ModelError(f"{path}: is a file; name the folder of a run or of a model")
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such folder; name a run (it holds run.json) or a model (it holds config.json)")
+    return path
+
+
+def _of_run(run: RunDirectory, stages: Sequence[Stage]) -> Path:
+    """Return the model of the first of `stages` that is finished."""
+    for candidate in map(run.stage, stages):
+        if candidate.done:
+            return _model_or_adapter(candidate.path, candidate.model.name)
+    *others, last = stages
+    names = f"{', '.join(others)} or {last}" if others else last
+    raise RunError(f"{run.path}: has no finished {names} stage; finish it with --resume, or name a model folder")
+
+
+def _model_or_adapter(stage: Path, name: str) -> Path:
+    """Return the model of that name in a stage's folder, or its adapter if `lora.save` kept only that."""
+    adapter = stage / name.replace("model", ADAPTER)
+    return adapter if adapter.is_dir() and not (stage / name).exists() else stage / name
+
+
+def _average(path: Path, stage: Policy | None) -> Path:
+    """Return the moving average of the PPO stage in the run or stage folder `path`."""
+    if stage not in (None, "ppo"):
+        raise RunError("--ema: only PPO's policy has a moving average; remove --stage")
+    ppo = StageDirectory(path / "ppo" if (path / "run.json").is_file() else path, "ppo")
+    average = _model_or_adapter(ppo.path, ppo.average.name)
+    if not ppo.done or not average.is_dir():
+        raise RunError(f"{path}: has no moving average of a finished ppo stage; train with ppo.ema, or remove --ema")
+    return average
+
+
+def find_base_model(folder: Path | str) -> str:
+    """Return the model to load for `folder`: the base of the adapter in it, or `folder` if it has no adapter.
+
+    Raises:
+        ModelError: the adapter names no base model, or the model's folder is incomplete.
+    """
+    base, config = str(folder), Path(folder) / _CONFIG
+    if config.is_file():
+        base = str(read_json(config).get("base_model_name_or_path") or "")
+        if not base:
+            raise ModelError(f"{folder}: this adapter names no base model; set base_model_name_or_path in {_CONFIG}")
+    check_model_folder(base)
+    return base
+
+
+def merge_adapter(model: Any, folder: str) -> Any:
+    """Merge the adapter in `folder` into `model`, in float32, as a stage writes a merged model.
+
+    Raises:
+        ModelError: the adapter belongs to another model, or cannot be read.
+    """
+    from peft import PeftModel
+
+    from accelerators import find_out_of_memory
+    from rlhf.models.hf_errors import summarize_error
+
+    try:
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except Exception as error:
+        if find_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{folder}: this adapter cannot be merged into {model.name_or_path} "
+            f"({summarize_error(error).rstrip(':')}); check its files, and base_model_name_or_path in {_CONFIG}"
+        ) from error

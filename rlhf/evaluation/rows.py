@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf.config.schema import Config, DataConfig, Stage
 from rlhf.data import readers
 from rlhf.data.formats import ColumnMapping
-from rlhf.data.load_sources import SourceReader, SourceSpec
+from rlhf.data.load_sources import SourceReader, SourceSpec, read_sources
 from rlhf.data.records import Row, parse_record
-from rlhf.data.report import DropCounts, add_drop
+from rlhf.data.report import LONG_COMPLETION, DataReport, DropCounts, add_drop
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from rlhf.data.examples import Example
-    from rlhf.data.report import DataReport
     from rlhf.evaluation.models import EvaluatedModel
 
 
 HELDOUT = "heldout"
 """Name of the rows that a recipe holds out; a file of this name is `./heldout`."""
+STDIN = "-"
 _TEXT = ".txt"
 _LIMITS = ("max_prompt_length", "max_completion_length")
 
@@ -56,14 +56,16 @@ def list_overrides(source: str, option: str) -> list[str]:
     Raises:
         DataError: `source` is a path that does not exist.
     """
-    if source == HELDOUT or _is_text(source):
-        if source != HELDOUT:
-            readers.check_source_exists(source, option)
+    if source == HELDOUT:
         return []
     written = source.lstrip().startswith("{") and not Path(source).exists()
     if not written:
         readers.check_source_exists(source, option)
-    return [f"data.datasets=[{source if written else json.dumps({'path': source})}]", "data.stage_split=1:1:1"]
+    return (
+        []
+        if _is_text(source)
+        else [f"data.datasets=[{source if written else json.dumps({'path': source})}]", "data.stage_split=1:1:1"]
+    )
 
 
 def read_rows(
@@ -81,8 +83,6 @@ def read_rows(
     Raises:
         DataError: a source cannot be read, or has no row.
     """
-    from rlhf.data.load_sources import SourceSpec, read_sources
-    from rlhf.data.report import DataReport, add_drop
     from rlhf.data.stage_dataset import load_stage
 
     if source == HELDOUT:
@@ -93,12 +93,7 @@ def read_rows(
     report = DataReport(stage, source)
     if _is_text(source):
         return EvaluationRows([_document(source)], report)
-    rows: list[Row] = []
-    read = read_sources(config.data, [stage], seed=config.seed, show=show)
-    for found in (read[SourceSpec.for_training(dataset)] for dataset in config.data.datasets):
-        rows += found.rows
-        for reason, (number, where) in found.dropped.items():
-            add_drop(report.dropped, reason, where, number)
+    rows, report.dropped = _collect(config, read_sources(config.data, [stage], seed=config.seed, show=show))
     if not rows:
         why = f"{report.reasons()}; {report.remedies()}" if report.dropped else "it is empty"
         raise DataError(f"{source}: no usable row: {why}")
@@ -123,25 +118,26 @@ def encode_examples(
     Raises:
         DataError: no row is usable.
     """
-    from rlhf.data.report import LONG_COMPLETION, DataReport
+    from rlhf.data.examples import token_parts
     from rlhf.data.tokenize_rows import encode_rows, filter_usable
 
     report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
     settings = _as_trained(config, model)
     free = {limit: model.max_length if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
     settings = settings.model_copy(update=free)
-    made = encode_rows(filter_usable(found.rows, report), settings, model.tokenizer, report, model.end_ids, show=show)
-    kept: list[Example] = []
-    for example in made:
-        tokens = _longest(example)
+    rows = filter_usable(found.rows, report)
+    examples: list[Example] = []
+    for example in encode_rows(rows, settings, model.tokenizer, report, model.end_ids, show=show):
+        (_, prompt), *replies = token_parts(example)
+        tokens = len(prompt) + max((len(ids) for _, ids in replies), default=0)
         if fits and tokens > model.max_length:
             report.drop_long(LONG_COMPLETION, example.row.source, tokens, model.max_length)
         else:
-            kept.append(example)
-    report.heldout = len(kept)
-    if not kept:
+            examples.append(example)
+    report.heldout = len(examples)
+    if not examples:
         raise DataError(f"{report.source}: no row that {model.name} can use: {report.reasons()}; {report.remedies()}")
-    return kept, report
+    return examples, report
 
 
 def read_text(path: str) -> str:
@@ -158,13 +154,6 @@ def read_text(path: str) -> str:
         raise DataError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def _longest(example: Example) -> int:
-    from rlhf.data.examples import token_parts
-
-    (_, prompt), *replies = token_parts(example)
-    return len(prompt) + max((len(ids) for _, ids in replies), default=0)
-
-
 def _as_trained(config: DataConfig, model: EvaluatedModel) -> DataConfig:
     return config.model_copy(update={"chat_template": model.prompt_format == "template"})
 
@@ -175,20 +164,15 @@ def _is_text(source: str) -> bool:
 
 def _document(source: str) -> Row:
     """Return a text file as one text without a prompt."""
-    from rlhf.data.records import Row
-
     text = read_text(source)
     if not text.strip():
         raise DataError(f"{source}: has no text; name another file")
     return Row((), "", text, None, None, Path(source).name)
 
 
-STDIN = "-"
-
-
 def is_line_source(name: str) -> bool:
     """Return True if a source has one prompt per line, unlike the sources of `data.datasets`."""
-    return name == STDIN or name.lower().endswith(".txt")
+    return name == STDIN or _is_text(name)
 
 
 def read_lines(name: str) -> list[Row]:
@@ -197,9 +181,14 @@ def read_lines(name: str) -> list[Row]:
     Raises:
         DataError: the source cannot be read, or has no prompt.
     """
-    if name == STDIN:
-        return _some(_lines("standard input", sys.stdin), "standard input")
-    return _some(_lines(name, read_text(name).split("\n")), name)
+    name, lines = ("standard input", sys.stdin) if name == STDIN else (name, read_text(name).split("\n"))
+    columns = ColumnMapping(prompt="prompt")  # a transcript becomes a conversation
+    rows = [
+        parse_record({"prompt": line.strip()}, columns, f"{name}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    return _require_prompts(rows, name)
 
 
 def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], DropCounts]:
@@ -208,18 +197,22 @@ def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Drop
     Raises:
         DataError: a source cannot be read, or no row has a prompt.
     """
-    read = SourceReader(config.seed, show)
+    rows, dropped = _collect(config, SourceReader(config.seed, show))
+    for row in (row for row in rows if not row.prompt):
+        add_drop(dropped, "text alone, without a prompt", row.source)
+    prompts = [row for row in rows if row.prompt]
+    return _require_prompts(prompts, ", ".join(dataset.path for dataset in config.data.datasets)), dropped
+
+
+def _collect(config: Config, sources: SourceReader) -> tuple[list[Row], DropCounts]:
+    """Return the rows of all data sets, and the reasons for dropped ones."""
     rows: list[Row] = []
     dropped: DropCounts = {}
-    for found in (read[SourceSpec.for_training(dataset)] for dataset in config.data.datasets):
-        for reason, (number, where) in found.dropped.items():
+    for source in (sources[SourceSpec.for_training(dataset)] for dataset in config.data.datasets):
+        rows += source.rows
+        for reason, (number, where) in source.dropped.items():
             add_drop(dropped, reason, where, number)
-        for row in found.rows:
-            if row.prompt:
-                rows.append(row)
-            else:
-                add_drop(dropped, "text alone, without a prompt", row.source)
-    return _some(rows, ", ".join(dataset.path for dataset in config.data.datasets)), dropped
+    return rows, dropped
 
 
 def read_heldout_prompts(config: Config, tokenizer: Any) -> list[Row]:
@@ -240,17 +233,7 @@ def draw_rows(rows: list[Row], limit: int, seed: int) -> list[Row]:
     return [rows[place] for place in sorted(random.Random(f"limit {seed}").sample(range(len(rows)), limit))]
 
 
-def _lines(name: str, lines: Iterable[str]) -> list[Row]:
-    """Parse each line as a record with one column, `prompt`; a transcript becomes a conversation."""
-    columns = ColumnMapping(prompt="prompt")
-    return [
-        parse_record({"prompt": line.strip()}, columns, f"{name}:{number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-
-
-def _some(rows: list[Row], name: str) -> list[Row]:
+def _require_prompts(rows: list[Row], name: str) -> list[Row]:
     if not rows:
         raise DataError(f"{name}: has no prompts; name another file with --prompts")
     return rows

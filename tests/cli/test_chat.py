@@ -13,7 +13,7 @@ from rlhf.cli.chat import ChatModel, Show, _converse
 from rlhf.cli.options import Options
 from rlhf.config.schema import Config
 from rlhf.errors import ModelError, RunError
-from rlhf.evaluation.resolve import model_folder
+from rlhf.evaluation.models import model_folder
 from rlhf.runs.backup import Backup
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import lock_folder

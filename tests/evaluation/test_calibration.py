@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from rlhf.evaluation.pairs import bin_by_confidence, brier_score, calibration_error, fit_temperature, log_loss, sigmoid
+from rlhf.evaluation.reward_scores import (
+    bin_by_confidence,
+    brier_score,
+    calibration_error,
+    fit_temperature,
+    log_loss,
+    sigmoid,
+)
 
 
 def margin(probability: float) -> float:

@@ -18,9 +18,15 @@ from rlhf.data.prompt_encoding import make_conversation_row
 from rlhf.data.records import Message
 from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ModelError, OutOfMemory, RunError
-from rlhf.evaluation.models import EvaluationDevice, load_language_model, load_reward_model
-from rlhf.evaluation.resolve import find_run, read_prompt_format, reward_model_folder
-from rlhf.evaluation.resolve import model_folder as folder_of
+from rlhf.evaluation.models import (
+    EvaluationDevice,
+    find_run,
+    load_language_model,
+    load_reward_model,
+    read_summary,
+    reward_model_folder,
+)
+from rlhf.evaluation.models import model_folder as folder_of
 from rlhf.runs.directory import RunDirectory
 from tests.evaluation.conftest import by_transformers, reward_model
 from tests.helpers import build_tokenizer, llama
@@ -72,9 +78,9 @@ def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(
 def test_one_device_serves_several_models(
     device: EvaluationDevice, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any
 ) -> None:
-    writer = load_language_model(model_folder, Config(), device, name="small")
+    writer = load_language_model(model_folder, Config(), device)
     judges = [load_reward_model(judge_folder[0], Config(), device) for _ in range(2)]
-    assert writer.name == "small" and writer.max_length == judges[0].max_length == 128
+    assert writer.name == str(model_folder) and writer.max_length == judges[0].max_length == 128
     assert not writer.module.training and not judges[0].module.training
     sequences = [ids or [] for ids in judges[0].encode(ROWS, REPLIES)]
     assert judges[0].scores(sequences) == judges[1].scores(sequences)
@@ -116,7 +122,7 @@ def test_prompts_and_ends_are_those_of_the_training(
 def test_prompts_of_a_critic_are_those_of_its_training(tmp_path: Path) -> None:
     (tmp_path / "ppo/critic").mkdir(parents=True)
     (tmp_path / "ppo/stage.json").write_text(json.dumps({"prompt_format": "transcript"}))
-    assert read_prompt_format(tmp_path / "ppo/critic") == "transcript"
+    assert read_summary(tmp_path / "ppo/critic") == {"prompt_format": "transcript"}
 
 
 def test_scores_in_16_bits_are_rounded_no_further_than_what_they_are_made_of(
@@ -157,9 +163,9 @@ def test_a_model_of_the_other_kind_is_named(
 def test_a_score_that_is_no_number_is_an_error(
     device: EvaluationDevice, judge_folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = load_reward_model(judge_folder[0], Config(), device, name="mine")
+    judge = load_reward_model(judge_folder[0], Config(), device)
     judge.module.model.score.weight.fill_(math.nan)
-    with pytest.raises(ModelError, match="mine: a score is nan in fp32"):
+    with pytest.raises(ModelError, match="tiny-judge: a score is nan in fp32"):
         judge.scores([[5, 6, 1]])
 
 
@@ -270,6 +276,9 @@ def test_of_a_stage_that_left_adapters_alone_they_are_meant(tmp_path: Path) -> N
         (ppo.path / name).mkdir(parents=True)
     ppo.finish({"prompt_format": "plain"})
     for ema, name in ((False, "adapter"), (True, "adapter-ema")):
-        assert folder_of(run.path, ema=ema) == ppo.path / name and read_prompt_format(ppo.path / name) == "plain"
+        assert (
+            folder_of(run.path, ema=ema) == ppo.path / name
+            and read_summary(ppo.path / name)["prompt_format"] == "plain"
+        )
     ppo.model.mkdir()
     assert folder_of(run.path) == folder_of(ppo.path) == ppo.model

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf.evaluation import models
 from rlhf.evaluation.models import load_reward_model
-from rlhf.evaluation.pairs import PairScores, summarize_pairs
+from rlhf.evaluation.reward_scores import PairScores, summarize_pairs
 from tests.evaluation.conftest import Evaluate, by_transformers, defined, lines, reward_model, told
 
 PAIRS = [

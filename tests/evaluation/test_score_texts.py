@@ -12,7 +12,7 @@ from rlhf.cli.evaluate import _converse
 from rlhf.config.schema import Config
 from rlhf.errors import DataError
 from rlhf.evaluation.models import EvaluationDevice
-from rlhf.evaluation.score_texts import best_reply_probabilities, read_line
+from rlhf.evaluation.reward_scores import best_reply_probabilities, read_line
 from tests.evaluation.conftest import Evaluate, by_transformers, reward_model, told
 
 

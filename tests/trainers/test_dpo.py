@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accelerators import Precision
 from rlhf.data.stage_dataset import StageData
-from rlhf.evaluation.resolve import model_folder
+from rlhf.evaluation.models import model_folder
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import parse_step

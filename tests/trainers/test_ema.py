@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.evaluation.resolve import model_folder
+from rlhf.evaluation.models import model_folder
 from tests.helpers import assert_same_weights, start, wait_for, weights
 
 

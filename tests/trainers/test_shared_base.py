@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from accelerators.backends.cpu import info as cpu_info
-from rlhf.evaluation.resolve import model_folder
+from rlhf.evaluation.models import model_folder
 from rlhf.launchers import local
 from rlhf.trainers import pipeline
 from rlhf.trainers.oom import measure_models

@@ -1,25 +1,36 @@
-"""Measure a reward model on pairs of replies: accuracy, margins and calibration.
+"""Score replies with reward models: pairs with their accuracy, margins and calibration, and the user's sentences.
 
 By its training loss, a reward model claims of two replies whose scores differ by m that the first is better with
 probability sigmoid(m) (Bradley and Terry, 1952). Its confidence is that probability for the reply that it prefers, from
 0.5 to 1. Margins are those of the reply that the data prefers: above 0 the model is right.
+
+Sentences are read from lines. A line is JSON, `{"prompt": ..., "reply": ...}` or `{"prompt": ..., "replies": [...]}`,
+or fields separated by tabs: the prompt and one or more replies. A prompt is a text, a transcript
+(`Human: ... Assistant:`) or, in JSON, a list of `{"role", "content"}`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf.data.formats import ColumnMapping
+from rlhf.data.records import RejectedRecordError, parse_record
+from rlhf.errors import DataError
 from rlhf.evaluation.rows import EvaluationRows, Measurement, encode_examples
 from rlhf.utils.statistics import wilson
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rlhf.config.schema import Config
+    from rlhf.data.records import Message
     from rlhf.evaluation.models import RewardModel
+
+_HALVINGS = 200
+_REPLIES = ("reply", "chosen", "rejected")
+_FORMAT_HINT = 'write prompt, tab, reply, or {"prompt": ..., "reply": ...}'
 
 
 class PairScores(NamedTuple):
@@ -36,13 +47,13 @@ class PairScores(NamedTuple):
 
 
 def measure_pairs(
-    judge: RewardModel, found: EvaluationRows, config: Config, *, batch_size: int, bins: int, show: bool = False
+    judge: RewardModel, rows: EvaluationRows, config: Config, *, batch_size: int, bins: int, show: bool = False
 ) -> Measurement:
     """Score all pairs that the model can read, in the order of the rows.
 
     Args:
         judge: the reward model.
-        found: the rows.
+        rows: the rows.
         config: settings with length limits.
         batch_size: maximum number of replies of a batch.
         bins: number of confidence bins of the calibration.
@@ -52,10 +63,10 @@ def measure_pairs(
         DataError: the model can read no pair.
         ModelError: a score is not finite.
     """
-    kept, report = encode_examples(found, config.data, judge, fits=True, show=show)
+    kept, report = encode_examples(rows, config.data, judge, fits=True, show=show)
     replies = [example.prompt_ids + ids for example in kept for ids in (example.chosen_ids, example.rejected_ids)]
-    said = f"{judge.name}: scoring" if show else ""
-    scores = judge.scores(replies, batch_size=batch_size, description=said)
+    description = f"{judge.name}: scoring" if show else ""
+    scores = judge.scores(replies, batch_size=batch_size, description=description)
     both = zip(kept, scores[::2], scores[1::2], strict=True)
     scored = [PairScores(example.row.source, chosen, rejected) for example, chosen, rejected in both]
     return Measurement(summarize_pairs(scored, bins), scored, report)
@@ -80,9 +91,6 @@ def summarize_pairs(scored: Sequence[PairScores], bins: int) -> dict[str, Any]:
         "temperature": fit_temperature(margins),
         "bins": [group._asdict() for group in table],
     }
-
-
-_HALVINGS = 200
 
 
 class ConfidenceBin(NamedTuple):
@@ -168,3 +176,79 @@ def _slope(margins: Sequence[float], scale: float) -> float:
 
 def _softplus(value: float) -> float:
     return max(value, 0.0) + math.log1p(math.exp(-abs(value)))
+
+
+class ReplySet(NamedTuple):
+    """A prompt as messages and as written, and its replies; `source` is its place in the input."""
+
+    prompt: tuple[Message, ...]
+    shown: str
+    replies: tuple[str, ...]
+    source: str
+
+
+def parse_reply_set(prompt: Any, replies: Sequence[Any], source: str) -> ReplySet:
+    """Return a user's prompt with its replies.
+
+    Raises:
+        DataError: the prompt is missing or invalid, or a reply is not a text.
+    """
+    if not replies or not all(isinstance(reply, str) and reply.strip() for reply in replies):
+        raise DataError(f"{source}: a reply is missing, or not a text; {_FORMAT_HINT}")
+    try:
+        row = parse_record({"prompt": prompt}, ColumnMapping(prompt="prompt"), source)
+    except RejectedRecordError as error:
+        raise DataError(f"{source}: {error.reason}; {_FORMAT_HINT}") from error
+    return ReplySet(row.prompt, row.text, tuple(reply.strip() for reply in replies), source)
+
+
+def read_line(line: str, source: str) -> ReplySet:
+    """Parse one line.
+
+    Raises:
+        DataError: the line has neither form.
+    """
+    if not line.lstrip().startswith("{"):
+        prompt, *replies = line.rstrip("\r\n").split("\t")
+        return parse_reply_set(prompt, [reply for reply in replies if reply], source)
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{source}: not readable as JSON ({error}); {_FORMAT_HINT}") from error
+    several, named = values.get("replies"), [values[key] for key in _REPLIES if key in values]
+    return parse_reply_set(values.get("prompt"), several if isinstance(several, list) else named, source)
+
+
+def score_replies(
+    model: RewardModel, questions: Sequence[ReplySet], *, batch_size: int, show: bool = False
+) -> list[list[float]]:
+    """Return the model's score of every reply in every set.
+
+    Raises:
+        DataError: the model's chat template refuses a prompt, or a prompt with its reply is too long for the model.
+        ModelError: a score is not finite.
+    """
+    from rlhf.data.prompt_encoding import make_conversation_row
+
+    sequences = []
+    for prompt, _, replies, source in questions:
+        row = make_conversation_row(prompt, model.prompt_format)
+        for ids in model.encode([row] * len(replies), replies):
+            if ids is None:
+                raise DataError(f"{source}: the chat template of {model.name} refuses this prompt; change its roles")
+            if len(ids) > model.max_length:
+                raise DataError(
+                    f"{source}: prompt and reply have {len(ids):,} tokens, but {model.name} accepts "
+                    f"{model.max_length:,}; shorten them"
+                )
+            sequences.append(ids)
+    description = f"{model.name}: scoring" if show else ""
+    scores = iter(model.scores(sequences, batch_size=batch_size, description=description))
+    return [[next(scores) for _ in reply_set.replies] for reply_set in questions]
+
+
+def best_reply_probabilities(scores: Sequence[float]) -> list[float]:
+    """Return the probability that each reply is the best: softmax, which for two replies is sigmoid(difference)."""
+    highest = max(scores)
+    weights = [math.exp(score - highest) for score in scores]
+    return [weight / sum(weights) for weight in weights]
