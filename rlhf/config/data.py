@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf.config import paths
 from rlhf.config.loader import as_source_list
-from rlhf.config.types import ConfigModel, OptionalPathOrHubId, PathOrHubId, Shares
-from rlhf.config.validation_errors import error_at, short_repr
+from rlhf.config.types import ConfigModel, OptionalPathOrHubId, PathOrHubId, Shares, error_at, short_repr
 
 Share = Literal["sft", "reward", "ppo"]
 """A share of a source's rows; `data.stage_split` sets the sizes."""

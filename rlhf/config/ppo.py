@@ -14,8 +14,7 @@ from rlhf.config import paths
 from rlhf.config.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
 from rlhf.config.loader import TrackedStr, as_source_list
 from rlhf.config.training import OptimizerConfig, TrainingConfig, divide_batch
-from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId
-from rlhf.config.validation_errors import error_at, short_repr
+from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId, error_at, short_repr
 from rlhf.errors import ConfigError
 
 _PYTHON = ".py"

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId
-from rlhf.config.validation_errors import error_at, short_repr
+from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId, error_at, short_repr
 from rlhf.errors import ConfigError
 
 PreferenceLoss = Literal["sigmoid", "ipo", "robust"]

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf.config.schema import Config
-from rlhf.config.validation_errors import format_validation_error
+from rlhf.config.types import format_validation_error
 from rlhf.engine import distributed
 from rlhf.errors import ConfigError
 from rlhf.reporting import verbosity

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config import paths
 from rlhf.config.schema import Config, RewardFunctionConfig
-from rlhf.config.validation_errors import short_repr
+from rlhf.config.types import short_repr
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards import worker
 

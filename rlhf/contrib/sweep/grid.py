@@ -26,8 +26,7 @@ from rlhf.config.loader import (
     read_yaml,
 )
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, STAGES, Config, Stage, build_config
-from rlhf.config.types import ConfigModel, Folder
-from rlhf.config.validation_errors import format_validation_error, short_repr
+from rlhf.config.types import ConfigModel, Folder, format_validation_error, short_repr
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import apply_settings
 from rlhf.roles.lineage import base_models
