@@ -1,13 +1,14 @@
-"""Write a trained model in Hugging Face's format, so that plain transformers loads it, or a README says how.
+"""Write a trained model in Hugging Face's format, or its LoRA adapters in peft's.
 
-Tensors are gathered, merged with their adapters and written one by one, so that no rank needs the whole model.
+Plain transformers loads the model, or a README says how. Its tensors are gathered, merged with their adapters and
+written one by one, so that no rank needs the whole model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.engine import distributed
 from rlhf.models.forward import ScalarHead
-from rlhf.models.lora import compute_merged_weight, find_adapted_layers, to_plain_name
+from rlhf.models.lora import (
+    ADAPTER_WEIGHTS,
+    build_peft_config,
+    compute_merged_weight,
+    find_adapted_layers,
+    list_trained_modules,
+    to_peft_name,
+    to_plain_name,
+)
 from rlhf.models.quantized import compute_export_weight, find_quantized_layers
 from rlhf.models.scalar_head import write_readme
 from rlhf.models.zero3_loading import is_sharded
+from rlhf.roles.base_sharing import record_base
 from rlhf.utils.atomic_io import atomic_directory
 
 if TYPE_CHECKING:
@@ -58,16 +68,52 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
             with _keep_error(errors):
                 folder = stack.enter_context(atomic_directory(path))
                 _write_the_rest(model, tokenizer, folder)
-                writer = stack.enter_context(SafetensorsWriter(folder, _outlines(model, pieces, groups)))
+                outlines: dict[str, Tensor] = {}
+                for names in groups:
+                    outlines |= _to_saved_form(model, {name: pieces[name].outline for name in names})
+                writer = stack.enter_context(SafetensorsWriter(folder, outlines))
         for names in groups:
             group = {name: pieces[name] for name in names}
-            with _gather(group.values()), _keep_error(errors), torch.no_grad():
+            parameters = (parameter for piece in group.values() for parameter in piece.parameters)
+            with _gather(parameters), _keep_error(errors), torch.no_grad():
                 if writer and not errors:
                     saved = _to_saved_form(model, {name: piece.compute() for name, piece in group.items()})
                     for name, tensor in saved.items():
                         writer.write(name, tensor)
         if errors:
             raise errors[0]
+
+
+def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: str | None = None) -> None:
+    """Write the trained parameters to `path` in peft's format, complete or not at all; every rank calls it.
+
+    The scalar head and other trained parameters are included, as peft saves modules that are trained whole.
+
+    Args:
+        engine: the engine that trained them.
+        path: the folder to write.
+        base: the folder or hub name of the model that was trained; None: it was built for this run.
+        merged: the folder of the model with the adapter merged; None: there is none.
+    """
+    model = engine.module.model if isinstance(engine.module, ScalarHead) else engine.module
+    named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    lora = engine.placement.lora
+    with _gather(parameter for _, parameter in trained), distributed.on_main(f"saving {path}") as main:
+        if main:
+            config = build_peft_config(model, lora)
+            config.task_type = "SEQ_CLS" if engine.placement.role.scalar_head else "CAUSAL_LM"
+            config.base_model_name_or_path = base
+            config.modules_to_save = list_trained_modules(model) or None
+            config.bias = "all" if "biases" in lora.also_train else "none"
+            config.inference_mode = True
+            host = engine.accelerator.host_device()
+            # Tied weights are one tensor with two names; safetensors does not save a tensor twice.
+            tensors = {to_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
+            with atomic_directory(path) as folder:
+                save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+                config.save_pretrained(str(folder))
+                record_base(folder, base, merged)
 
 
 def _pieces(model: Any) -> dict[str, TensorToSave]:
@@ -83,7 +129,8 @@ def _pieces(model: Any) -> dict[str, TensorToSave]:
         compute, parameters = tensor.detach, [tensor]
         if (layer := layers.get(plain)) is not None:
             compute = partial(_compute_merged, layer, tensor.dtype)
-            parameters += _factors(layer)
+            factors = [*layer.lora_A.values(), *layer.lora_B.values()]
+            parameters += [factor.weight for factor in factors]
         outline = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
         pieces[plain] = TensorToSave(outline, compute, tuple(parameters))
     for path, layer in find_quantized_layers(model).items():
@@ -107,11 +154,7 @@ def _get_unique_state(model: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if name in selected}
 
 
-def _factors(layer: LoraLayer) -> list[nn.Parameter]:
-    return [factor.weight for factors in (layer.lora_A, layer.lora_B) for factor in factors.values()]
-
-
-def _compute_merged(layer: LoraLayer, dtype: torch.dtype) -> Tensor:
+def _compute_merged(layer: Any, dtype: torch.dtype) -> Tensor:
     return compute_merged_weight(layer).to(dtype)
 
 
@@ -141,17 +184,8 @@ def _groups(model: Any, outlines: dict[str, Tensor]) -> list[list[str]]:
     raise AssertionError("one group of all tensors converts to all")
 
 
-def _outlines(model: Any, pieces: Mapping[str, TensorToSave], groups: list[list[str]]) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for names in groups
-        for name, tensor in _to_saved_form(model, {name: pieces[name].outline for name in names}).items()
-    }
-
-
-def _gather(pieces: Iterable[TensorToSave]) -> Any:
-    """Return a context in which the parameters of `pieces` are whole."""
-    parameters = (parameter for piece in pieces for parameter in piece.parameters)
+def _gather(parameters: Iterable[Any]) -> Any:
+    """Return a context in which sharded `parameters` are whole."""
     return GatheredParameters([parameter for parameter in parameters if is_sharded(parameter)])
 
 

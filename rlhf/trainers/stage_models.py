@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.checkpoint.adapters import save_adapter
-from rlhf.checkpoint.export import save_model
+from rlhf.checkpoint.export import save_adapter, save_model
 from rlhf.config.schema import EVERY_STAGE
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.engine.deepspeed_config import build_deepspeed_config

@@ -8,8 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.checkpoint.adapters import save_adapter
-from rlhf.checkpoint.export import save_model
+from rlhf.checkpoint.export import save_adapter, save_model
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models.forward import ScalarHead
