@@ -180,7 +180,7 @@ def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...])
     outcome = None
     if meeting.is_pending:
         command = local.rank_command(sys.argv[1:])
-        outcome = local.spawn_ranks(count, command, debug=options.debug, rendezvous=(machine, meeting))
+        outcome = local.spawn_ranks(count, command, debug=options.debug, rendezvous=meeting)
     elif first:
         launch.run(config, stages=stages)
     verdict = meeting.client.conclude(outcome)

@@ -2,13 +2,14 @@
 
 The workers - the ranks of a run, or the launchers of its machines - report how they end; the coordinator, a thread of
 the first worker, sends one verdict to all: the root cause, in the words of the worker that met it, without the errors
-that it caused elsewhere. The kernel closes the connection of a killed process and drops that of an unreachable
-machine. A process that only does not answer, as in a long compilation, is waited for until others have waited for it
-longer than the run allows.
+that it caused elsewhere. Messages are lines of JSON on plain TCP connections. The kernel closes the connection of a
+killed process and drops that of an unreachable machine. A process that only does not answer, as in a long compilation,
+is waited for until others have waited for it longer than the run allows.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import selectors
 import socket
@@ -20,17 +21,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus, find_root_cause
-from rlhf.launchers.sockets import JSONLineReader, connect_with_retry, keep_alive, send
 
-SECONDS_FOR_VERDICT = 30.0
-"""Time that a worker that has ended waits for the verdict."""
-
+_SECONDS_FOR_VERDICT = 30.0  # for the verdict to reach a worker that has ended
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_OF_SILENCE = 20.0  # after which a process counts as stopped, if others wait for it
 _SECONDS_FOR_CAUSES = 1.5  # for further root causes to arrive, once one is known
 _SECONDS_FOR_FIRST_CAUSE = 6.0  # for a root cause to arrive, once only a consequence is known
 _SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to find out who hangs, before it is taken to hang itself
+_MAX_LINE = 2**20  # bytes of a message
 
 
 @dataclass
@@ -100,10 +100,10 @@ class Coordinator(threading.Thread):
         with suppress(OSError):
             connection, _ = self._listener.accept()
             connection.settimeout(_SECONDS_BETWEEN_BEATS)
-            keep_alive(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, JSONLineReader(connection)))
+            _keep_alive(connection)
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, _JSONLineReader(connection)))
 
-    def _greet(self, reader: JSONLineReader) -> None:
+    def _greet(self, reader: _JSONLineReader) -> None:
         """Read the first line of a connection, which says who it is; hang up if it is not a worker's."""
         messages = reader.read()
         if messages == []:
@@ -120,7 +120,7 @@ class Coordinator(threading.Thread):
                 f"give each process a unique {self._noun} and each run its own port"
             )
             with suppress(OSError):
-                send(reader.connection, {"verdict": [USER_ERROR, f"rlhf: error: {message}"]})
+                _send_line(reader.connection, {"verdict": [USER_ERROR, f"rlhf: error: {message}"]})
             self._disconnect(reader.connection)
             return
         worker = self._workers[number] = _Worker(reader.connection, str(hello.get("name")), facts)
@@ -129,13 +129,13 @@ class Coordinator(threading.Thread):
             self._broadcast({"connected": [self._workers[number].facts for number in range(self._count)]})
         self._handle(worker, (messages or [])[1:])  # a worker that ends at once sends its end along
 
-    def _read(self, worker: _Worker, reader: JSONLineReader) -> None:
+    def _read(self, worker: _Worker, reader: _JSONLineReader) -> None:
         messages = reader.read()
         if messages is None:
             self._disconnect(worker.connection)
             if not worker.has_ended:
                 line = f"rlhf: error: {worker.name} exited and reported no error"
-                self._record_end(worker, ExitStatus(INTERNAL_ERROR, line, 0.0))
+                self._record_failure(worker, ExitStatus(INTERNAL_ERROR, line, 0.0))
         self._handle(worker, messages or [])
 
     def _handle(self, worker: _Worker, messages: list[Any]) -> None:
@@ -143,22 +143,22 @@ class Coordinator(threading.Thread):
             worker.last_message = time.monotonic()
             if message.get("progress", worker.progress) != worker.progress or message.get("is_waiting"):
                 worker.progress, worker.since = message["progress"], worker.last_message
-            if "end" in message:
-                self._record_end(worker, self._status(worker, *message["end"]) if message["end"] else None)
-
-    def _status(self, worker: _Worker, code: int, line: str, follows: bool) -> ExitStatus:
-        status = ExitStatus(code, line, math.inf if follows else time.time())
-        return status.prefix_with(worker.name) if self._track_progress else status  # launchers name their ranks
+            if "end" in message and message["end"] is None:
+                worker.has_ended = True
+            elif "end" in message:
+                code, line, follows = message["end"]
+                status = ExitStatus(code, line, math.inf if follows else time.time())
+                # Launchers name their ranks themselves.
+                self._record_failure(worker, status.prefix_with(worker.name) if self._track_progress else status)
 
     def _disconnect(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
 
-    def _record_end(self, worker: _Worker, status: ExitStatus | None) -> None:
+    def _record_failure(self, worker: _Worker, status: ExitStatus) -> None:
         worker.has_ended = True
-        if status:
-            self._failures.append(status)
-            self._first_failure = self._first_failure or time.monotonic()
+        self._failures.append(status)
+        self._first_failure = self._first_failure or time.monotonic()
 
     def _decide(self) -> bool:
         """Return whether the end of the run is known; if so, it was sent to all."""
@@ -172,9 +172,10 @@ class Coordinator(threading.Thread):
                 causes = [status for status in causes if status.code != INTERRUPTED]
             patience = _SECONDS_FOR_CAUSES if causes else _SECONDS_FOR_FIRST_CAUSE
             if all_ended or now - self._first_failure > patience:
-                if self._track_progress and not causes:
-                    return self._send_verdict(self._find_silent())
-                return self._send_verdict(find_root_cause(causes or self._failures))
+                # If all report only that they lost or waited for another, one that reports nothing is the cause.
+                silent = [worker for worker in self._workers.values() if not worker.has_ended]
+                hanging = self._hanging_status(silent) if self._track_progress and not causes else None
+                return self._send_verdict(hanging or find_root_cause(causes or self._failures))
         elif len(self._workers) < self._count:
             if now - self._start_time > self._timeout:
                 missing = [str(number) for number in range(self._count) if number not in self._workers]
@@ -199,17 +200,13 @@ class Coordinator(threading.Thread):
         silent = [worker for worker in self._workers.values() if now - worker.last_message > _SECONDS_OF_SILENCE]
         if not behind and len(silent) == self._count:
             return None
-        late = behind or silent
-        return self._hanging_status(min(late, key=lambda worker: worker.progress)) if late else None
+        return self._hanging_status(behind or silent)
 
-    def _find_silent(self) -> ExitStatus:
-        """Return the error of a worker that reports nothing while others report that they lost or waited for one."""
-        silent = [worker for worker in self._workers.values() if not worker.has_ended]
-        if silent:
-            return self._hanging_status(min(silent, key=lambda worker: worker.progress))
-        return find_root_cause(self._failures)
-
-    def _hanging_status(self, worker: _Worker) -> ExitStatus:
+    def _hanging_status(self, workers: list[_Worker]) -> ExitStatus | None:
+        """Return the error of the one of `workers` that has got least far; None if there are none."""
+        if not workers:
+            return None
+        worker = min(workers, key=lambda worker: worker.progress)
         message = f"{worker.name} hangs: the others waited for it for {self._timeout:.0f} s (engine.timeout)"
         return ExitStatus(INTERNAL_ERROR, f"rlhf: error: {message}", 0.0)
 
@@ -219,7 +216,7 @@ class Coordinator(threading.Thread):
     def _broadcast(self, message: Any) -> bool:
         for number in sorted(self._workers, reverse=True):  # the coordinator ends with the process of the first
             with suppress(OSError):
-                send(self._workers[number].connection, message)
+                _send_line(self._workers[number].connection, message)
         return True
 
 
@@ -278,13 +275,13 @@ class WorkerClient:
             self._has_ended = True
             self._send({"end": status and [status.code, status.line, status.time == math.inf]})
         try:
-            self._decided.wait(SECONDS_FOR_VERDICT)
+            self._decided.wait(_SECONDS_FOR_VERDICT)
         except KeyboardInterrupt:  # some launchers send a signal after a failure; a second one counts
-            self._decided.wait(SECONDS_FOR_VERDICT)
+            self._decided.wait(_SECONDS_FOR_VERDICT)
         return self.verdict
 
     def _listen(self) -> None:
-        reader, progress = JSONLineReader(self._connection), self.progress
+        reader, progress = _JSONLineReader(self._connection), self.progress
         last_message = since = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
@@ -327,4 +324,75 @@ class WorkerClient:
 
     def _send(self, message: Any) -> None:
         with self._lock, suppress(OSError):
-            send(self._connection, message)
+            _send_line(self._connection, message)
+
+
+class _JSONLineReader:
+    """Reads the messages that arrive on a connection, one a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self._rest = connection, b""
+
+    def read(self) -> list[Any] | None:
+        """Return the messages that have arrived, without waiting for more; None if the connection has ended."""
+        try:
+            received = self.connection.recv(65536)
+        except OSError:
+            received = b""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if not received or len(self._rest) > _MAX_LINE:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on every network of this machine; on a free port by default."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=1024)
+
+
+def connect_with_retry(address: tuple[str, int], timeout: float) -> socket.socket:
+    """Return a connection to `address`, where a process may start to listen later.
+
+    Raises:
+        ConfigError: none does within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=5)
+            connection.settimeout(None)
+            _keep_alive(connection)
+            return connection
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{address[0]}:{address[1]}: no answer within {timeout:.0f} s ({error.strerror or error}); "
+                    "start the first process there, and check the address and that the port is open"
+                ) from error
+        time.sleep(0.2)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Have the kernel notice within about 15 seconds that the machine at the other end is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}.items():
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _send_line(connection: socket.socket, message: Any) -> None:
+    """Send a message."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def find_free_port() -> int:
+    """Return a port of this machine that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -116,16 +116,12 @@ class ExitStatus:
         """Report to the launcher, or to the user if there is none, and return the exit code."""
         process = _current_process()
         if folder := os.environ.get(STATUS_FOLDER_VARIABLE):
-            self.write(Path(folder), process.rank)
+            path = Path(folder, f"{process.rank}.json")
+            path.with_suffix(PARTIAL).write_text(json.dumps(astuple(self)), encoding="utf-8")
+            path.with_suffix(PARTIAL).rename(path)
         else:
             print(self.prefix_with(rank_name(process.rank)).line if process.size > 1 else self.line, file=sys.stderr)
         return self.code
-
-    def write(self, folder: Path, rank: int) -> None:
-        """Write the status of a rank for the process that started it."""
-        path = folder / f"{rank}.json"
-        path.with_suffix(PARTIAL).write_text(json.dumps(astuple(self)), encoding="utf-8")
-        path.with_suffix(PARTIAL).rename(path)
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> ExitStatus | None:

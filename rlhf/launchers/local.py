@@ -17,16 +17,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from rlhf.errors import ConfigError
-from rlhf.launchers.coordinator import WorkerClient
+from rlhf.launchers.coordinator import WorkerClient, find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, ExitStatus, find_root_cause, rank_name
 from rlhf.launchers.multinode import NodeSpec, Rendezvous
-from rlhf.launchers.sockets import find_free_port
 from rlhf.utils import signals
 from rlhf.utils.process_info import RENDEZVOUS_VARIABLE, STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
 
@@ -57,7 +56,7 @@ def spawn_ranks(
     command: Sequence[str],
     *,
     debug: bool = False,
-    rendezvous: tuple[NodeSpec, Rendezvous] | None = None,
+    rendezvous: Rendezvous | None = None,
     console: IO[bytes] | None = None,
 ) -> ExitStatus | None:
     """Run `command` as `ranks` processes and wait for them; signals that arrive here are passed on.
@@ -65,36 +64,43 @@ def spawn_ranks(
     The output of rank 0 is shown, that of the others with `debug` only.
 
     Args:
-        rendezvous: which of several machines this is, and their rendezvous.
+        ranks: the number of processes.
+        command: the command line of each.
+        debug: show the output of all ranks.
+        rendezvous: with which other machines this one runs.
         console: receives what ranks print, instead of this process's output.
 
     Returns:
         None if all succeeded, else how the run ended.
     """
     folder = Path(tempfile.mkdtemp(prefix="rlhf-ranks-"))
-    members = _describe_ranks(ranks, rendezvous)
+    node = rendezvous.node if rendezvous else NodeSpec(0, 1, "127.0.0.1", 0)
+    port = rendezvous.port if rendezvous else find_free_port()
     variables = {STATUS_FOLDER_VARIABLE: str(folder)}
     if rendezvous:
-        variables[RENDEZVOUS_VARIABLE] = f"{rendezvous[0].host}:{rendezvous[0].port}"
-    processes = []
-    for member in members:
-        log = folder / f"{member.rank}.log" if member.rank and not debug else None
-        processes.append(_start_rank(command, {**os.environ, **member.variables(), **variables}, log, console))
-    client = rendezvous[1].client if rendezvous else None
-    with _pass_signals(processes) as signals_seen:
-        exit_codes = _wait(processes, [member.rank for member in members], signals_seen, folder, client)
-    for process in processes:
+        variables[RENDEZVOUS_VARIABLE] = f"{node.host}:{node.port}"
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    for local in range(ranks):
+        rank = node.number * ranks + local
+        member = ProcessInfo(rank, node.count * ranks, local, ranks, node.number, node.host, port, "rlhf")
+        log = folder / f"{rank}.log" if rank and not debug else None
+        processes[rank] = _start_rank(command, {**os.environ, **member.variables(), **variables}, log, console)
+    with _pass_signals(processes.values()) as signals_seen:
+        exit_codes = _wait(processes, signals_seen, folder, rendezvous.client if rendezvous else None)
+    for process in processes.values():
         assert process.stdin
         process.stdin.close()
-    names = {member.rank: rank_name(member.rank) if rendezvous else f"rank {member.rank}" for member in members}
-    reported = {rank: ExitStatus.read(folder, rank) for rank in names if exit_codes.get(rank) != 0}
-    statuses = [
-        status.prefix_with(names[rank]) if rendezvous else status for rank, status in reported.items() if status
-    ]
-    silent = [rank for rank, status in reported.items() if not status and rank in exit_codes]
-    if not silent:
+    statuses, has_silent = [], False
+    for rank in processes:
+        name = rank_name(rank) if rendezvous else f"rank {rank}"
+        status = ExitStatus.read(folder, rank) if exit_codes.get(rank) != 0 else None
+        if status:
+            statuses.append(status.prefix_with(name) if rendezvous else status)
+        elif exit_codes.get(rank):
+            has_silent = True
+            statuses.append(_describe_silent_end(name, exit_codes[rank], folder / f"{rank}.log"))
+    if not has_silent:
         shutil.rmtree(folder, ignore_errors=True)
-    statuses += [_describe_silent_end(names[rank], exit_codes[rank], folder / f"{rank}.log") for rank in silent]
     if not statuses and len(exit_codes) < ranks:
         return ExitStatus(INTERRUPTED, "rlhf: interrupted at once; existing checkpoints are unchanged", time.time())
     return find_root_cause(statuses) if statuses else None
@@ -127,16 +133,6 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def _describe_ranks(ranks: int, rendezvous: tuple[NodeSpec, Rendezvous] | None) -> list[ProcessInfo]:
-    """Return the ranks to start on this machine."""
-    number, count, host = 0, 1, "127.0.0.1"
-    if rendezvous:
-        number, count, host = rendezvous[0].number, rendezvous[0].count, rendezvous[0].host
-    port = rendezvous[1].port if rendezvous else find_free_port()
-    first, size = number * ranks, count * ranks
-    return [ProcessInfo(first + local, size, local, ranks, number, host, port, "rlhf") for local in range(ranks)]
-
-
 def _start_rank(
     command: Sequence[str], environment: dict[str, str], log_path: Path | None, console: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
@@ -153,23 +149,20 @@ def _start_rank(
 
 
 def _wait(
-    processes: list[subprocess.Popen[bytes]],
-    ranks: list[int],
-    signals_seen: list[int],
-    folder: Path,
-    client: WorkerClient | None,
+    processes: dict[int, subprocess.Popen[bytes]], signals_seen: list[int], folder: Path, client: WorkerClient | None
 ) -> dict[int, int]:
     """Wait for the processes, kill those that do not end in time, and return the exit codes of the others by rank."""
     deadline, has_announced = math.inf, False
-    while any(process.poll() is None for process in processes):
+    while any(process.poll() is None for process in processes.values()):
         if len(signals_seen) >= 2 or time.monotonic() >= deadline:
             break
         if signals_seen and not has_announced:
             has_announced = True
             print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
-        codes = {rank: process.returncode for rank, process in zip(ranks, processes) if process.poll() is not None}
-        failed = [rank for rank, code in codes.items() if code != 0 and code not in _STOPPED]
-        if not all(_is_consequence(rank, folder) for rank in failed):
+        codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
+        failed = [ExitStatus.read(folder, rank) for rank, code in codes.items() if code != 0 and code not in _STOPPED]
+        # A rank that reports that it only ended with another one is no cause; the other may still be cleaning up.
+        if not all(status and status.time == math.inf for status in failed):
             deadline = min(deadline, time.monotonic() + _SECONDS_FOR_CAUSE)
         elif failed:
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_CLEAN_UP)
@@ -178,22 +171,16 @@ def _wait(
         if client and client.verdict:  # of another machine; the ranks learn it from its ranks
             deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_VERDICT)
         time.sleep(0.05)
-    ended = {rank: process.returncode for rank, process in zip(ranks, processes) if process.returncode is not None}
-    for process in processes:
+    codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
+    for process in processes.values():
         if process.poll() is None:
             process.kill()
             process.wait()
-    return ended
-
-
-def _is_consequence(rank: int, folder: Path) -> bool:
-    """Return whether a rank reports that it only ended with another, which may still be cleaning up."""
-    status = ExitStatus.read(folder, rank)
-    return status is not None and status.time == math.inf
+    return codes
 
 
 @contextmanager
-def _pass_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def _pass_signals(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """Ask each process to end when a signal arrives; yield the signals so far, without repeated SIGHUPs."""
     signals_seen: list[int] = []
 

@@ -18,9 +18,8 @@ import threading
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError, RemoteRankError
-from rlhf.launchers.coordinator import Coordinator, WorkerClient
+from rlhf.launchers.coordinator import Coordinator, WorkerClient, find_free_port, listen
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
-from rlhf.launchers.sockets import find_free_port, listen
 from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
@@ -100,11 +99,13 @@ class Rendezvous:
     """The result of a rendezvous.
 
     Attributes:
+        node: this machine.
         client: the connection to the coordinator, which stays open.
         port: where the ranks meet, on the first machine.
         is_pending: there is something to run.
     """
 
+    node: NodeSpec
     client: WorkerClient
     port: int
     is_pending: bool
@@ -152,4 +153,4 @@ def join_rendezvous(
         if len({machine[fact] for machine in machines}) > 1:
             values = ", ".join(f"{machine[fact]} on {machine['name']}" for machine in machines)
             raise ConfigError(f"machines were started with different {label}: {values}; start all with the same")
-    return Rendezvous(client, machines[0]["port"], machines[0]["is_pending"])
+    return Rendezvous(node, client, machines[0]["port"], machines[0]["is_pending"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import itertools
 import json
 import os
 import re
@@ -24,13 +23,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from rlhf.errors import ConfigError, RemoteRankError
-from rlhf.launchers.coordinator import Coordinator, WorkerClient
+from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_retry, listen
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
-from rlhf.launchers.sockets import connect_with_retry, listen
 from rlhf.utils.process_info import ProcessInfo
 
-_session_numbers = itertools.count()  # the same on all ranks; the store outlives a session
-_stores: dict[tuple[str, int], Store] = {}  # until the process ends: some ranks start the next session early
+# A process keeps its stores until it ends: other ranks may start the next session while this one ends.
+_stores: dict[tuple[str, int], Store] = {}
 _SECONDS_TO_LEAVE = 5.0  # for the main thread to notice that another rank is gone
 # Messages of collectives if another rank is gone or late, by the libraries that raise a RuntimeError for it.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
@@ -116,7 +114,8 @@ def _connect_coordinator(store: Store, process: ProcessInfo, timeout: float) -> 
     assert process.address and process.port
     own_address = _find_own_address(process.address, process.port)
     _choose_gloo_interface(own_address)
-    key = f"rlhf/coordinator/{next(_session_numbers)}"
+    session = store.add(f"rlhf/sessions/{process.rank}", 1)  # the same number on all ranks
+    key = f"rlhf/coordinator/{session}"
     if process.rank == 0:
         listener = listen(own_address)
         Coordinator(listener, process.size, "rank", timeout, track_progress=True).start()

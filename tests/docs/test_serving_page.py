@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.launchers.sockets import find_free_port
+from rlhf.launchers.coordinator import find_free_port
 from tests.helpers import user_environment
 
 PAGE = (Path(__file__).parents[2] / "example_scripts" / "serving" / "README.md").read_text(encoding="utf-8")

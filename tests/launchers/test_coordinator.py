@@ -13,9 +13,8 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import coordinator
-from rlhf.launchers.coordinator import Coordinator, WorkerClient
+from rlhf.launchers.coordinator import Coordinator, WorkerClient, listen
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus
-from rlhf.launchers.sockets import listen
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import local
+from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus
 from rlhf.launchers.multinode import NodeSpec, join_rendezvous, serve_rendezvous
-from rlhf.launchers.sockets import find_free_port
 
 HEAD = """
 import os, signal, sys, time
@@ -54,7 +54,7 @@ def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> Non
     other.start()
     machine = NodeSpec(1, 2, "127.0.0.1", port)
     meeting = join_rendezvous(machine, 2, 30.0)
-    assert local.spawn_ranks(2, [sys.executable, "-c", script], rendezvous=(machine, meeting)) is None
+    assert local.spawn_ranks(2, [sys.executable, "-c", script], rendezvous=meeting) is None
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
         f"2 0 4 2 1 127.0.0.1 {meeting.port}",
         f"3 1 4 2 1 127.0.0.1 {meeting.port}",

@@ -10,9 +10,9 @@ import pytest
 
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers import multinode
+from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
 from rlhf.launchers.multinode import NodeSpec, join_rendezvous, serve_rendezvous
-from rlhf.launchers.sockets import find_free_port
 
 SRUN = {
     "SLURM_JOB_ID": "77",

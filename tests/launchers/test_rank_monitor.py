@@ -12,9 +12,9 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.launchers import local
+from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, USER_ERROR, ExitStatus
 from rlhf.launchers.rank_monitor import monitor_ranks
-from rlhf.launchers.sockets import find_free_port
 from rlhf.utils.process_info import ProcessInfo
 from tests.helpers import user_environment
 
