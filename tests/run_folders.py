@@ -13,9 +13,17 @@ def config_in(folder: Path, *overrides: str) -> Config:
     return load_config(None, [f"output={json.dumps(str(folder))}", *overrides])
 
 
+def check(config: Config, **wishes: Any) -> RunDirectory:
+    """Check a run's folder as a new process does."""
+    run = RunDirectory(config.output)
+    run.recover()
+    run.check(config, **wishes)
+    return run
+
+
 def run_stages(config: Config, *stages: Stage, finish: bool = True, **wishes: bool) -> RunDirectory:
     """Do to the folder what a run of `stages` does."""
-    run = RunDirectory.check(config, stages=stages, **wishes)
+    run = check(config, stages=stages, **wishes)
     with run.open_for(config, stages=stages, **wishes):
         for stage in map(run.stage, stages):
             record(stage, 0, 1)

@@ -280,6 +280,6 @@ def test_importing_and_choosing_load_no_heavy_library(statement: str) -> None:
 
 def test_the_package_and_its_metadata_agree_on_the_version() -> None:
     import rlhf
-    from rlhf.runs.resume import collect_versions
+    from rlhf.runs.directory import collect_versions
 
     assert collect_versions()["rlhf"] == rlhf.__version__

@@ -17,8 +17,7 @@ def main() -> None:
     from rlhf.cli.app import app
     from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
-    from rlhf.utils import command_line
-    from rlhf.utils.process_info import strip_local_rank
+    from rlhf.utils.process_info import set_command_line, strip_local_rank
 
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that the terminal has not is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -26,7 +25,7 @@ def main() -> None:
     verbosity.configure_logging(debug=debug)
     try:
         arguments = strip_local_rank(sys.argv[1:])
-        command_line.set_command_line(arguments)
+        set_command_line(arguments)
         code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if debug:

@@ -1,26 +1,28 @@
 """A run's folder on disk: what it holds, and who may write to it.
 
-A `Config` and the wish to resume or overwrite flow in; out comes a `RunDirectory` with a folder for each stage.
+A new run that overwrites another moves its folders into a backup in the run's folder, and deletes that after its first
+step or checkpoint. A process that is killed in between leaves the backup for the next one to restore.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.dump import write_recipe
 from rlhf.config.schema import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
-from rlhf.runs.backup import Backup
 from rlhf.runs.resume import (
     Fingerprints,
-    collect_versions,
     find_changed_data,
     find_differences,
     find_differences_in_complete,
@@ -28,12 +30,12 @@ from rlhf.runs.resume import (
     stage_settings,
 )
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json
-from rlhf.utils.command_line import get_command_line
+from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json, sync
 from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
-from rlhf.utils.process_info import current_process
+from rlhf.utils.process_info import current_process, get_command_line
 
 _SECONDS_TO_RECOVER = 30.0
+_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")  # their versions decide a run's numbers
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class RunDirectory:
         """The run's settings, as `--config` reads them."""
         return self.path / "recipe.yaml"
 
+    @property
+    def backup(self) -> Path:
+        """The folder with what may be restored; it does not exist if there is nothing."""
+        return self.path / ".rlhf.replaced"
+
     def stage(self, name: Stage) -> StageDirectory:
         """Return the folder of a stage."""
         return StageDirectory(self.path / name, name)
@@ -61,38 +68,9 @@ class RunDirectory:
         """The folders of all stages."""
         return [self.stage(name) for name in EVERY_STAGE]
 
-    @classmethod
-    def check(
-        cls,
-        config: Config,
-        *,
-        stages: Sequence[Stage] = STAGES,
-        resume: bool = False,
-        overwrite: bool = False,
-        accelerator: dict[str, Any] | None = None,
-        data: Fingerprints | None = None,
-    ) -> RunDirectory:
-        """Return the run directory of `config.output`, if `stages` may be written to it.
-
-        Writes nothing, but brings back what a killed process had set aside (see `open_for`). A stage that the run
-        does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
-
-        Args:
-            accelerator, data: as in `open_for`; None is not compared.
-
-        Raises:
-            RunError: the folder is not a run's, another process writes to it, it holds one of `stages` already or
-                one that started from what would be replaced, there is nothing to resume, or it was made with other
-                settings or rows.
-        """
-        run = cls(config.output)
-        run.recover()
-        run._check(config, stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
-        return run
-
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
         """Return whether part of the run stays when `stages` are run."""
-        return any(stage.started and not (overwrite and stage.name in stages) for stage in self.stages)
+        return bool(self._remaining(stages, overwrite))
 
     def ensure_recipe(self) -> Path | None:
         """Return `recipe.yaml`, written from `run.json` if it is missing; None if there is no run."""
@@ -100,6 +78,63 @@ class RunDirectory:
             with suppress(OSError, ConfigError):  # a disk that is read-only; keys of another version
                 write_recipe(self.recipe, read_json(self.description).get("config", {}))
         return self.recipe if self.description.is_file() and self.recipe.is_file() else None
+
+    def check(
+        self,
+        config: Config,
+        *,
+        stages: Sequence[Stage] = STAGES,
+        resume: bool = False,
+        overwrite: bool = False,
+        accelerator: dict[str, Any] | None = None,
+        data: Fingerprints | None = None,
+    ) -> None:
+        """Check that `stages` may be written to the folder, after `recover`; write nothing.
+
+        A stage that the run does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
+
+        Args:
+            config: the settings of the stages.
+            stages: the stages to run.
+            resume: continue stages that the run holds.
+            overwrite: replace them.
+            accelerator: what `run.json` says of the hardware; `precision.name` is compared with that of a stage to be
+                resumed. None is not compared.
+            data: the fingerprint of each source, compared with those of the run. None is not compared.
+
+        Raises:
+            RunError: the folder is not a run's or cannot be written, it holds one of `stages` already or one that
+                started from what would be replaced, there is nothing to resume, or it was made with other settings or
+                rows.
+        """
+        if resume and overwrite:
+            raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
+        holds_run = self._holds_run()
+        if overwrite or not all(self.stage(stage).done for stage in stages):
+            check_writable(self.path)
+        if not holds_run:
+            if resume:
+                raise RunError(
+                    f"{self.path}: holds no run to resume; check --output, or leave --resume out to start one there"
+                )
+            return
+        remaining = self._remaining(stages, overwrite)
+        for stage in remaining if overwrite else ():
+            sources = find_started_from(read_json(self.description), stage.name)
+            if replaced := [name for name in sources if name in stages]:
+                raise RunError(
+                    f"{self.path}: {stage.name} comes from the {replaced[0]} stage, which --overwrite replaces; "
+                    f"{'replace all with `rlhf --overwrite`, ' * (stage.name in STAGES)}delete {stage.path}, "
+                    "or choose another --output"
+                )
+        if not resume and (present := [stage for stage in remaining if stage.name in stages]):
+            names = ", ".join(f"{stage.name} ({'complete' if stage.done else 'not complete'})" for stage in present)
+            raise RunError(
+                f"{self.path}: holds a run already: {names}; "
+                "continue it with --resume, replace it with --overwrite, or choose another --output"
+            )
+        if remaining:
+            self._check_same_settings(config, stages, remaining, _precision(accelerator), data or {})
 
     @contextmanager
     def open_for(
@@ -114,51 +149,51 @@ class RunDirectory:
     ) -> Iterator[None]:
         """Lock and describe the folder while `stages` are written to it; rank 0 calls it.
 
-        With `overwrite` the folders of `stages` are set aside and not deleted: until `commit` finds that the new
-        stage has something to show, every way out of the block brings them and `run.json` back, and after a kill
-        the next start does. Where the block fails, stages that are not `started` vanish.
+        With `overwrite` the folders of `stages` are backed up and not deleted: until `commit` is called after the
+        first step or checkpoint, every way out of the block restores them and `run.json`, and after a kill the next
+        start does. If the block fails, stages that are not `started` are removed.
 
         Args:
-            accelerator: what `run.json` says of the hardware; `precision.name` is compared with that of a stage
-                to be resumed.
-            data: the fingerprint of each source; compared with those of the run, and recorded.
+            config, stages, resume, overwrite: as for `check`.
+            accelerator, data: as for `check`, and recorded.
 
         Raises:
-            RunError: as `check`, or the folder cannot be written. Nothing is changed then.
+            RunError: as `check`, or another process writes to the folder. Nothing is changed then.
         """
         with lock_folder(self.path):
-            self._backup.restore()
-            self._check(config, stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
-            had_recipe = self.recipe.is_file()
+            self._restore_backup()
+            self.check(config, stages=stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
             try:
                 self._begin(config, stages, overwrite, accelerator, data or {})
                 yield
             except BaseException:
-                if self._backup.exists and not had_recipe:  # a run of an earlier version has none to bring back
-                    self.recipe.unlink(missing_ok=True)
-                self._backup.restore()
-                self._abandon(stages)
+                self._restore_backup()
+                self._remove_unstarted(stages)
+                if not any(stage.started for stage in self.stages):
+                    for file in (self.recipe, self.description):
+                        file.unlink(missing_ok=True)
+                        file.with_name(file.name + PARTIAL).unlink(missing_ok=True)
                 raise
-            self._backup.delete()
+            self._delete_backup()
 
     def recover(self) -> None:
-        """Bring back what a killed process had set aside; ranks but the first wait until that is done.
+        """Restore the backup of a killed process; ranks but the first wait until that is done.
 
         Raises:
             RunError: a living process writes to the folder.
         """
         if current_process().rank:
             deadline = time.monotonic() + _SECONDS_TO_RECOVER
-            while self._backup.exists and time.monotonic() < deadline:
+            while self.backup.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
-        elif (self.path / LOCK).exists() or self._backup.exists:
+        elif (self.path / LOCK).exists() or self.backup.exists():
             with lock_folder(self.path):
-                self._backup.restore()
+                self._restore_backup()
 
     def commit(self, stage: StageDirectory) -> None:
         """Delete the backup of `open_for`, if `stage` has written a record or a checkpoint."""
-        if self._backup.exists and stage.started:
-            self._backup.delete()
+        if self.backup.exists() and stage.started:
+            self._delete_backup()
 
     def finished_model(self, stage: Stage, key: str) -> str:
         """Return the model of a finished stage; `key` is the setting that would name another.
@@ -173,7 +208,7 @@ class RunDirectory:
         return str(self.stage(stage).model)
 
     def check_rows(self, config: Config, data: Fingerprints) -> None:
-        """Raise `RunError` where the rows of a source are not those that the run was made with, as far as it says."""
+        """Raise `RunError` if the rows of a source differ from those that `run.json` records for it."""
         recorded = read_json(self.description) if self.description.is_file() else {}
         if changed := find_changed_data(recorded, config, data):
             raise RunError(
@@ -182,84 +217,72 @@ class RunDirectory:
             )
 
     def describe_saved(self) -> str | None:
-        """One line on what is on disk, for a run that was stopped; None where nothing is saved."""
-        kept = [f"{stage.name} is complete" for stage in self.stages if stage.done]
+        """Return what is on disk, in one line, for a run that was stopped; None if nothing is saved."""
+        saved = [f"{stage.name} is complete" for stage in self.stages if stage.done]
         for stage in self.stages:
             if not stage.done and stage.latest_checkpoint:
-                kept.append(f"{stage.name} is saved up to {stage.latest_checkpoint.name}")
-        return f"in {self.path}, {', '.join(kept)}" if kept else None
+                saved.append(f"{stage.name} is saved up to {stage.latest_checkpoint.name}")
+        return f"in {self.path}, {', '.join(saved)}" if saved else None
 
-    @property
-    def _backup(self) -> Backup:
-        return Backup(self.path)
+    def create_backup(self, stages: Sequence[Stage]) -> None:
+        """Copy the run's description into the backup, then move the folders of `stages` into it."""
+        self.backup.mkdir()
+        for file in filter(Path.is_file, (self.recipe, self.description)):
+            copy = self.backup / (file.name + PARTIAL)
+            shutil.copy2(file, copy)
+            os.rename(copy, self.backup / file.name)
+        for stage in stages:
+            os.rename(self.path / stage, self.backup / stage)
+        sync(self.path)
 
-    @property
-    def _described_by(self) -> tuple[Path, Path]:
-        return self.recipe, self.description
-
-    def _check(
-        self,
-        config: Config,
-        stages: Sequence[Stage],
-        *,
-        resume: bool,
-        overwrite: bool,
-        accelerator: dict[str, Any] | None,
-        data: Fingerprints | None,
-    ) -> None:
-        if resume and overwrite:
-            raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
-        holds_a_run = self._holds_a_run()
-        if overwrite or not all(self.stage(stage).done for stage in stages):
-            check_writable(self.path)
-        if not holds_a_run:
-            if resume:
-                raise RunError(
-                    f"{self.path}: holds no run to resume; check --output, or leave --resume out to start one there"
-                )
+    def _restore_backup(self) -> None:
+        """Replace what is in the run now by the backup, if there is one; if killed, the next process completes it."""
+        if not self.backup.exists():
             return
-        present = [stage for stage in self.stages if stage.started and not (overwrite and stage.name in stages)]
-        for stage in present if overwrite else ():
-            if gone := [name for name in find_started_from(read_json(self.description), stage.name) if name in stages]:
-                raise RunError(
-                    f"{self.path}: {stage.name} comes from the {gone[0]} stage, which --overwrite replaces; "
-                    f"{'replace all with `rlhf --overwrite`, ' * (stage.name in STAGES)}delete {stage.path}, "
-                    "or choose another --output"
-                )
-        taken = [stage for stage in present if stage.name in stages]
-        if taken and not resume:
-            held = ", ".join(f"{stage.name} ({'complete' if stage.done else 'not complete'})" for stage in taken)
-            raise RunError(
-                f"{self.path}: holds a run already: {held}; "
-                "continue it with --resume, replace it with --overwrite, or choose another --output"
-            )
-        if present:
-            self._check_same(config, stages, present, _precision(accelerator), data or {})
+        for path in self.backup.iterdir():
+            target = self.path / path.name
+            if path.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+                os.rename(path, target)
+            elif path.suffix != PARTIAL:
+                os.replace(path, target)
+        shutil.rmtree(self.backup)
+        sync(self.path)
 
-    def _check_same(
+    def _delete_backup(self) -> None:
+        if self.backup.exists():
+            discarded = self.backup.with_name(self.backup.name + PARTIAL)
+            shutil.rmtree(discarded, ignore_errors=True)
+            os.rename(self.backup, discarded)  # a backup that is half deleted must not be restored
+            shutil.rmtree(discarded, ignore_errors=True)
+
+    def _remaining(self, stages: Sequence[Stage], overwrite: bool) -> list[StageDirectory]:
+        """Return the stages on disk that stay when `stages` are run."""
+        return [stage for stage in self.stages if stage.started and not (overwrite and stage.name in stages)]
+
+    def _check_same_settings(
         self,
         config: Config,
         stages: Sequence[Stage],
-        present: Sequence[StageDirectory],
+        remaining: Sequence[StageDirectory],
         precision: str | None,
         data: Fingerprints,
     ) -> None:
-        """Raise `RunError` where the run was made with other settings or other rows than there are now."""
+        """Raise `RunError` if the run was made with other settings or other rows."""
         recorded = read_json(self.description)
-        kept = [stage.name for stage in present if stage.done or stage.name not in stages]
+        kept = [stage.name for stage in remaining if stage.done or stage.name not in stages]
         complete = [name for name in kept if name in stages]
-        resumed = [stage.name for stage in present if stage.name not in kept]
-        if differing := find_differences(recorded, config, resumed, precision, kept=kept):
+        resumed = [stage.name for stage in remaining if stage.name not in kept]
+        if differences := find_differences(recorded, config, resumed, precision, kept=kept):
             raise RunError(
-                f"{self.path}: this run was made with other settings: {', '.join(differing)}; "
+                f"{self.path}: this run was made with other settings: {', '.join(differences)}; "
                 "give the same settings or choose another --output"
             )
         self.check_rows(config, data)
-        if differing := find_differences_in_complete(
-            recorded, config, complete, all_of_it=len(complete) == len(stages)
-        ):
+        only_complete = len(complete) == len(stages)
+        if differences := find_differences_in_complete(recorded, config, complete, only_complete=only_complete):
             raise RunError(
-                f"{self.path}: what is complete was trained with other settings: {', '.join(differing)}; "
+                f"{self.path}: what is complete was trained with other settings: {', '.join(differences)}; "
                 "ask for these, train again with --overwrite, or choose another --output"
             )
 
@@ -271,22 +294,24 @@ class RunDirectory:
         accelerator: dict[str, Any] | None,
         data: Fingerprints,
     ) -> None:
-        """Set aside what may come back, remove what is worth nothing, and write `run.json` and `recipe.yaml`.
+        """Create the backup, remove worthless files, and write `run.json` and `recipe.yaml`.
 
         Stages that are not run now keep what the run recorded for them.
         """
         recorded: dict[str, Any] = {}
         try:
-            if self._holds_a_run():
+            if self._holds_run():
                 recorded = read_json(self.description)
-                replaced = [stage.path.name for stage in self.stages if stage.name in stages and stage.started]
-                self._backup.create(filter(Path.is_file, self._described_by), replaced if overwrite else [])
-            self._remove_partial(stages)
-            described = config.model_dump(mode="json")
-            kept = [stage.name for stage in self.stages if stage.started and (stage.done or stage.name not in stages)]
-            described |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
-            settings = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
-            settings |= {
+                self.ensure_recipe()
+                self.create_backup([name for name in stages if overwrite and self.stage(name).started])
+            self._remove_unstarted(stages)
+            self._remove_partial()
+            started = [stage for stage in self.stages if stage.started]
+            kept = [stage.name for stage in started if stage.done or stage.name not in stages]
+            settings = config.model_dump(mode="json")
+            settings |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
+            of_stages = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
+            of_stages |= {
                 name: stage_settings(config, name, _precision(accelerator)) for name in stages if name not in kept
             }
             invocation = {
@@ -294,42 +319,35 @@ class RunDirectory:
                 "stages": list(stages),
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             }
-            goes_on = any(stage.started for stage in self.stages)
             description = {
-                "config": described,
+                "config": settings,
                 "seed": config.seed,
                 "accelerator": accelerator,
-                "stages": settings,
-                "data": {**(recorded.get("data", {}) if goes_on else {}), **data},
+                "stages": of_stages,
+                "data": {**(recorded.get("data", {}) if started else {}), **data},
                 "versions": collect_versions(),
-                "invocations": [*(recorded.get("invocations", []) if goes_on else []), invocation],
+                "invocations": [*(recorded.get("invocations", []) if started else []), invocation],
             }
             atomic_write_json(self.description, description)
-            write_recipe(self.recipe, described)
+            write_recipe(self.recipe, settings)
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
 
-    def _remove_partial(self, stages: Sequence[Stage]) -> None:
-        """Remove worthless files: stages to be run that have not started, and what a crash left half-written."""
-        for stage in self.stages:
-            if stage.name in stages and not stage.started:
+    def _remove_unstarted(self, stages: Sequence[Stage]) -> None:
+        """Remove the folders of `stages` that contain no step yet."""
+        for stage in map(self.stage, stages):
+            if not stage.started:
                 shutil.rmtree(stage.path, ignore_errors=True)
+
+    def _remove_partial(self) -> None:
+        """Remove what a crash left half-written."""
+        for stage in self.stages:
             if stage.done:
                 shutil.rmtree(stage.checkpoints, ignore_errors=True)
             for path in (*stage.path.glob(f"*{PARTIAL}"), *stage.checkpoints.glob(f"*{PARTIAL}")):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _abandon(self, stages: Sequence[Stage]) -> None:
-        """Remove `stages` that have not started, and `run.json` if none has."""
-        for stage in self.stages:
-            if stage.name in stages and not stage.started:
-                shutil.rmtree(stage.path, ignore_errors=True)
-        if not any(stage.started for stage in self.stages):
-            for file in self._described_by:
-                file.unlink(missing_ok=True)
-                file.with_name(file.name + PARTIAL).unlink(missing_ok=True)
-
-    def _holds_a_run(self) -> bool:
+    def _holds_run(self) -> bool:
         """Return whether the folder is a run's; False if it does not exist or is empty.
 
         Raises:
@@ -339,15 +357,27 @@ class RunDirectory:
             return True
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
-        partial = [file.name + PARTIAL for file in self._described_by]
-        ours = ("traceback*.txt", CONSOLE, *LOCK_FILES, *partial)  # what a run that could not begin may leave
-        others = self.path.iterdir() if self.path.is_dir() else ()
-        if not all(any(path.match(name) for name in ours) for path in others):
+        # What a run that could not begin may leave.
+        partial = (self.recipe.name + PARTIAL, self.description.name + PARTIAL)
+        known = ("traceback*.txt", CONSOLE, *LOCK_FILES, *partial)
+        files = self.path.iterdir() if self.path.is_dir() else ()
+        if not all(any(path.match(name) for name in known) for path in files):
             raise RunError(
                 f"{self.path}: is not empty and holds no run (no run.json), so nothing is written there; "
                 "choose another --output"
             )
         return False
+
+
+def collect_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a run's numbers."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed as a distribution"
+    return versions
 
 
 def _precision(accelerator: dict[str, Any] | None) -> str | None:

@@ -16,8 +16,7 @@ from rlhf.errors import USER_ERRORS, RemoteRankError, RunError, translate_errors
 from rlhf.launchers.exit_status import ExitStatus, InternalError, Interrupted
 from rlhf.reporting.console import append_line
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.command_line import get_command_line
-from rlhf.utils.process_info import current_process
+from rlhf.utils.process_info import current_process, get_command_line
 
 
 class RunTermination:

@@ -37,8 +37,7 @@ from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
-from rlhf.utils.command_line import get_command_line
-from rlhf.utils.process_info import current_process
+from rlhf.utils.process_info import current_process, get_command_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -89,7 +89,8 @@ def check(
     """
     directory = RunDirectory(config.output)
     if current_process().rank == 0:
-        RunDirectory.check(config, stages=stages, resume=resume, overwrite=overwrite)
+        directory.recover()
+        directory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
     for stage in pending:
         if stage == "ppo":

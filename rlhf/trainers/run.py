@@ -156,7 +156,7 @@ def _open(
                     "data": findings.data,
                 }
                 if request.dry_run:
-                    RunDirectory.check(config, **wishes)
+                    directory.check(config, **wishes)
                     _print_plans(config, findings, accelerator)
                 else:
                     stack.enter_context(directory.open_for(config, **wishes))

@@ -1,4 +1,4 @@
-"""The rank of this process among those of a run, whichever launcher started it.
+"""The rank of this process among those of a run, whichever launcher started it; and its command line.
 
 The environment flows in: what torchrun and the deepspeed launcher set (RANK, ...), what `srun` (SLURM_*) and `mpirun`
 (OMPI_*, PMI_*) tell the processes that they start, or nothing. Out comes one `ProcessInfo`, which everything that asks
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +43,13 @@ _SRUN = {
     "local_size": ("SLURM_NTASKS_PER_NODE",),
     "node": ("SLURM_NODEID",),
 }
-"""For each number of a place, the variables that may say it."""
+"""For each number of a process, the variables that may hold it."""
 _MARKS = {STATUS_FOLDER_VARIABLE: "rlhf", "TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
 _SOMEBODY = "the environment"  # sets RANK and is no launcher that we know
 _PORT = 29500  # where torch meets by default
 _NO_STEP = 0xFFFFFFF0  # steps from here on are SLURM's for the shell of a job, which `srun` did not start
+
+_arguments: list[str] | None = None  # of the `rlhf` command; as `sys.argv`, there is one in a process
 
 Numbers = dict[str, int | None]
 
@@ -84,46 +88,60 @@ class ProcessInfo:
         """Return the variables that torch, DeepSpeed and device runtimes read; empty without a launcher."""
         if not self.launcher:
             return {}
-        found = {names[0]: getattr(self, name) for name, names in _TORCH.items()}
-        found |= {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
-        return {variable: str(value) for variable, value in found.items() if value is not None}
+        values = {names[0]: getattr(self, name) for name, names in _TORCH.items()}
+        values |= {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        return {variable: str(value) for variable, value in values.items() if value is not None}
 
 
 def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     """Read this process's rank and neighbours from the environment.
 
     Raises:
-        ConfigError: the environment says it by halves, or contradicts itself.
+        ConfigError: the variables are incomplete, or contradict each other.
     """
     environ = os.environ if environ is None else environ
     # A launcher may have been started by another: mpirun starts its helpers with srun. The innermost comes first.
-    found = [place for place in (_from_torch(environ), _from_mpirun(environ), _from_srun(environ)) if place]
-    if not found:
-        _check_none(environ)
+    processes = [process for process in (_from_torch(environ), _from_mpirun(environ), _from_srun(environ)) if process]
+    if not processes:
+        if values := [f"{name}={environ[name]}" for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
+            raise ConfigError(
+                f"RANK is not set, but {' and '.join(values)}: set RANK, WORLD_SIZE and LOCAL_RANK, or none"
+            )
         return ProcessInfo()
-    place = found[0]
-    if place.launcher == _SOMEBODY:
-        for other in found[1:2]:  # a script may set RANK to what it says
-            if (place.rank, place.size) != (other.rank, other.size):
+    process = processes[0]
+    if process.launcher == _SOMEBODY:
+        for outer in processes[1:2]:  # a script may set RANK to what it says
+            if (process.rank, process.size) != (outer.rank, outer.size):
                 raise ConfigError(
-                    f"RANK and WORLD_SIZE say rank {place.rank} of {place.size}, {other.launcher} says rank "
-                    f"{other.rank} of {other.size}; unset RANK, WORLD_SIZE and LOCAL_RANK"
+                    f"RANK and WORLD_SIZE say rank {process.rank} of {process.size}, {outer.launcher} says rank "
+                    f"{outer.rank} of {outer.size}; unset RANK, WORLD_SIZE and LOCAL_RANK"
                 )
-    elif "RANK" not in environ and _number(environ, "WORLD_SIZE") not in (None, place.size):
+    elif "RANK" not in environ and _number(environ, "WORLD_SIZE") not in (None, process.size):
         raise ConfigError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} started {place.size} processes; unset it"
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {process.launcher} started {process.size} processes; unset it"
         )
-    if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.count_local_ranks():
+    if not 0 <= process.rank < process.size or not 0 <= process.local_rank < process.count_local_ranks():
         raise ConfigError(
-            f"{place.launcher} says rank {place.rank} of {place.size}, local rank {place.local_rank} of "
-            f"{place.count_local_ranks()}, which is inconsistent; fix or unset these variables"
+            f"{process.launcher} says rank {process.rank} of {process.size}, local rank {process.local_rank} of "
+            f"{process.count_local_ranks()}, which is inconsistent; fix or unset these variables"
         )
-    if place.size > 1 and not (place.address and place.port):
+    if process.size > 1 and not (process.address and process.port):
         raise ConfigError(
-            f"{place.launcher} says that there are {place.size} processes, but not where they meet; "
+            f"{process.launcher} says that there are {process.size} processes, but not where they meet; "
             "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there"
         )
-    return place
+    return process
+
+
+def set_command_line(arguments: list[str]) -> None:
+    """Take these as the arguments of the `rlhf` command."""
+    global _arguments
+    _arguments = arguments
+
+
+def get_command_line() -> str:
+    """Return the `rlhf` command, or that of the program that calls rlhf from Python; `run.json` records it."""
+    return shlex.join(sys.orig_argv if _arguments is None else ["rlhf", *_arguments])
 
 
 def strip_local_rank(arguments: Sequence[str]) -> list[str]:
@@ -132,19 +150,17 @@ def strip_local_rank(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: LOCAL_RANK does not say the same.
     """
-    kept = list(arguments)
-    for position, argument in enumerate(arguments):
-        if named := re.fullmatch(r"--local[_-]rank(?:=(.*))?", argument):
-            words = 2 if named[1] is None else 1
-            given = named[1] if words == 1 else "".join(arguments[position + 1 : position + 2])
-            if given != (set_to := os.environ.get("LOCAL_RANK")):
+    for index, argument in enumerate(arguments):
+        if match := re.fullmatch(r"--local[_-]rank(?:=(.*))?", argument):
+            end = index + (2 if match[1] is None else 1)
+            value = "".join(arguments[index + 1 : end]) if match[1] is None else match[1]
+            if value != (variable := os.environ.get("LOCAL_RANK")):
                 raise ConfigError(
-                    f"--local_rank {given}: launchers give it along with LOCAL_RANK, which is {set_to or 'not set'}; "
+                    f"--local_rank {value}: launchers give it along with LOCAL_RANK, which is {variable or 'not set'}; "
                     "leave it out, --ranks N starts N processes"
                 )
-            del kept[position : position + words]
-            break
-    return kept
+            return [*arguments[:index], *arguments[end:]]
+    return list(arguments)
 
 
 def parse_first_host(hosts: str) -> str:
@@ -158,7 +174,7 @@ def _from_torch(environ: Mapping[str, str]) -> ProcessInfo | None:
     if "RANK" not in environ:
         return None
     launcher = next((name for mark, name in _MARKS.items() if mark in environ), _SOMEBODY)
-    return _place(environ, launcher, _TORCH, {}, *_meeting(environ))
+    return _build_process(environ, launcher, _TORCH, {}, *_meeting(environ))
 
 
 def _from_mpirun(environ: Mapping[str, str]) -> ProcessInfo | None:
@@ -171,7 +187,7 @@ def _from_mpirun(environ: Mapping[str, str]) -> ProcessInfo | None:
     if numbers["size"] == numbers["local_size"]:  # one machine
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
         address, port = address or "127.0.0.1", port or (_port_of(job) if job else _PORT)
-    return _place(environ, "mpirun", _MPIRUN, {}, address, port or (_PORT if address else None))
+    return _build_process(environ, "mpirun", _MPIRUN, {}, address, port or (_PORT if address else None))
 
 
 def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
@@ -185,7 +201,7 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     address = address or parse_first_host(hosts) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     job = f"{environ.get('SLURM_JOB_ID')}.{_number(environ, 'SLURM_STEP_ID', 'SLURM_STEPID')}"
-    return _place(environ, "srun", _SRUN, known, address, port or _port_of(job))
+    return _build_process(environ, "srun", _SRUN, known, address, port or _port_of(job))
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
@@ -199,13 +215,7 @@ def _is_task(environ: Mapping[str, str]) -> bool:
     return of_srun and "SLURM_PROCID" in environ and _number(environ, *_SRUN["size"]) != 1
 
 
-def _check_none(environ: Mapping[str, str]) -> None:
-    """Raise `ConfigError` where no launcher says a rank, but something that only launchers say."""
-    if found := [f"{name}={environ[name]}" for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
-        raise ConfigError(f"RANK is not set, but {' and '.join(found)}: set RANK, WORLD_SIZE and LOCAL_RANK, or none")
-
-
-def _place(
+def _build_process(
     environ: Mapping[str, str],
     launcher: str,
     table: Mapping[str, tuple[str, ...]],
@@ -217,8 +227,8 @@ def _place(
     rank, size, local_rank = (numbers[name] for name in ("rank", "size", "local_rank"))
     if rank is None or size is None or local_rank is None:
         missing = next(names for name, names in table.items() if numbers[name] is None)
-        found = [f"{name}={environ[name]}" for names in table.values() for name in names if name in environ]
-        raise ConfigError(f"{' or '.join(missing)} is not set, but {' and '.join(found)}: set all of them, or none")
+        values = [f"{name}={environ[name]}" for names in table.values() for name in names if name in environ]
+        raise ConfigError(f"{' or '.join(missing)} is not set, but {' and '.join(values)}: set all of them, or none")
     return ProcessInfo(rank, size, local_rank, numbers.get("local_size"), numbers.get("node"), address, port, launcher)
 
 

@@ -14,7 +14,6 @@ from rlhf.cli.options import Options
 from rlhf.config.schema import Config
 from rlhf.errors import ModelError, RunError
 from rlhf.evaluation.models import model_folder
-from rlhf.runs.backup import Backup
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import lock_folder
 
@@ -70,7 +69,7 @@ def test_the_last_finished_stage_of_a_run_answers(finished_run: RunDirectory) ->
 
 @pytest.mark.parametrize("named", [".", "ppo", "ppo/model"])
 def test_what_a_killed_run_was_to_replace_answers(finished_run: RunDirectory, named: str) -> None:
-    Backup(finished_run.path).create([finished_run.description], ["sft", "reward", "ppo"])  # and then the process died
+    finished_run.create_backup(["sft", "reward", "ppo"])  # and then the process died
     assert model_folder(finished_run.path / named) == finished_run.stage("ppo").model
     assert finished_run.stage("ppo").model.is_dir()
 

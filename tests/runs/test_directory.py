@@ -12,7 +12,7 @@ from rlhf.config.schema import load_config
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import atomic_directory, atomic_rename_dir, atomic_write_json
-from tests.run_folders import accelerator, checkpoint, config_in, contents, fail_in, record, run_stages
+from tests.run_folders import accelerator, check, checkpoint, config_in, contents, fail_in, record, run_stages
 
 
 def test_a_run_describes_itself(tmp_path: Path) -> None:
@@ -32,14 +32,14 @@ def test_an_empty_folder_may_be_written_to(tmp_path: Path) -> None:
 def test_a_folder_of_other_files_is_refused_even_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(RunError, match=r"not empty and holds no run.*--output"):
-        RunDirectory.check(config_in(tmp_path), overwrite=True)
+        check(config_in(tmp_path), overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
 def test_a_file_is_refused_as_output(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is a file"):
-        RunDirectory.check(config_in(tmp_path / "file"))
+        check(config_in(tmp_path / "file"))
 
 
 def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
@@ -47,16 +47,16 @@ def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     with pytest.raises(RunError, match=r"a/run: cannot be written \(.* is not yours\); choose another --output"):
-        RunDirectory.check(config_in(tmp_path / "a" / "run"))
+        check(config_in(tmp_path / "a" / "run"))
 
 
 def test_a_complete_run_on_a_read_only_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_in(tmp_path / "run")
     run_stages(config, "sft")
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    RunDirectory.check(config, stages=("sft",), resume=True)
+    check(config, stages=("sft",), resume=True)
     with pytest.raises(RunError, match="cannot be written"):
-        RunDirectory.check(config, stages=("reward",))
+        check(config, stages=("reward",))
 
 
 def test_stages_may_follow_one_another_without_any_flag(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_a_stage_that_is_there_is_kept_unless_asked(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run_stages(config, "sft")
     with pytest.raises(RunError, match=r"holds a run already: sft \(complete\);.*--resume.*--overwrite.*--output"):
-        RunDirectory.check(config, stages=("sft",))
+        check(config, stages=("sft",))
 
 
 def test_resume_keeps_what_is_there(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run_stages(config, "sft")
     run_stages(config, "reward", finish=False)
-    run = RunDirectory.check(config, resume=True)
+    run = check(config, resume=True)
     with run.open_for(config, resume=True):
         pass
     assert run.stage("sft").done
@@ -111,17 +111,17 @@ def test_a_stage_resumes_only_in_the_precision_that_it_was_trained_in(tmp_path: 
         record(run.stage("sft"), 1)
     before = contents(run.path)
     wishes: Any = {"stages": ("sft",), "resume": True}
-    RunDirectory.check(config, **wishes)
+    check(config, **wishes)
     found = r"precision \('bf16' there, auto, which is fp32 here, now\)"
     with pytest.raises(RunError, match=found), run.open_for(config, **wishes, accelerator=accelerator("fp32")):
         pass
     assert contents(run.path) == before
     named = config_in(tmp_path / "run", "precision=bf16")
-    RunDirectory.check(named, **wishes)
+    check(named, **wishes)
     with run.open_for(named, **wishes, accelerator=accelerator("bf16")):
         pass
     with pytest.raises(RunError, match="'bf16' there, 'fp32' now"):
-        RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
+        check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
 
 
 @pytest.mark.parametrize("hardware", [accelerator("fp32"), None])
@@ -147,9 +147,9 @@ def test_a_run_that_recorded_no_settings_of_its_stages_is_compared_with_what_aut
 def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
     run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
-    RunDirectory.check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
+    check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
     with pytest.raises(RunError, match="zero_stage"):
-        RunDirectory.check(config_in(tmp_path / "run"), stages=("ppo",), resume=True)
+        check(config_in(tmp_path / "run"), stages=("ppo",), resume=True)
 
 
 def test_a_complete_stage_keeps_what_is_recorded_of_it_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -172,12 +172,12 @@ def test_a_stage_that_was_only_evaluated_has_nothing_to_lose(tmp_path: Path) -> 
 def test_overwriting_all_stages_allows_any_settings(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     other = config_in(tmp_path / "run", "seed=5")
-    RunDirectory.check(other, overwrite=True)
+    check(other, overwrite=True)
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="--resume and --overwrite"):
-        RunDirectory.check(config_in(tmp_path / "run"), resume=True, overwrite=True)
+        check(config_in(tmp_path / "run"), resume=True, overwrite=True)
 
 
 @pytest.mark.parametrize("override", ["seed=5", "data.stage_split=[1,1,1]", "data.datasets.0.path=x", "model.path=x"])
@@ -185,18 +185,18 @@ def test_a_stage_of_other_shared_settings_is_no_continuation(tmp_path: Path, ove
     run_stages(config_in(tmp_path / "run"), "sft")
     key = override.split("=")[0]
     with pytest.raises(RunError, match=f"other settings.*{key}.*there.*now"):
-        RunDirectory.check(config_in(tmp_path / "run", override), stages=("reward",))
+        check(config_in(tmp_path / "run", override), stages=("reward",))
 
 
 def test_texts_that_ppo_alone_reads_may_be_named_when_it_begins_and_no_later(tmp_path: Path) -> None:
     run, texts = tmp_path / "run", "data.pretraining=[{path: texts.txt}]"
     run_stages(config_in(run), "sft", "reward")
-    RunDirectory.check(config_in(run, texts), stages=("ppo",))
+    check(config_in(run, texts), stages=("ppo",))
     run_stages(config_in(run, texts), "ppo")
     for stage, wishes in (("ppo", {"resume": True}), ("dpo", {})):
         with pytest.raises(RunError, match=r"other settings: data.pretraining \("):
-            RunDirectory.check(config_in(run), stages=(stage,), **wishes)
-    RunDirectory.check(config_in(run), stages=("ppo",), overwrite=True)
+            check(config_in(run), stages=(stage,), **wishes)
+    check(config_in(run), stages=("ppo",), overwrite=True)
 
 
 def test_a_continuation_may_change_the_sections_of_other_stages(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_continuation_may_change_the_sections_of_other_stages(tmp_path: Path) 
 def test_a_stage_resumes_only_with_its_own_settings(tmp_path: Path, override: str) -> None:
     run_stages(config_in(tmp_path / "run"), "ppo", finish=False)
     with pytest.raises(RunError, match=override.split("=")[0]):
-        RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
+        check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
 
 
 HARMLESS = ["ppo.steps=200", "ppo.log_every=5", "ppo.checkpoint_every=7", "accelerator=cpu"]
@@ -222,7 +222,7 @@ LESS_MEMORY = ["ppo.micro_batch_size=1", "model.gradient_checkpointing=true"]
 @pytest.mark.parametrize("override", HARMLESS + LESS_MEMORY)
 def test_a_resumed_stage_may_run_longer_record_otherwise_and_take_less_memory(tmp_path: Path, override: str) -> None:
     run_stages(config_in(tmp_path / "run"), "ppo", finish=False)
-    RunDirectory.check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
+    check(config_in(tmp_path / "run", override), stages=("ppo",), resume=True)
 
 
 def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Path) -> None:
@@ -231,14 +231,14 @@ def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Pa
     run.stage("sft").metrics.touch()
     atomic_write_json(run.description, {"config": {}})
     config = config_in(tmp_path / "run")
-    with RunDirectory.check(config).open_for(config):
+    with check(config).open_for(config):
         assert not run.stage("sft").path.exists()
 
 
 @pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), KeyboardInterrupt()])
 def test_a_run_that_cannot_start_leaves_no_trace(tmp_path: Path, error: BaseException) -> None:
     config = config_in(tmp_path / "run")
-    run = RunDirectory.check(config)
+    run = check(config)
     with pytest.raises(type(error)):
         fail_in(run, config, error, 0)
     assert not run.path.exists()
@@ -264,7 +264,7 @@ def test_an_unreadable_run_json_is_an_error_of_one_line(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run"), "sft")
     run.description.write_text("{")
     with pytest.raises(RunError, match=r"run\.json: is not readable as JSON"):
-        RunDirectory.check(config_in(tmp_path / "run"), stages=("reward",))
+        check(config_in(tmp_path / "run"), stages=("reward",))
 
 
 def test_the_summary_of_an_incomplete_stage_is_an_error(tmp_path: Path) -> None:

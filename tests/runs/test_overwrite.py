@@ -15,10 +15,9 @@ import pytest
 
 from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import RunError
-from rlhf.runs.backup import Backup
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import LOCK, OWNER, lock_folder
-from tests.run_folders import checkpoint, config_in, contents, fail_in, record, run_stages
+from tests.run_folders import check, checkpoint, config_in, contents, fail_in, record, run_stages
 
 
 def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Path) -> None:
@@ -36,16 +35,16 @@ def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: 
     config, before = config_in(tmp_path / "run"), contents(run.path)
     for stage, later in (("sft", "reward"), ("reward", "ppo")):
         with pytest.raises(RunError, match=rf"{later} comes from the {stage} stage, .*`rlhf --overwrite`"):
-            RunDirectory.check(config, stages=(stage,), overwrite=True)
+            check(config, stages=(stage,), overwrite=True)
     assert contents(run.path) == before
     for stages in (STAGES, ("ppo",)):
-        RunDirectory.check(config, stages=stages, overwrite=True)
+        check(config, stages=stages, overwrite=True)
 
 
 def test_overwrite_of_the_default_stages_says_that_dpo_which_is_none_of_them_must_go(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run"), "sft", "dpo")
     with pytest.raises(RunError, match=rf"dpo comes from the sft stage, .* replaces; delete {run.path}/dpo, or"):
-        RunDirectory.check(config_in(tmp_path / "run"), stages=STAGES, overwrite=True)
+        check(config_in(tmp_path / "run"), stages=STAGES, overwrite=True)
     run = run_stages(config_in(tmp_path / "run"), "dpo", overwrite=True)
     assert run.stage("sft").done and run.stage("dpo").done
 
@@ -100,7 +99,7 @@ def test_what_overwrite_replaces_survives_a_kill_at_any_moment(tmp_path: Path, m
     script = f"""
 import json, os, shutil, sys
 from pathlib import Path
-import rlhf.runs.backup, rlhf.runs.directory
+import rlhf.runs.directory
 from rlhf.config.schema import load_config
 from rlhf.runs.directory import RunDirectory
 moment = {moment!r}
@@ -116,7 +115,7 @@ if moment == "atomic_write_json":
 elif moment == "copy2":
     shutil.copy2 = dying(shutil.copy2)
 elif moment == "rename":
-    rlhf.runs.backup.os.rename = dying(os.rename)
+    os.rename = dying(os.rename)
 run = RunDirectory(Path({str(tmp_path / "run")!r}))
 with run.open_for(load_config(None, [f"output={{run.path}}", "seed=5"]), overwrite=True):
     if moment == "in the block":
@@ -134,14 +133,14 @@ with run.open_for(load_config(None, [f"output={{run.path}}", "seed=5"]), overwri
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     if moment in ("settled", "rmtree"):
-        RunDirectory.check(config_in(tmp_path / "run", "seed=5"), resume=True)
+        check(config_in(tmp_path / "run", "seed=5"), resume=True)
         with run.open_for(config_in(tmp_path / "run", "seed=5"), resume=True):
             pass
         assert sorted(path.name for path in run.path.iterdir()) == ["recipe.yaml", "run.json", "sft"]
         assert json.loads(run.description.read_text())["seed"] == 5
     else:
         with pytest.raises(RunError, match=r"sft \(complete\), reward \(complete\), ppo \(complete\)"):
-            RunDirectory.check(config_in(tmp_path / "run"))
+            check(config_in(tmp_path / "run"))
         assert contents(run.path) == before
 
 
@@ -159,7 +158,7 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -
     named = rf"process {os.getpid()} on {socket.gethostname()} is writing"
     with run.open_for(config):
         with pytest.raises(RunError, match=named):
-            RunDirectory.check(config)
+            check(config)
         with pytest.raises(RunError, match=named), run.open_for(config, overwrite=True):
             pass
         record(run.stage("sft"), 1)
@@ -189,7 +188,7 @@ def test_lock_without_kernel_locks_trusts_the_owner_in_the_file(
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft")
     assert not (run.path / LOCK).exists()
-    Backup(run.path).create([run.description], ["sft"])  # as --overwrite has it until its first step
+    run.create_backup(["sft"])  # as --overwrite has it until its first step
     other = subprocess.Popen(["sleep", "60"])
     host = "elsewhere" if owner == "remote" else socket.gethostname()
     (run.path / LOCK).write_text(f"{other.pid}\n{host}\n")
@@ -200,11 +199,11 @@ def test_lock_without_kernel_locks_trusts_the_owner_in_the_file(
     before = contents(run.path)
     try:
         if owner == "dead":
-            RunDirectory.check(config, resume=True)
+            check(config, resume=True)
             assert run.stage("sft").done and not (run.path / LOCK).exists()
         else:
             with pytest.raises(RunError, match=rf"process {other.pid} on {host} is writing .* delete .*lock if it has"):
-                RunDirectory.check(config, resume=True)
+                check(config, resume=True)
             assert contents(run.path) == before
     finally:
         other.kill()

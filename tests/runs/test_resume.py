@@ -18,7 +18,7 @@ from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import find_first_difference
 from rlhf.trainers import run as launch
 from rlhf.utils.file_lock import LOCK
-from tests.run_folders import accelerator, config_in, contents, record, run_stages
+from tests.run_folders import accelerator, check, config_in, contents, record, run_stages
 
 ROWS = {"a.jsonl": {"rows": 76, "digest": "12"}}
 
@@ -123,9 +123,9 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest
     del description["config"]["data"]["chat_template"], description["data"]
     run.description.write_text(json.dumps(description))
     run.recipe.unlink()
-    RunDirectory.check(config, stages=("reward",))
+    check(config, stages=("reward",))
     with pytest.raises(RunError, match=r"model\.path \('/.*/model' there, '/.*/other' now\)"):
-        RunDirectory.check(load_config(None, ["output=run", "model.path=./other"]), stages=("reward",))
+        check(load_config(None, ["output=run", "model.path=./other"]), stages=("reward",))
 
 
 @pytest.mark.parametrize("then", ["test", None])
@@ -136,20 +136,20 @@ def test_the_split_for_evaluation_may_be_said_or_left_out(tmp_path: Path, then: 
     }
     run_stages(config_in(tmp_path / "run", sources[then]), "sft")
     for config in (config_in(tmp_path / "run", source) for source in sources.values()):
-        RunDirectory.check(config, stages=("reward",))
+        check(config, stages=("reward",))
     other = config_in(tmp_path / "run", "data.datasets=[{path: a, heldout: b, heldout_split: dev}]")
     with pytest.raises(RunError, match=r"heldout_split \(.* there, 'dev' now\)"):
-        RunDirectory.check(other, stages=("reward",))
+        check(other, stages=("reward",))
 
 
 def test_a_run_goes_on_where_its_rows_have_a_column_that_is_now_asked_about(tmp_path: Path) -> None:
     """That it does not decide changes no row."""
     rows = "data.datasets=[{path: a}]"
     run_stages(config_in(tmp_path / "run", rows), "sft")
-    RunDirectory.check(config_in(tmp_path / "run", rows, "data.datasets.0.prefer=none"), stages=("reward",))
+    check(config_in(tmp_path / "run", rows, "data.datasets.0.prefer=none"), stages=("reward",))
     decided = "data.datasets=[{path: a, columns: {first: x, second: y}, prefer: {scores: [s, t]}}]"
     with pytest.raises(RunError, match=r"prefer\.scores"):
-        RunDirectory.check(config_in(tmp_path / "run", decided), stages=("reward",))
+        check(config_in(tmp_path / "run", decided), stages=("reward",))
 
 
 @pytest.mark.parametrize("folder", ["absent", "empty"])
@@ -157,7 +157,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -
     (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RunError, match=f"{folder}: holds no run to resume; check --output"):
-        RunDirectory.check(config_in(tmp_path / folder), resume=True)
+        check(config_in(tmp_path / folder), resume=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -179,7 +179,7 @@ def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
     before = contents(run.path)
     config = config_in(tmp_path / "run", "precision=fp32", override)
     with pytest.raises(RunError) as caught:
-        RunDirectory.check(config, resume=True)
+        check(config, resume=True)
     key = override.partition("=")[0]
     assert f"complete was trained with other settings: {key} ({there!r} there, {now!r} now)" in str(caught.value)
     assert contents(run.path) == before
@@ -197,14 +197,14 @@ def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
 )
 def test_what_changes_no_result_is_no_other_setting(tmp_path: Path, override: str) -> None:
     run_stages(config_in(tmp_path / "run", "ppo.ema=0.9"), *STAGES)
-    RunDirectory.check(config_in(tmp_path / "run", "ppo.ema=0.9", override), resume=True)
+    check(config_in(tmp_path / "run", "ppo.ema=0.9", override), resume=True)
 
 
 def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
-    RunDirectory.check(config_in(tmp_path / "run", "ppo.steps=7", "engine.zero_stage=2"), resume=True)
+    check(config_in(tmp_path / "run", "ppo.steps=7", "engine.zero_stage=2"), resume=True)
     with pytest.raises(RunError, match=r"sft\.epochs"):
-        RunDirectory.check(config_in(tmp_path / "run", "sft.epochs=7"), resume=True)
+        check(config_in(tmp_path / "run", "sft.epochs=7"), resume=True)
 
 
 def test_what_auto_came_to_is_no_other_precision(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_what_auto_came_to_is_no_other_precision(tmp_path: Path) -> None:
     with run.open_for(config, stages=("sft",), accelerator=accelerator("bf16")):
         record(run.stage("sft"), 1)
         run.stage("sft").finish({})
-    RunDirectory.check(config, stages=("sft",), resume=True)
+    check(config, stages=("sft",), resume=True)
 
 
 def test_a_complete_run_of_an_earlier_version_has_the_precision_that_auto_came_to(tmp_path: Path) -> None:
@@ -221,9 +221,9 @@ def test_a_complete_run_of_an_earlier_version_has_the_precision_that_auto_came_t
     del recorded["stages"]
     recorded["accelerator"] = accelerator("bf16")
     run.description.write_text(json.dumps(recorded))
-    RunDirectory.check(config_in(tmp_path / "run", "precision=bf16"), stages=("sft",), resume=True)
+    check(config_in(tmp_path / "run", "precision=bf16"), stages=("sft",), resume=True)
     with pytest.raises(RunError, match=r"precision \('bf16' there, 'fp32' now\)"):
-        RunDirectory.check(config_in(tmp_path / "run", "precision=fp32"), stages=("sft",), resume=True)
+        check(config_in(tmp_path / "run", "precision=fp32"), stages=("sft",), resume=True)
 
 
 def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -248,11 +248,11 @@ def test_a_dry_run_compares_rows_and_precision_too(tmp_path: Path) -> None:
     with run.open_for(config, stages=("sft",), data=ROWS, accelerator=accelerator("bf16")):
         record(run.stage("sft"), 1)
     wishes: dict[str, Any] = {"stages": ("sft",), "resume": True}
-    RunDirectory.check(config, **wishes, data=ROWS, accelerator=accelerator("bf16"))
+    check(config, **wishes, data=ROWS, accelerator=accelerator("bf16"))
     with pytest.raises(RunError, match="made with other rows"):
-        RunDirectory.check(config, **wishes, data={"a.jsonl": {"rows": 5, "digest": "1"}})
+        check(config, **wishes, data={"a.jsonl": {"rows": 5, "digest": "1"}})
     with pytest.raises(RunError, match="precision"):
-        RunDirectory.check(config, **wishes, accelerator=accelerator("fp32"))
+        check(config, **wishes, accelerator=accelerator("fp32"))
 
 
 def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,13 +271,11 @@ def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch
         record(run.stage("sft"), 1)
     (tmp_path / "a").rename(tmp_path / "b")
     moved = {f"{tmp_path}/b/rows.jsonl": {"rows": 76, "digest": "12"}}
-    RunDirectory.check(project("b"), stages=("sft",), resume=True, data=moved)
+    check(project("b"), stages=("sft",), resume=True, data=moved)
     with pytest.raises(RunError, match=r"b/rows\.jsonl \(as many rows, but others\)"):
-        RunDirectory.check(
-            project("b"), stages=("sft",), resume=True, data={name: {"rows": 76, "digest": "3"} for name in moved}
-        )
+        check(project("b"), stages=("sft",), resume=True, data={name: {"rows": 76, "digest": "3"} for name in moved})
     with pytest.raises(RunError, match=r"model\.path \('.*/a/model' there, '.*/b/other' now\)"):
-        RunDirectory.check(load_config(Path("recipe.yaml"), ["model.path=./other"]), stages=("sft",), resume=True)
+        check(load_config(Path("recipe.yaml"), ["model.path=./other"]), stages=("sft",), resume=True)
 
 
 def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:

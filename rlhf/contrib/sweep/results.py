@@ -92,7 +92,7 @@ class SweepDirectory:
             if not run.description.is_file():
                 continue
             try:
-                RunDirectory.check(point.config, stages=point.stages, resume=True)
+                run.check(point.config, stages=point.stages, resume=True)
             except RunError as error:
                 problem = str(error).rpartition("; ")[0]
                 raise RunError(

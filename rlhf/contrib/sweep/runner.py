@@ -24,7 +24,7 @@ from rlhf.reporting.progress import progress
 from rlhf.trainers import preflight
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import signals
-from rlhf.utils.command_line import get_command_line
+from rlhf.utils.process_info import get_command_line
 from rlhf.utils.units import format_seconds, parse_bytes
 
 _PEAK = re.compile(r"\bpeak ([\d.]+) ([MG]iB)\b")  # as written by rlhf.trainers.oom
