@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import start, wait_for
-from tests.preflight.mistakes import MISTAKES, Bench, settings
+from tests.preflight.mistakes import MISTAKES, Bench, make_mistake, settings
 
 
 @pytest.fixture
@@ -22,22 +22,21 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_before_anything_is_trained(rlhf: Any, bench: Bench, name: str) -> None:
-    arguments, words = MISTAKES[name](bench)
+    arguments, words = make_mistake(name, bench)
     before = files(bench.folder)
-    found = rlhf("--output", bench.output, *arguments, check=False)
-    assert found.returncode == 2, found.stdout + found.stderr
-    (line,) = found.stderr.strip().splitlines()
+    done = rlhf("--output", bench.output, *arguments, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
     assert line.startswith("rlhf: error: ")
     assert [word for word in words if word not in line] == [], line
-    assert ": training" not in found.stdout and " before:" not in found.stdout
+    assert ": training" not in done.stdout and " before:" not in done.stdout
     assert files(bench.folder) == before and not bench.output.exists()
 
 
-@pytest.mark.parametrize("name", ["missing_file", "no_preferences", "another_vocabulary"])
-def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench, name: str) -> None:
-    arguments, words = MISTAKES[name](bench)
-    found = rlhf("--dry-run", "--output", bench.output, *arguments, check=False)
-    assert found.returncode == 2 and all(word in found.stderr for word in words)
+def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench) -> None:
+    arguments, words = make_mistake("another_vocabulary", bench)
+    done = rlhf("--dry-run", "--output", bench.output, *arguments, check=False)
+    assert done.returncode == 2 and all(word in done.stderr for word in words)
 
 
 def test_a_dry_run_shows_what_each_stage_would_do_and_writes_nothing(rlhf: Any, bench: Bench) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import weights
-from tests.preflight.bench import settings
+from tests.preflight.mistakes import settings
 
 REWARDS = '''
 import os
