@@ -361,9 +361,9 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
         reward_model(add_value_head),
         ["lack score.weight and hold v_head.summary.bias, v_head.summary.weight", "ppo.reward_functions"],
     ),
-    "an_encoder_as_model": (
-        another_model("reward.model", "bert", {"num_hidden_layers": 1, **SMALL, "is_decoder": True}),
-        ["the architecture bert is not supported yet: it is no decoder-only"],
+    "an_encoder_decoder": (
+        lambda bench: {"reward.model": bench.copy(bench.model, model_type="t5")},
+        ["the architecture t5 is not supported yet: it is no decoder-only"],
     ),
     "dropout_where_there_is_none": (
         another_model(

@@ -32,9 +32,8 @@ def config(**sections: Any) -> Config:
     return Config.model_validate(sections)
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param(FP32, id="fp32", marks=pytest.mark.slow), pytest.param(BF16, id="bf16")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [pytest.param(FP32, id="fp32"), pytest.param(BF16, id="bf16")])
 def test_the_need_is_what_a_run_leaves_on_the_disk(
     rlhf: Any, finished_run: Path, tmp_path: Path, tokenizer: Any, precision: Precision
 ) -> None:

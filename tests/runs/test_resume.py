@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,6 @@ from rlhf.utils.file_lock import LOCK
 from tests.run_folders import accelerator, check, config_in, contents, record, run_stages
 
 ROWS = {"a.jsonl": {"rows": 76, "digest": "12"}}
-
-
-def test_the_recipe_in_a_run_gives_its_settings_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    config = load_config(None, ["output=run", "model.path=model", "data.datasets=rows.jsonl", "ppo.kl_coef=0.3"])
-    run = run_stages(config, "sft")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    found = load_config(tmp_path / "run" / "recipe.yaml")
-    assert found.output == tmp_path / "run" and found.model.path == str(tmp_path / "model")
-    assert found.data.datasets[0].path == str(tmp_path / "rows.jsonl") and found.ppo.kl_coef == 0.3
-    assert found.model_dump(mode="json") == json.loads((tmp_path / run.description).read_text())["config"]
 
 
 @pytest.mark.parametrize("stages", [STAGES, ("reward",)])
@@ -72,10 +58,9 @@ def test_another_model_in_the_place_of_a_run_starts_from_the_defaults(tmp_path: 
     assert options.with_run_recipe(("ppo",)).load().sft == load_config().sft  # the others stay
 
 
-@pytest.mark.parametrize("output", ["5", "[a]", "{a: b}"])
-def test_an_output_that_is_no_path_is_an_error_of_one_line(output: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--set output=.*: expected a path"):
-        Options(overrides=[f"output={output}"]).with_run_recipe(STAGES).load()
+def test_output_that_is_no_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--set output=5: expected a path"):
+        Options(overrides=["output=5"]).with_run_recipe(STAGES).load()
 
 
 def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
@@ -112,36 +97,6 @@ def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
     assert Options(config=own, output=tmp_path / "run").with_run_recipe(STAGES).load().seed == 5
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It recorded paths as they were given, and knew fewer keys."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    config = load_config(None, ["output=run", "model.path=model"])
-    run = run_stages(config, "sft")
-    description = json.loads(run.description.read_text())
-    description["config"]["model"]["path"] = "model"
-    del description["config"]["data"]["chat_template"], description["data"]
-    run.description.write_text(json.dumps(description))
-    run.recipe.unlink()
-    check(config, stages=("reward",))
-    with pytest.raises(RunError, match=r"model\.path \('/.*/model' there, '/.*/other' now\)"):
-        check(load_config(None, ["output=run", "model.path=./other"]), stages=("reward",))
-
-
-@pytest.mark.parametrize("then", ["test", None])
-def test_the_split_for_evaluation_may_be_said_or_left_out(tmp_path: Path, then: str | None) -> None:
-    """Earlier versions recorded `test`, which is what an empty key comes to."""
-    sources = {
-        split: f"data.datasets=[{{path: a, heldout: b, heldout_split: {split or ''}}}]" for split in ("test", None)
-    }
-    run_stages(config_in(tmp_path / "run", sources[then]), "sft")
-    for config in (config_in(tmp_path / "run", source) for source in sources.values()):
-        check(config, stages=("reward",))
-    other = config_in(tmp_path / "run", "data.datasets=[{path: a, heldout: b, heldout_split: dev}]")
-    with pytest.raises(RunError, match=r"heldout_split \(.* there, 'dev' now\)"):
-        check(other, stages=("reward",))
-
-
 def test_a_run_goes_on_where_its_rows_have_a_column_that_is_now_asked_about(tmp_path: Path) -> None:
     """That it does not decide changes no row."""
     rows = "data.datasets=[{path: a}]"
@@ -150,6 +105,88 @@ def test_a_run_goes_on_where_its_rows_have_a_column_that_is_now_asked_about(tmp_
     decided = "data.datasets=[{path: a, columns: {first: x, second: y}, prefer: {scores: [s, t]}}]"
     with pytest.raises(RunError, match=r"prefer\.scores"):
         check(config_in(tmp_path / "run", decided), stages=("reward",))
+
+
+@pytest.mark.parametrize("override", ["seed=5", "data.stage_split=[1,1,1]", "data.datasets.0.path=x", "model.path=x"])
+def test_a_stage_of_other_shared_settings_is_no_continuation(tmp_path: Path, override: str) -> None:
+    run_stages(config_in(tmp_path / "run"), "sft")
+    key = override.split("=")[0]
+    with pytest.raises(RunError, match=f"other settings.*{key}.*there.*now"):
+        check(config_in(tmp_path / "run", override), stages=("reward",))
+
+
+def test_sections_of_other_stages_may_change_and_stay_recorded(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "sft.batch_size=8"), "sft")
+    run = run_stages(config_in(tmp_path / "run", "sft.batch_size=16", "ppo.kl_coef=0.3"), "reward")
+    assert json.loads(run.description.read_text())["config"]["sft"]["batch_size"] == 8
+    assert load_config(run.recipe).sft.batch_size == 8
+
+
+def test_texts_of_ppo_may_be_named_when_it_begins_and_no_later(tmp_path: Path) -> None:
+    run, texts = tmp_path / "run", "data.pretraining=[{path: texts.txt}]"
+    run_stages(config_in(run), "sft", "reward")
+    check(config_in(run, texts), stages=("ppo",))
+    run_stages(config_in(run, texts), "ppo")
+    for stage, wishes in (("ppo", {"resume": True}), ("dpo", {})):
+        with pytest.raises(RunError, match=r"other settings: data.pretraining \("):
+            check(config_in(run), stages=(stage,), **wishes)
+    check(config_in(run), stages=("ppo",), overwrite=True)
+
+
+def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
+    run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
+    run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
+    check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
+    with pytest.raises(RunError, match="zero_stage"):
+        check(config_in(tmp_path / "run"), stages=("ppo",), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "unfinished", "complete"),
+    [
+        ("ppo.kl_coef=0.3", False, False),
+        ("engine.zero_stage=2", False, False),
+        ("precision=fp32", False, False),
+        ("ppo.steps=200", True, False),
+        ("ppo.log_every=5", True, True),
+        ("ppo.checkpoint_every=7", True, True),
+        ("ppo.micro_batch_size=1", True, True),
+        ("ppo.generation_batch_size=1", True, True),
+        ("ppo.ema_on_host=true", True, True),
+        ("model.gradient_checkpointing=true", True, True),
+        ("accelerator=cpu", True, True),
+    ],
+)
+def test_stage_resumes_with_settings_that_change_no_result(
+    tmp_path: Path, override: str, unfinished: bool, complete: bool
+) -> None:
+    for finish, allowed in ((False, unfinished), (True, complete)):
+        run = tmp_path / str(finish)
+        run_stages(config_in(run, "ppo.ema=0.9"), "ppo", finish=finish)
+        context = nullcontext() if allowed else pytest.raises(RunError, match=override.split("=")[0])
+        with context:
+            check(config_in(run, "ppo.ema=0.9", override), stages=("ppo",), resume=True)
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_stage_resumes_only_in_its_precision(tmp_path: Path, finish: bool) -> None:
+    config = config_in(tmp_path / "run")
+    run = RunDirectory(config.output)
+    with run.open_for(config, stages=("sft",), accelerator=accelerator("bf16")):
+        record(run.stage("sft"), 1)
+        if finish:
+            run.stage("sft").finish({})
+    before = contents(run.path)
+    wishes: Any = {"stages": ("sft",), "resume": True}
+    check(config, **wishes)
+    check(config_in(tmp_path / "run", "precision=bf16"), **wishes, accelerator=accelerator("bf16"))
+    with pytest.raises(RunError, match="'bf16' there, 'fp32' now"):
+        check(config_in(tmp_path / "run", "precision=fp32"), **wishes)
+    if not finish:
+        message = r"precision \('bf16' there, auto, which is fp32 here, now\)"
+        with pytest.raises(RunError, match=message), run.open_for(config, **wishes, accelerator=accelerator("fp32")):
+            pass
+    assert contents(run.path) == before
 
 
 @pytest.mark.parametrize("folder", ["absent", "empty"])
@@ -185,45 +222,11 @@ def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
     assert contents(run.path) == before
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "ppo.log_every=3",
-        "ppo.micro_batch_size=1",
-        "ppo.checkpoint_every=7",
-        "ppo.generation_batch_size=1",
-        "ppo.ema_on_host=true",
-    ],
-)
-def test_what_changes_no_result_is_no_other_setting(tmp_path: Path, override: str) -> None:
-    run_stages(config_in(tmp_path / "run", "ppo.ema=0.9"), *STAGES)
-    check(config_in(tmp_path / "run", "ppo.ema=0.9", override), resume=True)
-
-
 def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     check(config_in(tmp_path / "run", "ppo.steps=7", "engine.zero_stage=2"), resume=True)
     with pytest.raises(RunError, match=r"sft\.epochs"):
         check(config_in(tmp_path / "run", "sft.epochs=7"), resume=True)
-
-
-def test_what_auto_came_to_is_no_other_precision(tmp_path: Path) -> None:
-    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with run.open_for(config, stages=("sft",), accelerator=accelerator("bf16")):
-        record(run.stage("sft"), 1)
-        run.stage("sft").finish({})
-    check(config, stages=("sft",), resume=True)
-
-
-def test_a_complete_run_of_an_earlier_version_has_the_precision_that_auto_came_to(tmp_path: Path) -> None:
-    run = run_stages(config_in(tmp_path / "run"), "sft")
-    recorded = json.loads(run.description.read_text())
-    del recorded["stages"]
-    recorded["accelerator"] = accelerator("bf16")
-    run.description.write_text(json.dumps(recorded))
-    check(config_in(tmp_path / "run", "precision=bf16"), stages=("sft",), resume=True)
-    with pytest.raises(RunError, match=r"precision \('bf16' there, 'fp32' now\)"):
-        check(config_in(tmp_path / "run", "precision=fp32"), stages=("sft",), resume=True)
 
 
 def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -241,18 +244,6 @@ def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Pat
     assert contents(run.path) == before
     with run.open_for(config, stages=("sft",), resume=True, data=ROWS):
         pass
-
-
-def test_a_dry_run_compares_rows_and_precision_too(tmp_path: Path) -> None:
-    config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with run.open_for(config, stages=("sft",), data=ROWS, accelerator=accelerator("bf16")):
-        record(run.stage("sft"), 1)
-    wishes: dict[str, Any] = {"stages": ("sft",), "resume": True}
-    check(config, **wishes, data=ROWS, accelerator=accelerator("bf16"))
-    with pytest.raises(RunError, match="made with other rows"):
-        check(config, **wishes, data={"a.jsonl": {"rows": 5, "digest": "1"}})
-    with pytest.raises(RunError, match="precision"):
-        check(config, **wishes, accelerator=accelerator("fp32"))
 
 
 def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
