@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> int:
     from rlhf.engine.engine import TrainingEngine, freeze_model
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
-    from rlhf.models.zero3_loading import place_sharded
+    from rlhf.models.weight_loading import place_sharded
     from rlhf.roles.roles import model_placements
 
     held = model_placements(build_config({"engine": {"zero_stage": 3}}), "ppo")

@@ -169,7 +169,7 @@ def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], 
 
 def loaders(context: Any, work: dict[str, Any]) -> tuple[Any, Any]:
     """The tokenizer, and what loads a role's language model or one with a scalar head."""
-    from rlhf.models.attention import choose_attention
+    from rlhf.models.compatibility import choose_attention
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
 
     model, path = context.config.model, work["model"]

@@ -33,7 +33,7 @@ from rlhf.models.lora import (
 )
 from rlhf.models.quantized import compute_export_weight, find_quantized_layers
 from rlhf.models.scalar_head import write_readme
-from rlhf.models.zero3_loading import is_sharded
+from rlhf.models.weight_loading import is_sharded
 from rlhf.roles.base_sharing import record_base
 from rlhf.utils.atomic_io import atomic_directory
 

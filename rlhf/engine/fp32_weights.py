@@ -16,8 +16,7 @@ from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 
 from rlhf.models import lazy_tensors
-from rlhf.models.weight_loading import get_source, set_source
-from rlhf.models.zero3_loading import is_sharded, local_range
+from rlhf.models.weight_loading import get_source, is_sharded, local_range, set_source
 
 if TYPE_CHECKING:
     from accelerators import Accelerator

@@ -32,8 +32,7 @@ from rlhf.evaluation.models import (
     model_folder,
     reward_model_folder,
 )
-from rlhf.models.attention import choose_attention
-from rlhf.models.compatibility import check_model_folder, get_max_positions
+from rlhf.models.compatibility import check_model_folder, choose_attention, get_max_positions
 from rlhf.models.loading import load_model_tokenizer, load_on_meta
 from rlhf.reporting.progress import progress
 from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, expected_best, repeated, wilson, win_share

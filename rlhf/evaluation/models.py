@@ -285,7 +285,7 @@ def _loader_options(
     source: ModelConfig, device: EvaluationDevice, *, scalar_head: bool
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
     """Return the tokenizer of a model, and the other arguments of its loader."""
-    from rlhf.models.attention import choose_attention
+    from rlhf.models.compatibility import choose_attention
     from rlhf.models.loading import check_tokenizer_fits, load_model_tokenizer, load_on_meta
     from rlhf.models.weight_loading import place_in_memory
 
@@ -435,7 +435,7 @@ def merge_adapter(model: Any, folder: str) -> Any:
     from peft import PeftModel
 
     from accelerators import find_out_of_memory
-    from rlhf.models.hf_errors import summarize_error
+    from rlhf.models.hub import summarize_error
 
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()

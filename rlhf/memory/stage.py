@@ -29,7 +29,7 @@ EMBEDDED = {
     "num_attention_heads": 6,
     "tie_word_embeddings": True,
 }
-"""The embedded Llama (rlhf.models.toy_model), with the vocabulary of the embedded world's tokenizer."""
+"""The embedded Llama (rlhf.models.loading), with the vocabulary of the embedded world's tokenizer."""
 
 Shapes = Mapping[str | None, Shape]
 """Shapes by the path that a stage starts from; None is the embedded model."""
@@ -41,7 +41,7 @@ Moments = list[tuple[str, list[MemoryItem]]]
 _FIRST_PASSES = 50 * 2**20  # bytes that a process gains with its first passes: threads, kernels' memory, late imports
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
 _CHUNK, _FEWEST = 1 << 22, 256  # logits that are worked on at a time, and columns (rlhf.losses)
-_LARGE = 64 << 20  # bytes of 16-bit logits from which on they are never whole (rlhf.models.lm_head)
+_LARGE = 64 << 20  # bytes of 16-bit logits from which on they are never whole (rlhf.models.forward)
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def _attention_weights(shape: Shape, rows: Rows, environment: Environment) -> in
 def _logits(shape: Shape, rows: Rows, environment: Environment, columns: int, copies: int) -> list[int]:
     """Return the bytes of logits of `columns`, `copies` of them at a time, and of the chunks that are worked on.
 
-    If logits are made and used up part by part (rlhf.models.lm_head), only the chunks exist.
+    If logits are made and used up part by part (rlhf.models.forward), only the chunks exist.
     """
     width, positions = environment.width, rows.number * columns
     numbers = positions * shape.vocabulary

@@ -1,4 +1,4 @@
-"""Check what a model must be able to do, from its folder and configuration, before any weight is read.
+"""Check what a model must be able to do, and choose its attention, from its folder and configuration alone.
 
 A model that a stage would fail on, or train wrongly, is an error of one line. Importing this module loads neither torch
 nor transformers.
@@ -6,20 +6,33 @@ nor transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.hf_errors import hub_load_error, summarize_error
+from rlhf.models.hub import check_available, hub_load_error, summarize_error
 from rlhf.models.transformers_patches import STATIC_CACHE_WORKS
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
 
+    from accelerators import Accelerator
+
+EMBEDDED_MODEL = "the embedded model"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """transformers' name of a model's attention, and the better ones that it does not get, with the reasons."""
+
+    name: str
+    refused: Mapping[str, str]
 
 
 def check_model_folder(path: str) -> None:
@@ -36,8 +49,7 @@ def check_model_folder(path: str) -> None:
             f"{path}: holds a LoRA adapter (adapter_config.json), not a whole model; merge it into its model with "
             "peft's merge_and_unload, save that, and name its folder"
         )
-    has_gguf = any(folder.glob("*.gguf"))
-    if not (folder / "config.json").exists() and not has_gguf:
+    if not (folder / "config.json").exists() and not any(folder.glob("*.gguf")):
         raise ModelError(f"{path}: holds no config.json; name a folder that save_pretrained wrote")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")
@@ -117,6 +129,62 @@ def get_max_positions(config: PretrainedConfig) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
+def choose_attention(accelerator: Accelerator, path: str | None, config: ModelConfig) -> AttentionChoice:
+    """Choose the best implementation that the model at `path` supports; the embedded model if that is None.
+
+    A backend lists implementations, best first; `eager`, which every architecture has, is the last one.
+
+    Raises:
+        ModelError: its configuration cannot be read, or no implementation of the backend supports it.
+        AcceleratorError: the backend has no implementation.
+    """
+    if path is None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return choose_attention_for(accelerator, LlamaConfig(), EMBEDDED_MODEL, LlamaForCausalLM)
+    check_model_folder(path)
+    check_available(path, "model")
+    model_config = load_model_config(path, config)
+    return choose_attention_for(accelerator, model_config, path, find_model_class(model_config, config))
+
+
+def choose_attention_for(accelerator: Accelerator, model_config: Any, name: str, architecture: Any) -> AttentionChoice:
+    """Choose as `choose_attention` does, for a configuration of transformers.
+
+    Args:
+        accelerator: the backend.
+        model_config: the model's configuration.
+        name: names the model in messages.
+        architecture: the class of its language model; None if it is known only after loading.
+    """
+    refused: dict[str, str] = {}
+    kernels = accelerator.kernels
+    for implementation, attention in kernels.usable("attention"):
+        reason = explain_missing_attention(architecture, attention) or kernels.refusal(implementation, model_config)
+        if not reason:
+            return AttentionChoice(attention, refused)
+        refused[attention] = reason
+    first = kernels.get("attention", required=True)
+    raise ModelError(
+        f"{name}: no attention implementation of {accelerator.name} supports this model ({_join_reasons(refused)}); "
+        f"choose a model that supports {first}"
+    )
+
+
+def describe_attention(choices: Mapping[str, AttentionChoice]) -> str | None:
+    """Return one line about the models, by name, that did not get the backend's first choice; None if all did."""
+    by_reasons: dict[str, list[str]] = {}
+    for model, choice in choices.items():
+        if choice.refused:
+            by_reasons.setdefault(f"({_join_reasons(choice.refused)})", []).append(f"{choice.name} for {model}")
+    parts = [f"{', '.join(models)} {reasons}" for reasons, models in by_reasons.items()]
+    return f"attention: {'; '.join(parts)}" if parts else None
+
+
+def _join_reasons(refused: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in refused.items())
+
+
 def find_model_class(model_config: PretrainedConfig, config: ModelConfig) -> Any:
     """Return the class of the language model that a configuration describes; None if only loading shows it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -133,9 +201,7 @@ def find_model_class(model_config: PretrainedConfig, config: ModelConfig) -> Any
 def explain_missing_attention(architecture: Any, attention: str) -> str:
     """Return why a class of transformers does not support an attention implementation; empty if it does.
 
-    Args:
-        architecture: a model's class; None supports all.
-        attention: transformers' name of the implementation.
+    The class None, which is known only after loading, supports all.
     """
     if architecture is None or attention == "eager":
         return ""

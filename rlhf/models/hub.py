@@ -1,4 +1,4 @@
-"""Check once if a hub has a model or data set, before libraries would ask it again and again.
+"""Check once if a hub has a model or data set, and turn Hugging Face's errors about a model into one sentence.
 
 If the hub cannot be reached and this machine has a copy, libraries use the copy and do not contact the hub, until it is
 asked for another name or `restore_offline_flags` ends. A hub that is switched off is not asked, and never switched on.
@@ -6,6 +6,8 @@ asked for another name or `restore_offline_flags` ends. A hub that is switched o
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
 import re
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rlhf.config.paths import WORLD, is_path
 from rlhf.errors import DataError, ModelError
@@ -41,7 +43,7 @@ _REPOSITORIES = {
     "dataset": _Repository("data set", "file or folder", ".gitattributes", DataError),
 }
 
-_saved_flags: dict[str, bool] = {}  # the modules' `HF_HUB_OFFLINE` from before this module has changed them
+_switched_off: set[str] = set()  # those of `_MODULES` whose flag this module has set
 
 
 class _UnreachableError(Exception):
@@ -153,47 +155,65 @@ def _request(name: str, kind: Kind) -> None:
 
 def _find_switch(kind: Kind) -> str | None:
     """Return the variable or module that switches the hub off; None if nothing does, or only this module."""
-    import huggingface_hub.constants  # noqa: F401
+    from huggingface_hub import constants  # noqa: F401
 
     end = None if kind == "dataset" else -1
     for variable in _VARIABLES[:end]:
-        if _is_on(variable):
+        if os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}:
             return variable
-    for name in _find_imported(_MODULES[:end]):
-        if _get_user_flag(name):
+    for name in _MODULES[:end]:
+        if name in sys.modules and name not in _switched_off and sys.modules[name].HF_HUB_OFFLINE:
             return f"{name}.HF_HUB_OFFLINE"
     return None
 
 
 def _switch_off() -> None:
     """Have the libraries use local copies only."""
-    for name, module in _find_imported().items():
-        _saved_flags.setdefault(name, module.HF_HUB_OFFLINE)
-        module.HF_HUB_OFFLINE = True
+    for name in reversed(_MODULES):  # `datasets` copies the other's flag when it is imported
+        module = importlib.import_module(name)
+        if not module.HF_HUB_OFFLINE:
+            module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+            _switched_off.add(name)
 
 
 def _restore_flags() -> None:
     """Undo `_switch_off`."""
-    if _saved_flags:
-        for name, module in _find_imported().items():
-            module.HF_HUB_OFFLINE = _get_user_flag(name)
-        _saved_flags.clear()
-
-
-def _get_user_flag(name: str) -> bool:
-    """Return a module's `HF_HUB_OFFLINE` as it would be without `_switch_off`."""
-    if not _saved_flags:
-        return bool(sys.modules[name].HF_HUB_OFFLINE)
-    return _saved_flags.get(name, _is_on(_VARIABLES[-1]))  # a module imported later has copied the changed flag
-
-
-def _find_imported(names: tuple[str, ...] = _MODULES) -> dict[str, Any]:
-    return {name: sys.modules[name] for name in names if name in sys.modules}
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}
+    while _switched_off:
+        sys.modules[_switched_off.pop()].HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
 
 
 def _simplify(name: str) -> str:
     return re.sub("(?<!_)_(?!_)", "", name).lower()
+
+
+# Patterns of libraries' messages -> their meaning; \1 is the first group.
+_MEANINGS = (
+    (r"model type `(.*?)` but Transformers does not recognize", r"transformers does not know the model type '\1'"),
+    (r"Unrecognized model in .*Should have a `model_type`", "config.json names no model_type"),
+    (r"config file at '(?:.*/)?(.*?)' is not a valid JSON", r"\1 is not valid JSON"),
+    (r"Error no file named (.*?),? found in directory", r"there is no \1"),
+    (r"ignore_mismatched_sizes", "the weights have other shapes than config.json says"),
+    (r"deserializing header: (.*)", r"a .safetensors file is incomplete or damaged: \1"),
+    (r"PytorchStreamReader failed|invalid load key|unexpected EOF", "a .bin file is incomplete or damaged"),
+    (r"(?s)instantiate the backend tokenizer from one of.*sentencepiece", "it needs the package sentencepiece"),
+    (r"couldn't find them in the cached files", "the copy on this machine is incomplete, and the hub was not reached"),
+)
+_ADVICE = re.compile(
+    r"(?<=[.!?]) +(?=(?:Check|Consider|Example|For|If|Install|Make|Otherwise|Please|See|This could|Try|Use|You) )"
+)
+
+
+def summarize_error(error: BaseException) -> str:
+    """Return what is wrong in one sentence, without what to do."""
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
+    if isinstance(error, json.JSONDecodeError):
+        return f"one of its files is not valid JSON: {text}"
+    for pattern, meaning in _MEANINGS:
+        if match := re.search(pattern, text):
+            return match.expand(meaning)
+    return _ADVICE.split((text or type(error).__name__).splitlines()[0])[0].rstrip(".!")
+
+
+def hub_load_error(path: str, error: BaseException) -> ModelError:
+    """Return the error for a name that is no local folder and could not be loaded from the hub."""
+    return ModelError(f"{path}: no folder here, and not loaded from the hub ({summarize_error(error)}); check the name")

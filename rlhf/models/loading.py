@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,19 +22,20 @@ from torch import nn
 from accelerators import find_out_of_memory
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import deepspeed_chat, hub, lazy_tensors
+from rlhf.models import hub, lazy_tensors
 from rlhf.models.compatibility import check_model_folder, check_support
-from rlhf.models.hf_errors import hub_load_error, summarize_error
+from rlhf.models.hub import hub_load_error, summarize_error
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from rlhf.models.transformers_patches import forget_key_mapping
 from rlhf.models.weight_loading import (
-    CheckpointTensors,
     PlaceParameter,
     extend_embeddings,
     fill_parameters,
+    has_all_weights,
     place_in_memory,
     prepare_parameters,
     read_parameters,
+    rename_tensors,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,13 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# Reward models as DeepSpeed-Chat saves them: a language model's `config.json` and, in `pytorch_model.bin`, the state of
+# DeepSpeed-Chat's own module, with a backbone called `rwtransformer` and a linear layer `v_head` without bias.
+
+_DEEPSPEED_CHAT_BACKBONE = r"^(?:module\.)*rw(?:transformer|tranrsformer)\."  # the second is an early misspelling
+_DEEPSPEED_CHAT_KEYS = {_DEEPSPEED_CHAT_BACKBONE: "", r"^(?:module\.)*v_head\.": "score."}
+"""Its names -> those of transformers, for `key_mapping` of `from_pretrained`; wrappers add `module.`."""
+
 
 def load_on_meta(
     path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False, trained: bool = True
@@ -52,13 +61,10 @@ def load_on_meta(
 
     Args:
         path: a folder or hub name.
-        config: says how to load it.
-        attention: transformers' name of its attention implementation.
+        config: as in `load_causal_lm`.
+        attention: as in `load_causal_lm`.
         scalar_head: load a sequence-classification model with one output.
         trained: the weights must include the head.
-
-    Raises:
-        ModelError: as `load_causal_lm` and `load_scalar_head`.
     """
     return _load(path, config, attention, trained=trained, weights=False, scalar_head=scalar_head)[0]
 
@@ -130,23 +136,18 @@ def load_scalar_head(
             read_parameters(norm[1])
         if line := reset_final_norm(model, reset_norm):
             say(f"note: {path}: {line}")
-    unread = (
-        deepspeed_chat.find_unread_token(model.config, tokenizer.eos_token_id) if report["deepspeed_chat"] else None
-    )
-    if seed is None and unread is not None:
-        model.config.unread_token = unread
+    # DeepSpeed-Chat reads the score before the first padding. It pads with the end-of-sequence token, whose score has
+    # therefore not been trained, except for Llama, whose tokenizer gets a separate pad token.
+    if seed is None and report["deepspeed_chat"] and model.config.model_type != "llama":
+        model.config.unread_token = tokenizer.eos_token_id
         say(f"note: {path}: is a reward model of DeepSpeed-Chat; replies are scored at the token before their end")
     return fill_parameters(_fit_to_tokenizer(model, tokenizer), put or place_in_memory(torch.float32))
 
 
 def build_on_meta(model_config: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
-    """Build a model without weights, on torch's meta device, from the configuration of a loaded model.
+    """Build a model without weights, on torch's meta device, from a copy of a loaded model's configuration.
 
-    Args:
-        model_config: the configuration; it is copied.
-        config: says if the model's code is trusted.
-        attention: transformers' name of its attention implementation.
-        scalar_head: build a sequence-classification model with one output.
+    The arguments are those of `load_on_meta`.
     """
     model_config = copy.deepcopy(model_config)
     model_class = _find_auto_class(model_config, config, scalar_head=scalar_head)
@@ -259,18 +260,18 @@ def _load(
     )
     try:
         tensors = None if gguf or hasattr(model_config, "quantization_config") else lazy_tensors.open_checkpoint(path)
-        chats = deepspeed_chat.is_deepspeed_chat(tensors or ())
-        keys = deepspeed_chat.KEY_MAPPING if chats and scalar_head else None
+        chats = any(re.match(_DEEPSPEED_CHAT_BACKBONE, name) for name in tensors or ())
+        keys = _DEEPSPEED_CHAT_KEYS if chats and scalar_head else None
         load = partial(load, key_mapping=keys) if keys else load
         if tensors or not weights:
             model, report = load(device_map="meta")
-        checkpoint = CheckpointTensors(model, tensors, keys) if weights and tensors else None
-        if weights and not (checkpoint and checkpoint.covers(model)):
-            if checkpoint:  # unexpected, since it is neither GGUF nor quantized
+        sources = rename_tensors(model, tensors, keys) if weights and tensors else None
+        if weights and (sources is None or not has_all_weights(model, sources)):
+            if sources is not None:  # unexpected, since it is neither GGUF nor quantized
                 logger.warning(
                     "%s: its weights cannot be read one by one: each rank loads all, in float32, first", path
                 )
-            checkpoint = None
+            sources = None
             model, report = load()
     except Exception as error:
         if find_out_of_memory(error):  # its files may be in order
@@ -287,8 +288,8 @@ def _load(
         raise ModelError(
             f"{path}: {type(model).__name__} scores whole sequences, not tokens; choose a decoder-only architecture"
         )
-    if checkpoint:
-        prepare_parameters(model, checkpoint)
+    if sources is not None:
+        prepare_parameters(model, sources)
     if keys:  # or the model would be saved under DeepSpeed-Chat's names
         forget_key_mapping(model)
     return model, report
@@ -323,7 +324,8 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
         raise ModelError(f"{path}: is a reward model (its weights have a scalar head); name a language model")
     missing = sorted(name for name in report["missing_keys"] if trained or not name.startswith("score."))
     if missing and report["deepspeed_chat"]:
-        listed = ", ".join(deepspeed_chat.to_deepspeed_chat_name(name, prefix) for name in missing[:3])
+        names = {name: f"rwtransformer.{name.removeprefix(f'{prefix}.')}" for name in missing}
+        listed = ", ".join((names | {"score.weight": "v_head.weight"})[name] for name in missing[:3])
         raise ModelError(
             f"{path}: is a reward model of DeepSpeed-Chat whose weights lack {listed}; "
             "save it again with DeepSpeed-Chat"
@@ -353,3 +355,32 @@ def _fit_to_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
             ends = find_end_tokens(tokenizer, settings)
             settings.eos_token_id = ends if len(ends) > 1 else ends[0]
     return model
+
+
+def build_llama_on_meta(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Build the model without its weights, on torch's meta device."""
+    with torch.device("meta"):
+        return build_llama(tokenizer, attention="sdpa", seed=0, max_length=0)
+
+
+def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
+    """Build a Llama with random weights drawn from `seed` and the tokenizer's vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=max(128, max_length),
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        use_cache=False,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)

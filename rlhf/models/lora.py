@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def build_peft_config(model: Any, config: LoraConfig) -> PeftConfig:
     Raises:
         ConfigError, ModelError: as `add_adapters`.
     """
-    targets = _find_targets(model, config.target_modules)
+    targets = find_adapter_targets(model, config.target_modules)
     return PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -149,10 +149,7 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def adapters_for_rollout(model: nn.Module, config: LoraConfig, memory: int) -> Iterator[None]:
     """Merge the adapters if `should_merge`; otherwise they run next to the weights, which then need no second copy."""
-    if should_merge(model, config, memory)[0]:
-        with merged_adapters(model):
-            yield
-    else:
+    with merged_adapters(model) if should_merge(model, config, memory)[0] else nullcontext():
         yield
 
 
@@ -179,11 +176,6 @@ def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[boo
         f"a copy of the adapted weights would take {copied / 2**30:.1f} of {memory / 2**30:.1f} GiB; "
         "lora.merge=true merges them anyway"
     )
-
-
-def check_adapter_targets(model: Any, config: LoraConfig) -> None:
-    """Raise as `add_adapters` does if the model has no layers that `config` could adapt."""
-    _find_targets(model, config.target_modules)
 
 
 def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -260,10 +252,13 @@ def _find_also_trained(model: Any, config: LoraConfig) -> Iterator[nn.Parameter]
                 yield parameter
 
 
-def _find_targets(model: Any, names: str | tuple[str, ...]) -> dict[str, nn.Module]:
+def find_adapter_targets(model: Any, names: str | tuple[str, ...]) -> dict[str, nn.Module]:
     """Return linear layers by their paths below the transformer: those that end in one of `names` or match `re:`.
 
     A string selects all. The output embedding and the scalar head are not part of the transformer.
+
+    Raises:
+        ConfigError, ModelError: as `add_adapters`.
     """
     transformer = model.base_model
     linear = _find_linear_layers(transformer)

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
 from rlhf.errors import ConfigError
-from rlhf.models.hf_errors import summarize_error
+from rlhf.models.hub import summarize_error
 
 CLASS_SUFFIX = "ScalarHead"
 """The end of the names of classes built here, and so of `architectures` in a saved configuration."""

@@ -112,7 +112,8 @@ def share_tensors(model: Any, base: SharedBase, tensors: Mapping[str, Tensor]) -
             continue
         place = _base_name(model, f"{path}.").removesuffix(".")
         theirs = modules.get(place)
-        if theirs is not None and type(theirs) is not type(module) and _holds_tensors(theirs) and path:
+        holds_tensors = theirs is not None and (theirs._parameters or theirs._buffers)
+        if theirs is not None and type(theirs) is not type(module) and holds_tensors and path:
             parent, _, key = path.rpartition(".")
             setattr(model.get_submodule(parent), key, _copy_module(theirs))  # a layer of another class: quantized
             continue
@@ -141,10 +142,6 @@ def share_tensors(model: Any, base: SharedBase, tensors: Mapping[str, Tensor]) -
 def _base_name(model: Any, name: str) -> str:
     """Return a name before adapters and below the transformer, whose own name differs between kinds of heads."""
     return to_plain_name(name).removeprefix(f"{model.base_model_prefix}.")
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
 def _copy_module(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
-from rlhf.models.hf_errors import hub_load_error, summarize_error
+from rlhf.models.hub import hub_load_error, summarize_error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

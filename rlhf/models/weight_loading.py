@@ -28,38 +28,49 @@ The name ends with the parameter's name in the module. `get_source` returns the 
 """
 
 
-class CheckpointTensors:
-    """The tensors of a checkpoint under the names of its model."""
+def rename_tensors(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
+    """Return a checkpoint's `tensors` by the names of `model`, which is on the meta device.
 
-    def __init__(self, model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None = None) -> None:
-        """`model` is on the meta device; `keys` is transformers' `key_mapping`: patterns of names -> the model's."""
-        self._sources = _rename_tensors(model, tensors, keys)
+    transformers' `convert_and_load_state_dict_in_model` maps them in the same way. `keys` is its `key_mapping`: patterns
+    of names -> the model's.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
-    def covers(self, model: Any) -> bool:
-        """Return True if it has all tensors that transformers found for `model` on the meta device."""
-        covered = {id(parameter) for name, parameter in _parameters(model).items() if name in self}
-        return all(
-            id(parameter) in covered
-            for parameter in model.parameters()
-            if getattr(parameter, "_is_hf_initialized", False)
-        )
+    state, prefix = model.state_dict(), model.base_model_prefix
+    mapping = get_model_conversion_mapping(model, dict(keys) if keys else None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, Source] = {}
+    conversions: dict[str, _Conversion] = {}
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name not in state:
+            continue
+        if pattern is None:
+            sources.setdefault(name, tensors[key])
+        else:
+            new = _Conversion(model, name, by_pattern[pattern])
+            conversions.setdefault(name, new).parts.append((key, pattern, tensors[key]))
+    for conversion in conversions.values():
+        sources |= conversion.sources()
+    return sources
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the tensors."""
-        return list(self._sources)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._sources
-
-    def source(self, name: str) -> Source:
-        """Return the source of a tensor."""
-        return self._sources[name]
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor in its stored type."""
-        source = self._sources[name]
-        return source.read().view(source.shape)
+def has_all_weights(model: Any, sources: Mapping[str, Source]) -> bool:
+    """Return True if `sources` has all tensors that transformers has found for `model` on the meta device."""
+    covered = {id(parameter) for name, parameter in _parameters(model).items() if name in sources}
+    return all(
+        id(parameter) in covered for parameter in model.parameters() if getattr(parameter, "_is_hf_initialized", False)
+    )
 
 
 def get_source(parameter: Tensor) -> Source | None:
@@ -80,13 +91,12 @@ def clear_sources(model: nn.Module) -> None:
             set_source(parameter, None)
 
 
-def prepare_parameters(model: Any, checkpoint: CheckpointTensors) -> None:
-    """Note the sources of the parameters that `checkpoint` has, and create the rest of `model`.
+def prepare_parameters(model: Any, sources: Mapping[str, Source]) -> None:
+    """Note the `sources` of parameters, by the names of `model`, and create the rest of it.
 
-    `model` is on the meta device. Parameters that the checkpoint lacks, or has in another shape, are drawn in float32
-    from torch's generator, and buffers are computed, as transformers does it. Tied weights are tied.
+    `model` is on the meta device. Parameters without a source, or with one of another shape, are drawn in float32 from
+    torch's generator, and buffers are computed, as transformers does it. Tied weights are tied.
     """
-    sources = {name: checkpoint.source(name) for name in checkpoint.names}
     _tie_weights(model, sources)
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, parameter in _parameters(model).items():
@@ -157,6 +167,46 @@ def place_in_memory(dtype: torch.dtype, device: torch.device | None = None) -> P
     return put
 
 
+def place_sharded(config: dict[str, Any], dtype: torch.dtype) -> PlaceParameter:
+    """Return a `PlaceParameter` that keeps this rank's part of each parameter, in `dtype`, as `config` asks.
+
+    While a parameter is sharded, the device has memory for all of it; the host's memory holds only the written part.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
+
+    # As an engine shards whole parameters. The first call creates the groups of ranks for hpZ (DeepSpeed 0.19).
+    neighbours = groups._get_zero_param_intra_parallel_group()
+    init = Init(module=nn.Module(), config_dict_or_path=config, zero_param_parallel_group=neighbours)
+
+    def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
+        source = get_source(parameter)
+        assert source is not None
+        new_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        buffer = torch.empty(parameter.shape, dtype=new_dtype, device=init.local_device)
+        new = nn.Parameter(buffer, requires_grad=parameter.requires_grad)
+        init._convert_to_deepspeed_param(new)  # private in 0.19.8; `Init` does it to each parameter, after a broadcast
+        start, stop = local_range(new) if init.zero_param_process_group is None else (0, buffer.numel())
+        lazy_tensors.copy_source(source, buffer.view(-1)[start:stop], start)
+        new.partition()  # type: ignore[attr-defined]  # DeepSpeed's
+        set_source(new, source)
+        return new
+
+    return put
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return True if ZeRO-3 has sharded a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def local_range(parameter: Any) -> tuple[int, int]:
+    """Return (start, stop): this rank's part of a sharded parameter, flattened."""
+    size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
+    start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    return start, min(start + size, parameter.ds_numel)
+
+
 def extend_embeddings(model: Any, rows: int) -> None:
     """Add rows to the embeddings of a prepared model, each the mean of the old rows, so the same on every rank.
 
@@ -186,7 +236,7 @@ def _embeddings(model: Any) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _tie_weights(model: Any, sources: dict[str, Source]) -> None:
+def _tie_weights(model: Any, sources: Mapping[str, Source]) -> None:
     """Tie weights that a checkpoint has twice and the model once; if the copies differ, they stay separate."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         if target not in sources or source not in sources:
@@ -201,39 +251,6 @@ def _tie_weights(model: Any, sources: dict[str, Source]) -> None:
 def _find_owner(owners: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return owners[path], key
-
-
-def _rename_tensors(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
-    """Return `tensors` by the model's names, as transformers' `convert_and_load_state_dict_in_model` maps them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    state, prefix = model.state_dict(), model.base_model_prefix
-    mapping = get_model_conversion_mapping(model, dict(keys) if keys else None)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    sources: dict[str, Source] = {}
-    conversions: dict[str, _Conversion] = {}
-    for key in sorted(tensors, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], prefix, state)
-        if name not in state:
-            continue
-        if pattern is None:
-            sources.setdefault(name, tensors[key])
-        else:
-            new = _Conversion(model, name, by_pattern[pattern])
-            conversions.setdefault(name, new).parts.append((key, pattern, tensors[key]))
-    for conversion in conversions.values():
-        sources |= conversion.sources()
-    return sources
 
 
 class _Conversion:

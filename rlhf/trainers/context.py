@@ -16,11 +16,10 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import set_dropout
-from rlhf.models.flops import ModelFlops
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters, should_merge
 from rlhf.models.quantized import count_quantized, quantize
-from rlhf.models.shape import Shape, shape_from
+from rlhf.models.shape import ModelFlops, Shape, shape_from
 from rlhf.models.shared_base import SharedBase
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress

@@ -23,7 +23,7 @@ from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import cpu_offload, distributed
 from rlhf.errors import DataError
 from rlhf.memory.report import plan_next_stage
-from rlhf.models.attention import choose_attention
+from rlhf.models.compatibility import choose_attention
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to

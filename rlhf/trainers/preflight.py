@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rlhf.data.cache import StageCache
     from rlhf.data.load_sources import SourceReader
     from rlhf.data.stage_dataset import StageData
-    from rlhf.models.attention import AttentionChoice
+    from rlhf.models.compatibility import AttentionChoice
 
 
 @dataclass(frozen=True)
@@ -265,10 +265,9 @@ class BaseModels:
         from rlhf.generation.hybrid_engine import check_generation_model
         from rlhf.models.compatibility import check_positions
         from rlhf.models.dropout import check_dropout
-        from rlhf.models.loading import check_same_vocabulary, check_tokenizer_fits
-        from rlhf.models.lora import check_adapter_targets
+        from rlhf.models.loading import build_llama_on_meta, check_same_vocabulary, check_tokenizer_fits
+        from rlhf.models.lora import find_adapter_targets
         from rlhf.models.scalar_head import check_final_norm
-        from rlhf.models.toy_model import build_llama_on_meta
 
         for base in bases:
             outline = self.outline(base)
@@ -285,7 +284,7 @@ class BaseModels:
             if stage == "reward":
                 check_final_norm(outline, self._config.reward.reset_final_norm)
             if any(placement.lora.rank for placement in placements):
-                check_adapter_targets(outline, self._config.lora)
+                find_adapter_targets(outline, self._config.lora.target_modules)
         if stage == "ppo":
             actor, *scorers = bases
             for scorer in scorers:
@@ -296,7 +295,7 @@ class BaseModels:
 
     def outline(self, base: ResolvedBaseModel) -> PreTrainedModel | None:
         """Build the model without its weights; None for the embedded one."""
-        from rlhf.models.attention import EMBEDDED_MODEL, choose_attention
+        from rlhf.models.compatibility import EMBEDDED_MODEL, choose_attention
         from rlhf.models.loading import load_on_meta
 
         name = base.path or EMBEDDED_MODEL

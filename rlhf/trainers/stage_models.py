@@ -9,14 +9,11 @@ from rlhf.checkpoint.export import save_adapter, save_model
 from rlhf.config.schema import EVERY_STAGE
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.engine.deepspeed_config import build_deepspeed_config
-from rlhf.models.attention import EMBEDDED_MODEL, choose_attention, describe_attention
-from rlhf.models.compatibility import load_generation_config
-from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
+from rlhf.models.compatibility import EMBEDDED_MODEL, choose_attention, describe_attention, load_generation_config
+from rlhf.models.loading import build_llama, load_causal_lm, load_model_tokenizer, load_scalar_head
 from rlhf.models.quantized import quantize_on_load
 from rlhf.models.shared_base import build_on_base
-from rlhf.models.toy_model import build_llama
-from rlhf.models.weight_loading import PlaceParameter, place_in_memory
-from rlhf.models.zero3_loading import place_sharded
+from rlhf.models.weight_loading import PlaceParameter, place_in_memory, place_sharded
 from rlhf.roles.base_sharing import ADAPTER, Sharing, decide_sharing
 from rlhf.roles.lineage import (
     ACTOR,

@@ -22,10 +22,9 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
 from rlhf.losses.log_probs import masked
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
-from rlhf.models.flops import TextLengths
-from rlhf.models.forward import completion_log_probs, model_inputs
-from rlhf.models.lm_head import compute_log_probs
+from rlhf.models.forward import completion_log_probs, compute_log_probs, model_inputs
 from rlhf.models.scalar_head import describe_loading
+from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs

@@ -159,7 +159,7 @@ def build(config: Any, mapping: Any, seed: int = 0) -> Any:
     import torch
 
     import accelerators
-    from rlhf.models.attention import choose_attention_for
+    from rlhf.models.compatibility import choose_attention_for
 
     cpu = accelerators.select("cpu", environ={}).create()
     config._attn_implementation = choose_attention_for(cpu, config, "tiny", mapping[type(config)]).name

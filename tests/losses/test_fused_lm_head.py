@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf.losses import fused_lm_head
 from rlhf.losses import log_probs as tokens
 from rlhf.losses.fused_lm_head import projected_log_probs
-from rlhf.models import lm_head
+from rlhf.models import forward
 from rlhf.models.forward import completion_log_probs, model_inputs
 from tests.helpers import llama
 
@@ -138,7 +138,7 @@ def log_probs_and_gradients(model, ids, length, **options):
 def test_training_makes_no_float32_tensor_of_logits(dtype, large, monkeypatch):
     """[B, A, V] of 2 x 20 x 3,000: in float32 none has as many elements, nor of any type where logits are large."""
     monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 3000)
-    monkeypatch.setattr(lm_head, "LARGE", large)
+    monkeypatch.setattr(forward, "LARGE", large)
     model, ids = llama(3000).to(dtype), torch.randint(3000, (2, 24))
     weights = max(parameter.numel() for parameter in model.parameters())
     for options in ({}, {"entropy": True, "temperature": 0.7}):
@@ -154,8 +154,8 @@ def test_training_makes_no_float32_tensor_of_logits(dtype, large, monkeypatch):
 def test_fused_or_not_a_model_has_the_same_numbers_and_gradients(tied, monkeypatch):
     model, ids = llama(60, tie_word_embeddings=tied), torch.randint(60, (2, 12))
     fused, gradients = log_probs_and_gradients(model, ids, 8, entropy=True, temperature=0.7)
-    assert lm_head.can_be_fused(model)
-    monkeypatch.setattr(lm_head, "can_be_fused", lambda model: False)
+    assert forward.can_be_fused(model)
+    monkeypatch.setattr(forward, "can_be_fused", lambda model: False)
     plain, expected = log_probs_and_gradients(model, ids, 8, entropy=True, temperature=0.7)
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
@@ -166,8 +166,8 @@ def test_positions_that_are_named_are_those_of_the_whole(monkeypatch):
     inputs, places = model_inputs(model, ids, torch.ones_like(ids)), torch.tensor([3, 4, 17])
     whole = model(**inputs).logits.log_softmax(-1).flatten(0, 1)[places]
     for fused in (True, False):
-        monkeypatch.setattr(lm_head, "can_be_fused", lambda model, fused=fused: fused)
-        found = lm_head.compute_log_probs(model, inputs, torch.tensor([5, 6, 7]), places=places)
+        monkeypatch.setattr(forward, "can_be_fused", lambda model, fused=fused: fused)
+        found = forward.compute_log_probs(model, inputs, torch.tensor([5, 6, 7]), places=places)
         torch.testing.assert_close(found.log_probs, whole[torch.arange(3), torch.tensor([5, 6, 7])])
     assert model(**inputs).logits.shape == (2, 12, 60)  # as it was
 
@@ -187,7 +187,7 @@ def test_logits_that_a_model_changes_afterwards_are_left_to_it():
     with torch.no_grad():
         model.lm_head.weight.mul_(50)  # so that the cap is felt
         logits = model(**model_inputs(model, ids, torch.ones_like(ids))).logits[:, 3:-1]
-    assert not lm_head.can_be_fused(model)
+    assert not forward.can_be_fused(model)
     expected = logits.log_softmax(-1).gather(-1, ids[:, 4:, None])[..., 0]
     torch.testing.assert_close(completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs, expected)
 
@@ -197,18 +197,18 @@ def test_an_output_layer_that_is_more_than_a_product_is_left_to_itself():
         pass
 
     model = llama(60)
-    assert lm_head.can_be_fused(model)
+    assert forward.can_be_fused(model)
     other = copy.deepcopy(model)
     other.lm_head = Adapted(other.lm_head.in_features, 60)
-    assert not lm_head.can_be_fused(other)
+    assert not forward.can_be_fused(other)
     model.lm_head.forward = lambda hidden: hidden  # packed weights, say
-    assert not lm_head.can_be_fused(model)
+    assert not forward.can_be_fused(model)
 
 
 @pytest.mark.parametrize("large", [0, 1 << 30])
 def test_an_entropy_that_no_loss_has_costs_no_gradient(large, monkeypatch):
     """Scoring finds the entropy in the pass that the update differentiates, which asks for it with a bonus alone."""
-    monkeypatch.setattr(lm_head, "LARGE", large)
+    monkeypatch.setattr(forward, "LARGE", large)
     given = []
     for module in (tokens, fused_lm_head):
         of = module.gradient_

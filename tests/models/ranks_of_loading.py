@@ -24,8 +24,7 @@ from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters, merged_adapters
-from rlhf.models.weight_loading import place_in_memory
-from rlhf.models.zero3_loading import is_sharded, place_sharded
+from rlhf.models.weight_loading import is_sharded, place_in_memory, place_sharded
 from tests.helpers import build_tokenizer
 from tests.in_process import make_placement, plain_state_dict
 

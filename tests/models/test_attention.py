@@ -13,7 +13,7 @@ import accelerators
 from accelerators import KernelImpl, Support
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.attention import AttentionChoice, choose_attention, describe_attention
+from rlhf.models.compatibility import AttentionChoice, choose_attention, describe_attention
 
 OWN = "cpu_composed"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -11,7 +11,7 @@ import torch
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.compatibility import check_model_folder, load_model_config
-from rlhf.models.hf_errors import summarize_error
+from rlhf.models.hub import summarize_error
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.tokenizers import load_tokenizer
 

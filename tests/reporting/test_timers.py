@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accelerators import DeviceInfo
 from rlhf.config.schema import LoraConfig, build_config
-from rlhf.models.flops import ModelFlops, TextLengths, generation_lengths
 from rlhf.models.lora import add_adapters
-from rlhf.models.shape import shape_from
+from rlhf.models.shape import ModelFlops, TextLengths, generation_lengths, shape_from
 from rlhf.reporting import timers
 from rlhf.reporting.timers import PhaseTimers, is_machine_dependent
 from rlhf.trainers.ppo.metrics import length_sums, record_arithmetic

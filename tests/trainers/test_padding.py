@@ -9,7 +9,7 @@ from accelerators import ShapePolicy
 from rlhf.data.batches import Batches, collate_reward, collate_sft, count_padding, example_length
 from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.records import Message, Row
-from rlhf.models import lm_head
+from rlhf.models import forward
 from rlhf.models.forward import completion_log_probs
 from rlhf.trainers.ppo.experience import MicroBatcher, join_rows
 from rlhf.trainers.supervised import negative_log_likelihood
@@ -50,7 +50,7 @@ def by_hand(model, examples):
 @pytest.mark.parametrize("policy", [DYNAMIC, STATIC], ids=lambda policy: policy.kind)
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_loss_of_sft_is_that_of_rows_alone(policy, fused, monkeypatch):
-    monkeypatch.setattr(lm_head, "can_be_fused", lambda model: fused)
+    monkeypatch.setattr(forward, "can_be_fused", lambda model: fused)
     model, examples = llama(60), demonstrations((3, 4), (9, 1), (1, 7))
     loss = negative_log_likelihood(model, collated([*examples, examples[0]], policy, real=3))
     expected = by_hand(model, examples)

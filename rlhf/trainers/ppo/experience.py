@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from accelerators import ShapePolicy
 from rlhf.data.batches import Batch
 from rlhf.losses.log_probs import ends_with
-from rlhf.models.lm_head import LogProbs
+from rlhf.models.forward import LogProbs
 
 
 class MicroBatch(NamedTuple):

@@ -21,7 +21,7 @@ from rlhf.data.batches import Batch
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics
 from rlhf.losses.log_probs import masked
-from rlhf.models.flops import TextLengths, generation_lengths
+from rlhf.models.shape import TextLengths, generation_lengths
 from rlhf.reporting.console import console
 from rlhf.reporting.timers import Phase
 from rlhf.trainers.context import StageContext

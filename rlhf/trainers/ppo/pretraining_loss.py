@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rlhf.data import pretraining
 from rlhf.engine.engine import Batch, Loss
-from rlhf.models.flops import TextLengths
 from rlhf.models.forward import completion_log_probs
+from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import StageContext
 
 

@@ -39,8 +39,7 @@ from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
 from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
-from rlhf.models.forward import completion_log_probs, sequence_scores
-from rlhf.models.lm_head import LogProbs
+from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
