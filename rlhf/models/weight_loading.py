@@ -31,8 +31,8 @@ The name ends with the parameter's name in the module. `get_source` returns the 
 def rename_tensors(model: Any, tensors: Mapping[str, Source], keys: Mapping[str, str] | None) -> dict[str, Source]:
     """Return a checkpoint's `tensors` by the names of `model`, which is on the meta device.
 
-    transformers' `convert_and_load_state_dict_in_model` maps them in the same way. `keys` is its `key_mapping`: patterns
-    of names -> the model's.
+    transformers' `convert_and_load_state_dict_in_model` maps them in the same way. `keys` is its `key_mapping`:
+    patterns of names -> the model's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (

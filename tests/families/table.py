@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from accelerators import KernelImpl
 
@@ -152,6 +154,8 @@ FAMILIES = (
     ),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
+EACH = [pytest.param(family, id=family.name, marks=[pytest.mark.slow] if family.slow else []) for family in FAMILIES]
+"""The families as parameters of a test; those of the long tail only if all tests run."""
 
 
 def build(config: Any, mapping: Any, seed: int = 0) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rlhf.config.schema import ModelConfig, SamplingConfig
 from rlhf.generation.decoder import Decoder
@@ -39,8 +40,6 @@ def assert_scores_as_plain_transformers(model: Any) -> None:
 
 
 def assert_head_scores_as_plain_transformers(config: Any) -> None:
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
     config.num_labels = 1
     made = build_scalar_head_class(config)
     model = build(config, {type(config): made} if made else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
@@ -72,9 +71,7 @@ def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_changes_neither_scores_nor_what_is_drawn(accelerator: Any, name: str, tmp_path: Path) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
+def test_padding_changes_neither_scores_nor_draws(accelerator: Any, name: str, tmp_path: Path) -> None:
     config = BY_NAME[name].configuration()
     config.save_pretrained(tmp_path)
     model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
@@ -84,13 +81,10 @@ def test_padding_changes_neither_scores_nor_what_is_drawn(accelerator: Any, name
     assert_draws_as_generate(accelerator, model)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name != "JetMoE"]
-)  # tolist() reads on the host, unseen here
-def test_a_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+# JetMoE's tolist() reads on the host, unseen here.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "JetMoE"])
+def test_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What cannot be recorded is decoded as it is."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     from accelerators.capture import Graph
     from tests.accelerators.replaying import record
 
@@ -100,7 +94,7 @@ def test_a_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_does_not_change_the_scores_of_a_scalar_head(name: str) -> None:
+def test_padding_does_not_change_scalar_head_scores(name: str) -> None:
     assert_head_scores_as_plain_transformers(BY_NAME[name].configuration())
 
 
@@ -114,9 +108,7 @@ def gemma3() -> Any:
     return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63)
 
 
-def test_the_text_part_of_a_composite_model_keeps_its_sliding_windows(accelerator: Any) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
+def test_text_part_of_composite_model_keeps_its_windows(accelerator: Any) -> None:
     model = build(gemma3(), MODEL_FOR_CAUSAL_LM_MAPPING)
     assert type(model).__name__ == "Gemma3ForConditionalGeneration"
     assert_scores_as_plain_transformers(model)

@@ -12,34 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlhf.generation.tensor_parallel import find_split_obstacle, split_model
 from tests.families.table import BY_NAME, FAMILIES, build
 from tests.generation.two_ranks import biased
 
 SPLIT = {
-    "OPT",
-    "GPT-NeoX, Pythia",
-    "BLOOM",
-    "Llama, Llama 2",
-    "Llama 3",
-    "Mistral",
-    "Qwen2",
-    "Qwen3",
-    "Gemma",
-    "Gemma 2",
-    "Gemma 3",
-    "Phi-3",
-    "Cohere 2",
-    "GLM-4",
-    "Granite",
-    "Nemotron",
-    "OLMo 2",
-    "OLMo 3",
-    "Phi, Phi-2",
-    "Qwen3.5",
-    "SmolLM3",
-    "StarCoder 2",
+    *("BLOOM", "Cohere 2", "GLM-4", "GPT-NeoX, Pythia", "Gemma", "Gemma 2", "Gemma 3", "Granite", "Llama 3"),
+    *("Llama, Llama 2", "Mistral", "Nemotron", "OLMo 2", "OLMo 3", "OPT", "Phi, Phi-2", "Phi-3", "Qwen2", "Qwen3"),
+    *("Qwen3.5", "SmolLM3", "StarCoder 2"),
 }
 """The others have no plan, or experts."""
 
@@ -71,8 +53,8 @@ class Partner:
         return torch.cat(self._meeting.all(self.position, tensor), dimension)
 
 
-def together(model: Any, size: int, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The logits that each rank of a team comes to."""
+def assert_parts_compute_the_whole(model: Any, size: int, ids: torch.Tensor) -> None:
+    """Compare the logits of each rank of a team of `size` with the whole model's."""
     meeting = Meeting(size)
 
     def rank(position: int) -> torch.Tensor:
@@ -83,58 +65,38 @@ def together(model: Any, size: int, ids: torch.Tensor) -> list[torch.Tensor]:
             meeting.all_here.abort()  # so that nobody waits
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank, range(size)))
-
-
-@pytest.mark.parametrize("name", sorted(SPLIT))
-def test_parts_compute_what_the_whole_does(name: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
-    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-    before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-    for found in together(model, 2, ids):
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    with ThreadPoolExecutor(size) as pool:
+        for logits in pool.map(rank, range(size)):
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 2) for name in sorted(SPLIT)), *((name, 4) for name in ("Llama, Llama 2", "BLOOM", "OPT"))],
+)
+def test_parts_compute_what_the_whole_does(name: str, size: int) -> None:
+    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
+    before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert_parts_compute_the_whole(model, size, ids)
     after = model.state_dict()
     assert all(torch.equal(after[path], tensor) for path, tensor in before.items()), "the model in training changed"
 
 
-@pytest.mark.parametrize("name", ["Llama, Llama 2", "BLOOM", "OPT", "GPT-NeoX, Pythia"])
-def test_four_ranks_have_a_head_each(name: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
-    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-    for found in together(model, 4, ids):
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(tied: bool) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
+def test_vocabulary_that_does_not_divide_is_split(tied: bool) -> None:
     config = BY_NAME["Llama 3"].configuration(vocab_size=61, tie_word_embeddings=tied)
-    model = build(config, MODEL_FOR_CAUSAL_LM_MAPPING)
-    ids = torch.arange(61).view(1, -1)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-    for found in together(model, 2, ids):
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    assert_parts_compute_the_whole(build(config, MODEL_FOR_CAUSAL_LM_MAPPING), 2, torch.arange(61).view(1, -1))
 
 
-def test_it_is_known_beforehand_which_can_be_split() -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found = set()
+def test_obstacles_to_splitting_are_known_beforehand() -> None:
+    divisible = set()
     for family in FAMILIES:
         config = family.configuration()
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
         if not find_split_obstacle(model, 2):
-            found.add(family.name)
-    assert found == SPLIT
+            divisible.add(family.name)
+    assert divisible == SPLIT

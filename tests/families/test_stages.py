@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlhf.config.schema import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import pipeline, preflight, stage_models
 from rlhf.trainers.ppo import trainer
-from tests.families.each import EACH
-from tests.families.table import Family
+from tests.families.table import EACH, Family
 from tests.helpers import weights
 
 LENGTHS = {"max_prompt_length": 16, "max_completion_length": 8}
@@ -75,8 +75,6 @@ def trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """Run the stages over a family; gives the folder, each stage's numbers as it ended, and the ratios of PPO."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     ends: dict[str, torch.Tensor] = {}
     ratios: list[torch.Tensor] = []
     save, loss = stage_models.save_model, trainer.policy_loss
@@ -120,9 +118,7 @@ def trained(
 
 
 @pytest.mark.parametrize("family", EACH)
-def test_a_family_is_trained_and_saved_as_plain_transformers_reads_it(
-    trained: Any, tokenizer: Any, family: Family
-) -> None:
+def test_family_is_trained_and_read_by_plain_transformers(trained: Any, tokenizer: Any, family: Family) -> None:
     folder, ends, ratios = trained(family)
     assert set(ends) == {"sft/model", "reward/model", "ppo/model", "ppo/critic"}
     assert (folder / "reward" / "model" / "README.md").is_file() == (not family.has_classifier)

@@ -21,14 +21,14 @@ def losses(margins: torch.Tensor = MARGINS, **settings: Any) -> torch.Tensor:
     return preference_losses(margins, **{"loss": "sigmoid", "beta": 0.5, **settings})
 
 
-def test_the_sigmoid_loss_is_minus_the_log_likelihood_of_the_preferences() -> None:
+def test_sigmoid_loss_is_the_negative_log_likelihood() -> None:
     """arXiv:2305.18290, equations 6 and 7: P(chosen over rejected) = 1 / (1 + exp(beta rejected - beta chosen))."""
     for margin, found in zip(MARGINS.tolist(), losses(beta=0.3).tolist(), strict=True):
         assert found == pytest.approx(math.log(1 + math.exp(-0.3 * margin)), rel=1e-12)
     assert losses(torch.zeros(1), beta=7.0).item() == pytest.approx(math.log(2))
 
 
-def test_its_gradient_weighs_a_pair_by_how_wrong_the_implicit_reward_is() -> None:
+def test_sigmoid_gradient_weighs_pairs_by_implicit_reward() -> None:
     """arXiv:2305.18290, section 4: - beta sigmoid(reward of the rejected - reward of the chosen)."""
     margins = MARGINS.clone().requires_grad_()
     losses(margins, beta=0.3).sum().backward()
@@ -45,7 +45,7 @@ def test_a_doubted_label_is_the_other_one_as_often() -> None:
     assert best.grad is not None and abs(best.grad.item()) < 1e-12
 
 
-def test_the_robust_loss_of_noisy_labels_is_on_average_that_of_clean_ones() -> None:
+def test_robust_loss_is_unbiased_for_noisy_labels() -> None:
     """arXiv:2403.00409, lemma 3.1."""
     noisy = 0.7 * losses(loss="robust", label_smoothing=0.3) + 0.3 * losses(
         -MARGINS, loss="robust", label_smoothing=0.3

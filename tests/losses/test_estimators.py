@@ -52,7 +52,7 @@ def test_advantages_and_returns_are_those_of_the_loops(values: dict[str, Any], o
     assert not (found[0] * (1 - mask)).any(), "advantages stand on actions alone"
 
 
-def test_completions_that_earn_the_same_but_for_rounding_teach_nothing() -> None:
+def test_rewards_that_differ_by_rounding_have_no_advantage() -> None:
     settings = PPOConfig(estimator="grpo", completions_per_prompt=2)
     earned = torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.1, 0.2]])
     found, _ = advantages.grpo(earned, torch.zeros(2, 3), torch.ones(2, 3), settings)
@@ -60,7 +60,7 @@ def test_completions_that_earn_the_same_but_for_rounding_teach_nothing() -> None
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
-def test_the_mean_of_a_loss_is_the_loops_however_rows_are_divided(loss_mean: Any) -> None:
+def test_loss_mean_is_the_loops_for_any_division_of_rows(loss_mean: Any) -> None:
     values, longest = rewards(2), 7
     shares = estimators.shares(LENGTHS, loss_mean, longest)
     wanted = sum(share * value for share, row in zip(shares, values) for value in row)

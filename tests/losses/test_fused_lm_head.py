@@ -41,8 +41,7 @@ def truth(given, labels, temperature):
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("bias", "entropy"), [(False, False), (True, True)])
 def test_numbers_and_gradients_are_those_of_the_definitions(dtype, close, temperature, bias, entropy):
     given, labels = drawn(dtype, bias)
     first, second = torch.randn(2, 3, N // 3)
@@ -62,7 +61,7 @@ def test_numbers_and_gradients_are_those_of_the_definitions(dtype, close, temper
         assert error < close / 3, error
 
 
-def test_gradients_of_a_weight_lose_no_digits_in_bf16_however_many_rows_there_are():
+def test_weight_gradient_in_bf16_loses_no_digits():
     """Each row of the weight gets its gradient whole: added up in bf16 over parts, it would stop growing at 256."""
     rows = 2000
     hidden, weight = torch.ones(rows, H).bfloat16(), torch.zeros(V, H).bfloat16().requires_grad_()
@@ -72,14 +71,14 @@ def test_gradients_of_a_weight_lose_no_digits_in_bf16_however_many_rows_there_ar
     torch.testing.assert_close(weight.grad.float(), expected[:, None].expand(V, H), rtol=5e-3, atol=0)
 
 
-def test_frozen_weights_get_no_gradient_and_hidden_states_still_do():
+def test_frozen_weights_get_no_gradient_but_hidden_states_do():
     (hidden, weight), labels = drawn(torch.float32, bias=False)
     weight.requires_grad_(False)
     projected_log_probs(hidden, weight, None, labels)[0].sum().backward()
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
-def test_a_token_that_cannot_come_has_no_probability_and_no_gradient():
+def test_impossible_token_has_no_gradient():
     (hidden, weight, bias), labels = drawn(torch.float32, bias=True)
     with torch.no_grad():
         bias[7] = -torch.inf
@@ -151,7 +150,7 @@ def test_training_makes_no_float32_tensor_of_logits(dtype, large, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_fused_or_not_a_model_has_the_same_numbers_and_gradients(tied, monkeypatch):
+def test_fused_and_plain_numbers_and_gradients_agree(tied, monkeypatch):
     model, ids = llama(60, tie_word_embeddings=tied), torch.randint(60, (2, 12))
     fused, gradients = log_probs_and_gradients(model, ids, 8, entropy=True, temperature=0.7)
     assert forward.can_be_fused(model)
@@ -182,7 +181,7 @@ def gemma2(vocabulary_size):
     return Gemma2ForCausalLM(config)
 
 
-def test_logits_that_a_model_changes_afterwards_are_left_to_it():
+def test_capped_logits_are_not_fused():
     model, ids = gemma2(60), torch.randint(60, (2, 12))
     with torch.no_grad():
         model.lm_head.weight.mul_(50)  # so that the cap is felt
@@ -192,7 +191,7 @@ def test_logits_that_a_model_changes_afterwards_are_left_to_it():
     torch.testing.assert_close(completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs, expected)
 
 
-def test_an_output_layer_that_is_more_than_a_product_is_left_to_itself():
+def test_output_layer_beyond_a_product_is_not_fused():
     class Adapted(torch.nn.Linear):
         pass
 
@@ -206,7 +205,7 @@ def test_an_output_layer_that_is_more_than_a_product_is_left_to_itself():
 
 
 @pytest.mark.parametrize("large", [0, 1 << 30])
-def test_an_entropy_that_no_loss_has_costs_no_gradient(large, monkeypatch):
+def test_entropy_outside_the_loss_costs_no_gradient(large, monkeypatch):
     """Scoring finds the entropy in the pass that the update differentiates, which asks for it with a bonus alone."""
     monkeypatch.setattr(forward, "LARGE", large)
     given = []

@@ -26,109 +26,70 @@ def token_entropy(logits, temperature=1.0):
     return token_log_probs_and_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), temperature)[1]
 
 
-def test_token_log_probs_are_those_of_log_softmax():
-    logits, labels = torch.randn(3, 5, 11), torch.randint(11, (3, 5))
-    expected = F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
-    torch.testing.assert_close(token_log_probs(logits, labels), expected)
-
-
-def test_token_log_probs_have_the_gradient_of_log_softmax(monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
-    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
-    weights = torch.randn(3, 5)
-    (token_log_probs(logits, labels) * weights).sum().backward()
-    found, logits.grad = logits.grad, None
-    (F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0] * weights).sum().backward()
-    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
-
-
-def test_token_log_probs_of_bf16_logits_are_computed_in_float32():
-    logits, labels = torch.randn(2, 3, 50).bfloat16(), torch.randint(50, (2, 3))
-    found = token_log_probs(logits, labels)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, token_log_probs(logits.float(), labels))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_log_probs_and_entropy_of_a_tempered_distribution_lose_no_digits(dtype, monkeypatch):
+def test_tempered_log_probs_and_entropy_lose_no_digits(dtype, monkeypatch):
     """The quotient is float32: rounded to bf16, log-probabilities would differ from the ones that were sampled."""
     monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 100)  # several chunks
     logits, labels = (torch.randn(2, 3, 50) * 8).to(dtype), torch.randint(50, (2, 3))
-    expected = (logits.double() / 0.7).log_softmax(-1)
-    found = token_log_probs(logits, labels, 0.7).double()
-    torch.testing.assert_close(found, expected.gather(-1, labels[..., None])[..., 0], atol=1e-4, rtol=0)
+    before, expected = logits.clone(), (logits.double() / 0.7).log_softmax(-1)
+    log_probs = token_log_probs(logits, labels, 0.7)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs.double(), expected.gather(-1, labels[..., None])[..., 0], atol=1e-4, rtol=0)
     entropy = -(expected.exp() * expected).sum(-1)
     torch.testing.assert_close(token_entropy(logits, 0.7).double(), entropy, atol=1e-4, rtol=0)
-
-
-def test_log_probs_of_a_tempered_distribution_have_its_gradient(monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)
-    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
-    weights = torch.randn(3, 5)
-    (token_log_probs(logits, labels, 0.4) * weights).sum().backward()
-    found, logits.grad = logits.grad, None
-    (F.log_softmax(logits / 0.4, -1).gather(-1, labels[..., None])[..., 0] * weights).sum().backward()
-    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
-
-
-def test_log_probs_leave_the_logits_as_they_are():
-    logits = torch.randn(2, 3, 7)
-    before = logits.clone()
-    token_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), 0.5)
-    token_entropy(logits, 0.5)
     assert torch.equal(logits, before)
 
 
-def test_token_log_probs_make_no_float32_copy_of_the_logits(monkeypatch):
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_log_probs_and_entropy_have_the_gradient_of_log_softmax(temperature, with_entropy, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
+    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
+    first, second = torch.randn(2, 3, 5)
+    second = second if with_entropy else torch.zeros(3, 5)
+    distribution = F.log_softmax(logits / temperature, -1)
+    entropies = -(distribution.exp() * distribution).sum(-1)
+    expected = distribution.gather(-1, labels[..., None])[..., 0]
+    (expected * first + entropies * second).sum().backward()
+    gradient, logits.grad = logits.grad, None
+    if with_entropy:
+        log_probs, entropy = token_log_probs_and_entropy(logits, labels, temperature)
+        torch.testing.assert_close(entropy.double(), entropies, atol=1e-6, rtol=1e-5)
+        (log_probs * first + entropy * second).sum().backward()
+    else:
+        log_probs = token_log_probs(logits, labels, temperature)
+        (log_probs * first).sum().backward()
+    torch.testing.assert_close(log_probs.double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(logits.grad, gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_no_float32_copy_of_the_logits_exists(monkeypatch):
     monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 64)
-    seen = []
+    sizes = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-                seen.append(out.numel())
+                sizes.append(out.numel())
             return out
 
     logits = torch.randn(4, 8, 32).bfloat16().requires_grad_()
     with Sizes():
         token_log_probs(logits, torch.zeros(4, 8, dtype=torch.long)).sum().backward()
         (token_entropy(logits) ** 2).sum().backward()
-    assert seen and max(seen) <= 64
+    assert sizes and max(sizes) <= 64
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.4])
-def test_log_probs_and_entropy_have_the_gradient_of_their_definitions(temperature, monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
-    logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
-    first, second = torch.randn(2, 3, 5)
-    log_probs, entropy = token_log_probs_and_entropy(logits, labels, temperature)
-    (log_probs * first + entropy * second).sum().backward()
-    found, logits.grad = logits.grad, None
-    expected = F.log_softmax(logits / temperature, -1)
-    entropies = -(expected.exp() * expected).sum(-1)
-    (expected.gather(-1, labels[..., None])[..., 0] * first + entropies * second).sum().backward()
-    torch.testing.assert_close(found, logits.grad, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), entropies, atol=1e-6, rtol=1e-5)
-
-
-def test_a_token_that_cannot_come_has_no_gradient_of_the_entropy():
+def test_entropy_of_impossible_and_certain_tokens_is_finite():
+    torch.testing.assert_close(token_entropy(torch.zeros(2, 3, 8)), torch.full((2, 3), math.log(8)))
+    assert token_entropy(torch.tensor([[[-torch.inf, 0.0, -torch.inf]]])).item() == 0
     logits = torch.tensor([[[1.0, -torch.inf, 1.0, 3.0]]], requires_grad=True)
     (token_entropy(logits) * 1e6).sum().backward()
     assert logits.grad.isfinite().all() and logits.grad[0, 0, 1] == 0 and logits.grad[0, 0, 3] < 0
 
 
-def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
-    torch.testing.assert_close(token_entropy(torch.zeros(2, 3, 8)), torch.full((2, 3), math.log(8)))
-
-
-def test_entropy_of_a_certain_token_is_zero():
-    logits = torch.full((1, 1, 4), -torch.inf)
-    logits[..., 2] = 0
-    assert token_entropy(logits).item() == 0
-
-
-def test_rewards_are_the_kl_penalty_and_the_clipped_score_on_the_last_action():
+def test_rewards_are_kl_penalty_and_score_on_the_last_action():
     start, width = 3, 9
     log_probs, reference = torch.randn(4, width), torch.randn(4, width)
     scores = torch.tensor([1.0, -7.0, 9.0, 2.0])
@@ -147,14 +108,14 @@ def test_rewards_are_the_kl_penalty_and_the_clipped_score_on_the_last_action():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_completion_without_an_end_loses_the_penalty_beyond_the_clip():
+def test_missing_end_is_subtracted_after_the_clip():
     scores, ended = torch.tensor([1.0, 1.0, -9.0, 9.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert earned_scores(scores, ended, clip=5.0, missing_end=2.0).tolist() == [1, -1, -7, 3]
     assert earned_scores(scores, ended, clip=5.0).tolist() == [1, 1, -5, 5]
     assert earned_scores(scores, ended, clip=5.0, missing_end=0.0).tolist() == [1, 1, -5, 5]
 
 
-def test_a_row_ends_with_its_last_action_whatever_stands_after_it():
+def test_ends_with_reads_the_last_action():
     ids = torch.tensor([[4, 7, 9], [4, 5, 7], [7, 5, 5], [7, 7, 7]])
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
     assert ends_with(ids, mask, torch.tensor([7, 9])).tolist() == [1, 0, 1, 0]
@@ -180,7 +141,7 @@ def test_the_mean_of_a_kl_estimate(estimator, mean):
         ("k3", lambda log_p: (Q * (Q.log() - log_p)).sum()),  # KL(reference || policy)
     ],
 )
-def test_the_gradient_of_a_kl_estimate_in_the_loss_is_that_of_a_divergence(estimator, loss):
+def test_gradient_of_kl_estimate_in_the_loss_is_a_divergences(estimator, loss):
     """On policy, in expectation over what is drawn."""
     logits = P.log().requires_grad_()
     (P * kl_estimate(logits.log_softmax(-1) - Q.log(), estimator)).sum().backward()
@@ -189,7 +150,7 @@ def test_the_gradient_of_a_kl_estimate_in_the_loss_is_that_of_a_divergence(estim
     torch.testing.assert_close(found, logits.grad)
 
 
-def test_k1_in_the_reward_has_the_gradient_of_the_divergence_from_the_reference_and_k3_has_not():
+def test_only_k1_in_the_reward_has_the_divergences_gradient():
     logits = P.log().requires_grad_()
     gradients = {}
     for estimator in ("k1", "k2", "k3"):
@@ -204,13 +165,10 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence_from_the_reference_
     assert not torch.allclose(gradients["k2"], exact, atol=1e-2)
 
 
-def test_infinite_log_probs_of_padding_do_not_reach_the_rewards():
+def test_infinite_log_probs_of_padding_change_nothing():
     log_probs = torch.tensor([[0.0, -torch.inf]])
-    found = shaped_rewards(log_probs, torch.zeros(1, 2), torch.ones(1), torch.tensor([[1, 0]]), 0)
-    assert found.tolist() == [[1.0, 0.0]]
-
-
-def test_infinite_log_probs_of_padding_do_not_reach_the_policy_s_loss():
+    rewards = shaped_rewards(log_probs, torch.zeros(1, 2), torch.ones(1), torch.tensor([[1, 0]]), 0)
+    assert rewards.tolist() == [[1.0, 0.0]]
     log_probs = torch.tensor([[0.1, -torch.inf]], requires_grad=True)
     loss = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 0.0]]))
     loss.backward()
@@ -232,20 +190,20 @@ def test_advantages_follow_the_recursion_of_gae(gamma, lam):
             torch.testing.assert_close(returns[row, column - start], running + values[row, column])
 
 
-def test_policy_loss_takes_the_worse_of_the_clipped_and_the_unclipped_objective():
+def test_policy_loss_takes_the_worse_objective():
     ratio = torch.tensor([[0.5, 1.5, 0.5, 1.5]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     found = policy_loss(ratio.log(), torch.zeros(1, 4), advantages, torch.ones(1, 4), clip=0.2)
     torch.testing.assert_close(found, torch.tensor((-0.5 - 1.2 + 0.8 + 1.5) / 4))
 
 
-def test_policy_loss_has_no_gradient_where_the_ratio_is_clipped_or_the_token_masked():
+def test_policy_loss_has_no_gradient_if_clipped_or_masked():
     log_probs = torch.tensor([[0.5, 0.1, 0.1]], requires_grad=True)
     policy_loss(log_probs, torch.zeros(1, 3), torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]])).backward()
     assert log_probs.grad[0, 0] == 0 and log_probs.grad[0, 1] != 0 and log_probs.grad[0, 2] == 0
 
 
-def test_value_loss_keeps_the_larger_of_the_clipped_and_the_unclipped_error():
+def test_value_loss_takes_the_larger_error():
     found = value_loss(torch.tensor([[2.0, 0.1]]), torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))
     torch.testing.assert_close(found, torch.tensor(0.5 * (2.8**2 + 0.9**2) / 2))
 
@@ -261,7 +219,7 @@ def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole():
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_whitened_values_have_mean_zero_and_deviation_one_and_ignore_padding():
+def test_whitened_values_have_mean_0_and_deviation_1():
     values, mask = torch.randn(4, 6) * 3 + 1, lengths_mask([6, 2, 1, 4], 6)
     white = whiten(values, mask)
     real = white[mask.bool()]
@@ -287,28 +245,14 @@ def test_whitening_keeps_its_digits_beside_a_large_mean(deviation):
     torch.testing.assert_close(found.double(), (values - values.mean()) / values.std(), atol=0.02, rtol=0.01)
 
 
-def reference_pairwise(rewards, ids, mask):
-    """DeepSpeed-Chat's definition, one pair at a time."""
-    pairs = ids.shape[0] // 2
-    losses, chosen_scores, rejected_scores = [], [], []
-    for row in range(pairs):
-        chosen_length, rejected_length = int(mask[row].sum()), int(mask[pairs + row].sum())
-        differing = (ids[row] != ids[pairs + row]).nonzero()[0].item()
-        end = max(chosen_length, rejected_length)
-        margin = rewards[row, differing:end] - rewards[pairs + row, differing:end]
-        losses.append(-F.logsigmoid(margin).mean())
-        chosen_scores.append(rewards[row, chosen_length - 1])
-        rejected_scores.append(rewards[pairs + row, rejected_length - 1])
-    return torch.stack(losses).mean(), torch.stack(chosen_scores), torch.stack(rejected_scores)
-
-
 def plain_loss(rewards, ids, mask, *, last=False, margins=(0.0, 0.0, 0.0), center=0.0):
-    """The definitions of the papers, one pair and one token at a time."""
-    total = 0.0
+    """The definitions of the papers, one pair and one token at a time: the loss, and the scores of the replies."""
+    total, scores = 0.0, []
     for row, margin in enumerate(margins):
         other, losses = row + 3, []
         ends = [int(mask[row].sum()) - 1, int(mask[other].sum()) - 1]
         better, worse = rewards[row, ends[0]], rewards[other, ends[1]]
+        scores.append([better.item(), worse.item()])
         if last:
             losses = [-F.logsigmoid(better - worse - margin)]
         else:
@@ -316,7 +260,7 @@ def plain_loss(rewards, ids, mask, *, last=False, margins=(0.0, 0.0, 0.0), cente
             for column in range(parting, max(ends) + 1):
                 losses.append(-F.logsigmoid(rewards[row, column] - rewards[other, column] - margin))
         total = total + sum(losses) / len(losses) + center * (better + worse) ** 2
-    return total / len(margins)
+    return total / len(margins), torch.tensor(scores)
 
 
 def pairs_batch():
@@ -328,27 +272,21 @@ def pairs_batch():
     return torch.randn(6, 8, requires_grad=True), ids * mask, mask
 
 
-def test_pairwise_loss_compares_from_the_first_difference_to_the_end_of_the_longer_reply():
-    rewards, ids, mask = pairs_batch()
-    found = pairwise_reward_loss(rewards, ids, mask)
-    loss, chosen, rejected = reference_pairwise(rewards, ids, mask)
-    torch.testing.assert_close(found.loss, loss)
-    torch.testing.assert_close(found.chosen_scores, chosen)
-    torch.testing.assert_close(found.rejected_scores, rejected)
-
-
 @pytest.mark.parametrize("compared", ["token", "last"])
-@pytest.mark.parametrize(("margins", "center"), [((0.5, 2.0, 0.0), 0.0), ((0.3, 0.3, 0.3), 0.1), ((0, 0, 0), 0.5)])
-def test_pairwise_losses_and_their_gradients_are_those_of_a_plain_loop(compared, margins, center):
+@pytest.mark.parametrize(
+    ("margins", "center"), [((0, 0, 0), 0.0), ((0.5, 2.0, 0.0), 0.0), ((0.3, 0.3, 0.3), 0.1), ((0, 0, 0), 0.5)]
+)
+def test_pairwise_losses_and_gradients_are_those_of_a_loop(compared, margins, center):
     rewards, ids, mask = pairs_batch()
-    given = margins[0] if len(set(margins)) == 1 else torch.tensor(margins)
-    found = pairwise_reward_loss(rewards, ids, mask, compared=compared, margins=given, center=center)
-    found.loss.backward()
+    margin = margins[0] if len(set(margins)) == 1 else torch.tensor(margins)
+    result = pairwise_reward_loss(rewards, ids, mask, compared=compared, margins=margin, center=center)
+    result.loss.backward()
     gradient, rewards.grad = rewards.grad, None
-    expected = plain_loss(rewards, ids, mask, last=compared == "last", margins=margins, center=center)
+    expected, scores = plain_loss(rewards, ids, mask, last=compared == "last", margins=margins, center=center)
     expected.backward()
-    torch.testing.assert_close(found.loss, expected)
-    torch.testing.assert_close(found.losses.mean(), expected)
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(result.losses.mean(), expected)
+    torch.testing.assert_close(torch.stack([result.chosen_scores, result.rejected_scores], 1), scores)
     torch.testing.assert_close(gradient, rewards.grad)
 
 
@@ -359,15 +297,7 @@ def test_the_loss_of_the_last_tokens_moves_no_other_score():
     assert [row.nonzero().flatten().tolist() for row in rewards.grad] == [[int(length) - 1] for length in lengths]
 
 
-def test_pairwise_scores_come_from_an_end_token_that_is_also_the_pad_token():
-    pad = eos = 0
-    ids = torch.tensor([[5, 6, eos, pad], [5, 7, 8, eos]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    found = pairwise_reward_loss(torch.arange(8.0).view(2, 4), ids, mask)
-    assert found.chosen_scores.tolist() == [2.0] and found.rejected_scores.tolist() == [7.0]
-
-
-def test_a_pair_that_only_fills_up_the_batch_changes_nothing():
+def test_pair_that_fills_up_the_batch_changes_nothing():
     rewards, ids, mask = pairs_batch()
     keep = torch.tensor([0, 1, 3, 4])
     expected = pairwise_reward_loss(rewards[keep], ids[keep], mask[keep]).loss

@@ -1,67 +1,75 @@
-"""A model that a stage would fail on is refused before the first stage, in one line that says why."""
+"""A model that a stage would fail on is refused in one line; others get the best attention that they support."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
+import accelerators
+from accelerators import KernelImpl, Support
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.compatibility import check_positions, check_support, get_max_positions, load_generation_config
+from rlhf.models.compatibility import (
+    AttentionChoice,
+    check_positions,
+    check_support,
+    choose_attention,
+    describe_attention,
+    get_max_positions,
+    load_generation_config,
+)
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def saved(folder: Path, name: str, **values: Any) -> str:
-    """A folder with the configuration of an architecture, as far as the checks read it."""
-    from transformers import CONFIG_MAPPING
-
-    CONFIG_MAPPING[name](**values).save_pretrained(folder)
+def save_config(folder: Path, name: str, **values: Any) -> str:
+    """Return a folder with the configuration of an architecture, as far as the checks read it."""
+    transformers.CONFIG_MAPPING[name](**values).save_pretrained(folder)
     (folder / "model.safetensors").touch()
     return str(folder)
 
 
-def refusal(path: str, **what: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        check_support(path, ModelConfig(), **{"attention": "eager", **what})
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ") and "\n" not in message and "http" not in message
-    return message
-
-
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "options", "reason"),
     [
-        ("bloom", "of sdpa attention, BloomForCausalLM has none"),
-        ("mamba", "it keeps a recurrent state and no keys and values"),
-        ("mamba2", "it keeps a recurrent state and no keys and values"),
-        ("rwkv", "it keeps a recurrent state"),
-        ("xlstm", "it keeps a recurrent state"),
-        ("recurrent_gemma", "it keeps a recurrent state in a separate cache"),
-        ("openai-gpt", "cannot generate with a static cache"),
-        ("bert", "no decoder-only language model"),
-        ("bart", "no decoder-only language model"),
-        ("t5", "no decoder-only language model"),
-        ("vit", "no decoder-only language model"),
+        ("bloom", {"attention": "sdpa"}, "of sdpa attention, BloomForCausalLM has none"),
+        ("mamba", {}, "it keeps a recurrent state and no keys and values"),
+        ("rwkv", {}, "it keeps a recurrent state"),
+        ("recurrent_gemma", {}, "it keeps a recurrent state in a separate cache"),
+        ("openai-gpt", {}, "cannot generate with a static cache"),
+        ("bert", {}, "no decoder-only language model"),
+        ("t5", {}, "no decoder-only language model"),
+        ("vit", {}, "no decoder-only language model"),
+        ("mllama", {"scalar_head": True}, "no class of the backbone alone that MllamaForCausalLM builds on"),
+        ("llama", {"scalar_head": True, "hidden_act": "nothing"}, "LlamaForSequenceClassification cannot be built"),
     ],
 )
-def test_what_cannot_be_trained_is_named_with_the_reason(tmp_path: Path, name: str, why: str) -> None:
-    message = refusal(saved(tmp_path, name), attention="sdpa" if name == "bloom" else "eager")
-    assert f"the architecture {name} is not supported yet: " in message and why in message
+def test_check_support_refuses_with_the_reason(tmp_path: Path, name: str, options: Any, reason: str) -> None:
+    act = {"hidden_act": options.pop("hidden_act")} if "hidden_act" in options else {}
+    path = save_config(tmp_path, name, **act)
+    with pytest.raises(ModelError) as caught:
+        check_support(path, ModelConfig(), **{"attention": "eager"} | options)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: the architecture {name} is not supported yet: ") and reason in message
+    assert "\n" not in message and "http" not in message
 
 
 @pytest.mark.parametrize("name", ["granite", "cohere", "olmoe"])
-def test_an_architecture_without_a_classifier_gets_a_scalar_head_all_the_same(tmp_path: Path, name: str) -> None:
-    path = saved(tmp_path, name)
-    check_support(path, ModelConfig(), attention="sdpa", scalar_head=True)
+def test_check_support_accepts_heads_built_here(tmp_path: Path, name: str) -> None:
+    check_support(save_config(tmp_path, name), ModelConfig(), attention="sdpa", scalar_head=True)
 
 
-def test_an_architecture_whose_backbone_transformers_does_not_load_alone_gets_none(tmp_path: Path) -> None:
-    path = saved(tmp_path, "mllama")
-    check_support(path, ModelConfig(), attention="sdpa")
-    assert "no class of the backbone alone that MllamaForCausalLM builds on" in refusal(path, scalar_head=True)
+@pytest.mark.parametrize("name", ["cohere2", "gpt2"])
+def test_check_support_ignores_the_attention_of_the_config(tmp_path: Path, name: str) -> None:
+    """The run chooses its own; the configuration's is of the machine where the model was made."""
+    path = Path(save_config(tmp_path, name, **SIZES, vocab_size=64)) / "config.json"
+    path.write_text(path.read_text().replace("{", '{"attn_implementation": "flash_attention_2",', 1))
+    config = check_support(str(tmp_path), ModelConfig(path=str(tmp_path)), attention="eager", scalar_head=True)
+    assert config.model_type == name
 
 
 @pytest.mark.parametrize(
@@ -69,32 +77,136 @@ def test_an_architecture_whose_backbone_transformers_does_not_load_alone_gets_no
     [
         ("gpt2", {"n_positions": 40}, 40),
         ("opt", {"max_position_embeddings": 40}, 40),
-        ("llama", {"max_position_embeddings": 40}, 40),
         ("gemma3", {"text_config": {"max_position_embeddings": 40}}, 40),
         ("bloom", {}, None),
     ],
 )
-def test_the_most_positions_of_a_model(name: str, values: dict[str, Any], positions: int | None) -> None:
-    from transformers import CONFIG_MAPPING
-
-    assert get_max_positions(CONFIG_MAPPING[name](**values)) == positions
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
-def test_rows_longer_than_the_models_positions_are_refused(tmp_path: Path, name: str) -> None:
-    path = saved(tmp_path, name, max_position_embeddings=40)
-    found = check_support(path, ModelConfig(), attention="sdpa")
-    check_positions(path, found, 40)
-    with pytest.raises(ModelError) as caught:
-        check_positions(path, found, 41)
-    assert str(caught.value).startswith(f"{path}: has 40 positions, fewer than data.max_prompt_length")
-    assert "data.max_completion_length = 41" in str(caught.value)
+def test_check_positions_refuses_longer_rows(name: str, values: dict[str, Any], positions: int | None) -> None:
+    config = transformers.CONFIG_MAPPING[name](**values)
+    assert get_max_positions(config) == positions
+    check_positions("m", config, 40)
+    if positions:
+        with pytest.raises(ModelError, match=r"m: has 40 positions, fewer than data\.max_prompt_length .* = 41"):
+            check_positions("m", config, 41)
 
 
-def test_generation_settings_are_the_models_own_or_those_of_its_configuration(tmp_path: Path) -> None:
-    from transformers import GenerationConfig
-
-    path = saved(tmp_path, "llama", eos_token_id=[3, 4])
+def test_generation_settings_are_saved_ones_or_the_configs(tmp_path: Path) -> None:
+    path = save_config(tmp_path, "llama", eos_token_id=[3, 4])
     assert load_generation_config(path, ModelConfig()).eos_token_id == [3, 4]
-    GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
+    transformers.GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
     assert load_generation_config(path, ModelConfig()).eos_token_id == [5, 6]
+
+
+OWN = "cpu_composed"
+UNREGISTERED = "takes none that is registered with transformers"
+WITHOUT_SDPA = {
+    "bloom": "BloomForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "codegen": "CodeGenForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+
+
+def offer(name: str, **changes: Any) -> KernelImpl:
+    """Return a plugin's attention that transformers knows as `name`, better than what is portable."""
+    options = {"supported": lambda accelerator: Support(True, "fast"), "priority": 99, "plugin": "rlhf-fast 1.0 (fast)"}
+    return KernelImpl(
+        **{"operation": "attention", "name": name, "factory": lambda accelerator: name} | options | changes
+    )
+
+
+@pytest.fixture
+def cpu() -> Any:
+    return accelerators.select("cpu", environ={}).create()
+
+
+@pytest.fixture(scope="session")
+def registered() -> str:
+    """An attention that is registered with transformers, as a backend does it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    transformers.AttentionInterface.register("fused", sdpa_attention_forward)
+    return "fused"
+
+
+def choose(cpu: Any, folder: Path, name: str, **values: Any) -> AttentionChoice:
+    return choose_attention(cpu, save_config(folder, name, **SIZES, **values), ModelConfig())
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_SDPA, "opt", "llama", "falcon"])
+def test_architecture_gets_the_best_it_supports(cpu: Any, tmp_path: Path, name: str) -> None:
+    choice = choose(cpu, tmp_path, name, **{"attention_types": [[["global"], 1]]} if name == "gpt_neo" else {})
+    if name in WITHOUT_SDPA:
+        own = "it does not support s_aux" if name == "gpt_oss" else f"{WITHOUT_SDPA[name]} {UNREGISTERED}"
+        assert choice == AttentionChoice("eager", {OWN: own, "sdpa": f"{WITHOUT_SDPA[name]} has none"})
+    elif name == "falcon":
+        assert choice == AttentionChoice("sdpa", {OWN: f"FalconForCausalLM {UNREGISTERED}"})
+    else:
+        assert choice == AttentionChoice(OWN, {})
+
+
+def test_soft_cap_is_never_dropped(cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 says that Gemma 2 has sdpa, which would not cap its scores."""
+    monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
+    refusals = {OWN: "it does not support softcap", "sdpa": "torch's scaled_dot_product_attention has no softcap"}
+    assert choose(cpu, tmp_path, "gemma2") == AttentionChoice("eager", refusals)
+
+
+@pytest.mark.parametrize(("name", "takes"), [("llama", True), ("stablelm", True), ("falcon", False), ("bloom", False)])
+def test_registered_attention_only_if_the_class_takes_it(
+    cpu: Any, registered: str, tmp_path: Path, name: str, takes: bool
+) -> None:
+    """Others would fail as they are built (Falcon), or use another one silently (BLOOM)."""
+    cpu.kernels.add([offer(registered)])
+    choice = choose(cpu, tmp_path, name)
+    assert (choice.name == registered) == takes
+    assert takes or choice.refused[registered].endswith(UNREGISTERED)
+
+
+def refuse_windows(model: Any) -> str:
+    return "no sliding windows" if getattr(model, "sliding_window", None) else ""
+
+
+def fail(model: Any) -> str:
+    raise KeyError("model_type")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reason"),
+    [
+        (refuse_windows, "no sliding windows"),
+        (fail, "its check of the model failed (KeyError: 'model_type'), which is for the authors of rlhf-fast 1.0"),
+        (lambda model: None, "its check of the model failed (TypeError: a NoneType instead of str)"),
+    ],
+)
+def test_refused_implementation_gives_way_to_the_next(
+    cpu: Any, registered: str, tmp_path: Path, refuses: Any, reason: str
+) -> None:
+    cpu.kernels.add([offer(registered, refuses=refuses)])
+    choice = choose(cpu, tmp_path, "mistral", sliding_window=8)
+    assert choice.name == OWN and choice.refused[registered].startswith(reason)
+    if refuses is refuse_windows:
+        assert choose(cpu, tmp_path, "llama") == AttentionChoice(registered, {})
+
+
+def test_backend_without_eager_refuses_the_model(cpu: Any, tmp_path: Path) -> None:
+    cpu.kernel_implementations = lambda: [offer("sdpa")]
+    with pytest.raises(ModelError, match=r"supports this model \(sdpa: BloomForCausalLM has none\); choose .* sdpa"):
+        choose(cpu, tmp_path, "bloom")
+
+
+def test_run_reports_and_records_each_models_attention(rlhf: Any, tokenizer: Any, tmp_path: Path) -> None:
+    folder, output = tmp_path / "tiny-bloom", tmp_path / "run"
+    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = transformers.BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=1, n_head=2, **ends)
+    transformers.BloomForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    run = rlhf("sft", "--set", f"model.path={folder}", "--set", "sft.max_steps=1", "--output", output)
+    refused = {OWN: f"BloomForCausalLM {UNREGISTERED}", "sdpa": "BloomForCausalLM has none"}
+    choice = AttentionChoice("eager", refused)
+    line = describe_attention({"other": AttentionChoice(OWN, {}), "tiny-bloom": choice})
+    assert line is not None and line.startswith(f"attention: eager for tiny-bloom ({OWN}: BloomForCausalLM")
+    assert line in run.stdout.splitlines()
+    recorded = json.loads((output / "run.json").read_text())["accelerator"]["attention"]
+    assert recorded == {str(folder): {"name": "eager", "refused": refused}}

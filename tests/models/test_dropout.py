@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.models.dropout import check_dropout, set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
-from tests.helpers import llama, weights
+from tests.helpers import llama
 from tests.in_process import given, stage_context
 
 SIZES = {
@@ -22,8 +20,7 @@ SIZES = {
     "num_local_experts": 2, "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 IDS = torch.randint(2, 60, (2, 12), generator=torch.Generator().manual_seed(0))
-FAMILIES = ("llama", "gpt2", "opt", "gpt_neox", "mixtral", "phi", "phi3", "falcon", "bloom", "persimmon", "starcoder2")
-FAMILIES += ("codegen", "gptj", "biogpt", "cohere2")
+FAMILIES = ("llama", "gpt2", "opt", "gpt_neox", "mixtral", "phi", "phi3", "falcon", "bloom", "codegen", "biogpt")
 
 
 def build(family, rate=0.5, attention="sdpa", **changes):
@@ -47,32 +44,25 @@ def logits(model, *, training):
 
 @pytest.fixture
 def dropped(monkeypatch):
-    """What dropout does from here on: (rate, inputs that are not 0, zeros of the output among them, their sum by
-    (1 - rate) as a part of the inputs'), for each time that something is dropped."""
-    found = []
-    dropout, attention = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
+    """A list of (rate, inputs that are not 0, zeros of the output among them), one for each time that dropout acts."""
+    drops = []
+    dropout = torch.nn.functional.dropout
 
-    def counting(input, p=0.5, training=True, inplace=False):
+    def count(input, p=0.5, training=True, inplace=False):
         output = dropout(input, p, training, inplace)
         if training and p:
-            there = input != 0
-            kept = there & (output != 0)
-            torch.testing.assert_close(output[kept], input[kept] / (1 - p))
-            found.append((p, int(there.sum()), int((there & (output == 0)).sum())))
+            inputs = input != 0
+            remaining = inputs & (output != 0)
+            torch.testing.assert_close(output[remaining], input[remaining] / (1 - p))
+            drops.append((p, int(inputs.sum()), int((inputs & (output == 0)).sum())))
         return output
 
-    def noting(*args, dropout_p=0.0, **options):
-        if dropout_p:
-            found.append((dropout_p, 0, 0))
-        return attention(*args, dropout_p=dropout_p, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "dropout", counting)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    return found
+    monkeypatch.setattr(torch.nn.functional, "dropout", count)
+    return drops
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_at_0_training_mode_computes_what_evaluation_does(family):
+def test_rate_0_trains_as_evaluation_computes(family):
     model, rates = build(family)
     expected = logits(model, training=False)
     assert not torch.equal(logits(model, training=True), expected)
@@ -81,30 +71,22 @@ def test_at_0_training_mode_computes_what_evaluation_does(family):
     assert {name: getattr(model.config, name) for name in rates} == rates, "the configuration is saved with the model"
 
 
-@pytest.mark.parametrize("start", [0.0, 0.5])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_rate_is_that_of_every_layer_in_training_and_of_none_in_evaluation(dropped, family, start):
+@pytest.mark.parametrize(("family", "start"), [*((family, 0.5) for family in FAMILIES), ("llama", 0.0), ("opt", 0.0)])
+def test_rate_acts_in_every_layer_in_training_only(dropped, family, start):
     model, rates = build(family, start, attention="eager")
     expected = logits(model, training=False)
     set_dropout(model, 0.25)
     for _ in range(8):
         logits(model, training=True)
     assert {rate for rate, _, _ in dropped} == {0.25}
-    there, zeros = sum(count for _, count, _ in dropped), sum(count for _, _, count in dropped)
-    assert there > 1000 and abs(zeros / there - 0.25) < 4 * (0.25 * 0.75 / there) ** 0.5, "of a binomial count"
+    inputs, zeros = sum(count for _, count, _ in dropped), sum(count for _, _, count in dropped)
+    assert inputs > 1000 and abs(zeros / inputs - 0.25) < 4 * (0.25 * 0.75 / inputs) ** 0.5, "of a binomial count"
     dropped.clear()
     assert torch.equal(logits(model, training=False), expected) and not dropped
     assert {name: getattr(model.config, name) for name in rates} == rates, "the configuration is saved with the model"
 
 
-def test_sdpa_drops_at_the_rate_too(dropped):
-    model, _ = build("llama", 0.0)
-    set_dropout(model, 0.25)
-    logits(model, training=True)
-    assert dropped == [(0.25, 0, 0)] * 2
-
-
-def test_layers_are_skipped_at_their_own_rate_and_at_0_never():
+def test_layerdrop_is_switched_off_by_rate_0_alone():
     model, _ = build("opt", 0.0, layerdrop=1.0 - 1e-9)
     whole = logits(model, training=False)
     set_dropout(model, 0.25)
@@ -113,7 +95,7 @@ def test_layers_are_skipped_at_their_own_rate_and_at_0_never():
     assert torch.equal(logits(model, training=True), whole)
 
 
-def test_a_scalar_head_and_adapters_drop_nothing_at_0_either():
+def test_scalar_head_with_adapters_drops_nothing_at_0():
     from transformers import AutoModelForSequenceClassification
 
     config = build("gpt2")[0].config
@@ -130,9 +112,8 @@ def test_a_scalar_head_and_adapters_drop_nothing_at_0_either():
         assert torch.equal(head.train()(IDS, torch.ones_like(IDS)), expected)
 
 
-def test_a_rate_is_refused_where_the_architecture_has_no_dropout():
-    layers = {"layer_types": ["conv", "full_attention"]}
-    model, _ = build("lfm2", **layers)
+def test_rate_without_any_dropout_is_refused():
+    model, _ = build("lfm2", layer_types=["conv", "full_attention"])
     for rate in (None, 0.0):
         check_dropout(model, rate, "sft.dropout")
     with pytest.raises(ConfigError) as caught:
@@ -145,11 +126,11 @@ def test_a_rate_is_refused_where_the_architecture_has_no_dropout():
     ("stage", "dropout", "expected"),
     [("sft", None, {0.0, 0.5}), ("sft", 0.125, {0.125, 0.5}), ("ppo", 0.0, {0.0}), ("ppo", 0.125, {0.0, 0.125})],
 )
-def test_adapters_drop_at_their_own_rate_and_nothing_in_ppo(accelerator, tmp_path, stage, dropout, expected):
+def test_adapters_drop_at_their_rate_but_not_in_ppo(accelerator, tmp_path, stage, dropout, expected):
     context = stage_context(
         accelerator, tmp_path, stage, {"lora": {"rank": 2, "dropout": 0.5}, stage: {"dropout": dropout}}
     )
-    model = llama(60)  # of which attention alone drops anything, by numbers of its own
+    model = llama(60)  # only attention drops anything, by numbers of each layer
     engine = context.engine(
         "sft" if stage == "sft" else "actor",
         given(model),
@@ -159,22 +140,6 @@ def test_adapters_drop_at_their_own_rate_and_nothing_in_ppo(accelerator, tmp_pat
         micro_batch_size=1,
     )
     adapters = {module.p for module in engine.module.modules() if isinstance(module, torch.nn.Dropout)}
-    own = {layer.self_attn.attention_dropout for layer in model.model.layers}
-    assert own | (adapters or {0.0}) == expected, "of no rate an adapter makes no layer"
-    assert own == {dropout or 0.0}
-
-
-@pytest.mark.parametrize("key", ["sft.dropout", "reward.dropout", "ppo.dropout"])
-def test_a_stage_is_trained_at_its_rate_and_what_it_leaves_keeps_the_models_own(rlhf, finished_run, tmp_path, key):
-    stage = key.partition(".")[0]
-    named = {
-        "reward.model": finished_run / "sft" / "model",
-        "ppo.actor": finished_run / "sft" / "model",
-        "ppo.reward_model": finished_run / "reward" / "model",
-        key: 0.5,
-    }
-    rlhf(stage, "--output", tmp_path / "run", *(part for name in named for part in ("--set", f"{name}={named[name]}")))
-    found, plain = tmp_path / "run" / stage / "model", finished_run / stage / "model"
-    assert json.loads((found / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
-    before, after = weights(plain), weights(found)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    attention = {layer.self_attn.attention_dropout for layer in model.model.layers}
+    assert attention | (adapters or {0.0}) == expected  # without a rate an adapter has no layer of dropout
+    assert attention == {dropout or 0.0}

@@ -1,4 +1,4 @@
-"""The norm before a scalar head is found in every family, and reset under a new head where its gains are unequal."""
+"""The norm before a scalar head is found in every family, and reset under a new head if its gains are unequal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config.schema import LoraConfig, ModelConfig, build_config
+from rlhf.config.schema import LoraConfig, ModelConfig
 from rlhf.errors import ConfigError
 from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_scalar_head
@@ -20,6 +20,7 @@ from tests.families.test_alike import gemma3 as composite
 from tests.helpers import build_tokenizer, llama, weights
 
 NAMES = {
+    "composite": "language_model.norm",
     "BLOOM": "ln_f",
     "GPT-2": "ln_f",
     "GPT-NeoX, Pythia": "final_layer_norm",
@@ -51,14 +52,13 @@ def spread(model: Any, gain: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_the_norm_before_the_head_is_the_one_whose_output_it_reads(name: str) -> None:
-    model = family(name)
-    found = find_final_norm(model)
-    assert found is not None and found[1] is model.base_model.get_submodule(found[0])
-    assert found[0] == NAMES.get(name, found[0])
+@pytest.mark.parametrize("name", [*BY_NAME, "composite"])
+def test_final_norm_is_the_one_whose_output_the_head_reads(name: str) -> None:
+    model = scalar(composite()) if name == "composite" else family(name)
+    path, norm = find_final_norm(model)  # type: ignore[misc]
+    assert norm is model.base_model.get_submodule(path) and path == NAMES.get(name, path)
     written: list[torch.Tensor] = []
-    found[1].register_forward_hook(lambda module, inputs, output: written.append(output))
+    norm.register_forward_hook(lambda module, inputs, output: written.append(output))
     read: list[torch.Tensor] = []
     model.score.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
     ids = torch.randint(3, 60, (2, 8))
@@ -67,22 +67,15 @@ def test_the_norm_before_the_head_is_the_one_whose_output_it_reads(name: str) ->
     torch.testing.assert_close(written[-1], read[0], rtol=0, atol=0)
 
 
-def test_of_a_composite_model_it_is_the_text_parts() -> None:
-    found = find_final_norm(scalar(composite()))
-    assert found is not None and found[0] == "language_model.norm"
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
         (None, {}),
-        ("OPT", {"do_layer_norm_before": False}),  # its layers end in norms of their own
-        ("OPT", {"word_embed_proj_dim": 16}),  # between norm and head stands a projection
+        ("OPT", {"do_layer_norm_before": False}),  # norms are inside its layers
+        ("OPT", {"word_embed_proj_dim": 16}),  # a projection is between norm and head
     ],
 )
-def test_true_is_refused_where_no_norm_with_weights_is_before_the_head(
-    name: str | None, values: dict[str, Any]
-) -> None:
+def test_reset_without_a_norm_is_refused(name: str | None, values: dict[str, Any]) -> None:
     from transformers import OlmoConfig, OlmoForSequenceClassification
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -94,7 +87,7 @@ def test_true_is_refused_where_no_norm_with_weights_is_before_the_head(
 
 
 @pytest.mark.parametrize("name", ["BLOOM", "Llama, Llama 2", "Gemma"])  # Gemma's gain is 1 + weight
-def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
+def test_auto_resets_only_very_unequal_gains(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     gains = {
         "alike": torch.full((32,), 7.0),
@@ -111,27 +104,20 @@ def test_auto_resets_very_unequal_gains_alone(name: str) -> None:
     model = spread(family(name), 50)
     untrained = copy.deepcopy(find_final_norm(family(name))[1].state_dict())  # type: ignore[index]
     assert reset_final_norm(model, False) is None
-    line = reset_final_norm(model, "auto")
-    assert line is not None and "\n" not in line
-    # sqrt((2 * 50^2 + 30) / 32) = 12.54
-    assert "its gains have a median of 1 and reach 50, their root mean square is 12.5 times the median" in line
-    assert line.endswith("; above 2 a new head loses accuracy in bf16; reward.reset_final_norm=false keeps it")
-    assert {key: tensor.tolist() for key, tensor in find_final_norm(model)[1].state_dict().items()} == {  # type: ignore[index]
-        key: tensor.tolist() for key, tensor in untrained.items()
-    }
+    for setting, spread_model, remedy in (
+        ("auto", model, "reward.reset_final_norm=false keeps it"),
+        (True, spread(family(name), 3), "reward.reset_final_norm=true asks for it"),
+    ):
+        line = reset_final_norm(spread_model, setting)  # type: ignore[arg-type]
+        assert line is not None and "\n" not in line and line.endswith(remedy)
+        # sqrt((2 * 50^2 + 30) / 32) = 12.54
+        assert setting is True or "have a median of 1 and reach 50, their root mean square is 12.5 times" in line
+        state = find_final_norm(spread_model)[1].state_dict()  # type: ignore[index]
+        assert all(torch.equal(tensor, untrained[key]) for key, tensor in state.items())
 
 
-def test_true_resets_equal_gains_too() -> None:
-    model = spread(family("GPT-2"), 3)
-    with torch.no_grad():
-        model.transformer.ln_f.bias.fill_(2)
-    line = reset_final_norm(model, True)
-    assert line is not None and line.endswith("; reward.reset_final_norm=true asks for it")
-    assert model.transformer.ln_f.weight.tolist() == [1.0] * 32 and model.transformer.ln_f.bias.tolist() == [0.0] * 32
-
-
-def test_in_bf16_scores_come_nearer_to_those_in_float64() -> None:
-    """Some dimensions say the same of every text, with a gain of 300: their rounding drowns what the others say."""
+def test_reset_brings_bf16_scores_nearer_to_float64() -> None:
+    """Some dimensions are the same for every text, with a gain of 300: their rounding hides the others."""
     model = family("BLOOM", num_hidden_layers=1)
     with torch.no_grad():
         for parameter in model.transformer.h.parameters():
@@ -166,21 +152,19 @@ def load(path: Path, **options: Any) -> Any:
     return load_scalar_head(ModelConfig(), build_tokenizer(), attention="sdpa", path=str(path), **options)
 
 
-def test_only_under_a_new_head_and_said_in_one_line(tmp_path: Path) -> None:
-    said: list[str] = []
-    new = load(folder_of(tmp_path / "lm", 50), seed=0, reset_norm="auto", say=said.append)
-    assert new.model.norm.weight.tolist() == [1.0] * 32
-    (line,) = said
-    assert line.startswith(f"note: {tmp_path / 'lm'}: the final norm norm is reset under the new head")
-    kept = load(tmp_path / "lm", seed=0, reset_norm=False, say=said.append)
-    assert kept.model.norm.weight.max() == 50
-    kept.save_pretrained(tmp_path / "reward")
-    for wanted in ("auto", True):
-        trained = load(tmp_path / "reward", seed=0, reset_norm=wanted, say=said.append)
-        assert trained.model.norm.weight.max() == 50 and said == [line], "its head knows the norm"
+def test_norm_is_reset_only_under_a_new_head(tmp_path: Path) -> None:
+    lines: list[str] = []
+    reset = load(folder_of(tmp_path / "lm", 50), seed=0, reset_norm="auto", say=lines.append)
+    assert reset.model.norm.weight.tolist() == [1.0] * 32
+    assert lines[0].startswith(f"note: {tmp_path / 'lm'}: the final norm norm is reset under the new head")
+    unchanged = load(tmp_path / "lm", seed=0, reset_norm=False, say=lines.append)
+    unchanged.save_pretrained(tmp_path / "reward")
+    for setting in ("auto", True):  # a trained head knows the norm
+        trained = load(tmp_path / "reward", seed=0, reset_norm=setting, say=lines.append)
+        assert trained.model.norm.weight.max() == unchanged.model.norm.weight.max() == 50 and len(lines) == 1
 
 
-def test_under_lora_the_reset_norm_is_trained_as_the_head_is(tmp_path: Path) -> None:
+def test_reset_norm_is_trained_with_lora(tmp_path: Path) -> None:
     def trained(gain: float) -> set[str]:
         model = load(folder_of(tmp_path / str(gain), gain), seed=0, reset_norm="auto")
         add_adapters(model, LoraConfig(rank=2), seed=0)
@@ -189,24 +173,20 @@ def test_under_lora_the_reset_norm_is_trained_as_the_head_is(tmp_path: Path) -> 
     assert trained(50) == {"score.weight", "model.norm.weight"} and trained(1) == {"score.weight"}
 
 
-def test_the_setting_is_auto_true_or_false() -> None:
-    for value in ("auto", True, False):
-        assert build_config({"reward": {"reset_final_norm": value}}).reward.reset_final_norm is value
-    with pytest.raises(ConfigError, match=r"reward\.reset_final_norm: expected 'auto', true or false, got 'never'"):
-        build_config({"reward": {"reset_final_norm": "never"}})
-
-
 @pytest.mark.parametrize("keys", [[], ["engine.zero_stage=3", "lora.rank=2"]])
-def test_the_reward_stage_resets_and_ppo_takes_the_norm_as_it_is(
+def test_reward_stage_resets_the_norm_and_ppo_keeps_it(
     rlhf: Any, finished_run: Path, tmp_path: Path, keys: list[str]
 ) -> None:
     folder = folder_of(tmp_path / "lm", 50)
     build_tokenizer().save_pretrained(folder)
-    named = [f"reward.model={folder}", *keys]
-    found = rlhf("reward", "--output", tmp_path / "run", *(part for key in named for part in ("--set", key)))
-    (_,) = (line for line in found.stdout.splitlines() if "is reset under the new head" in line)
+    settings = [f"reward.model={folder}", *keys]
+    run = rlhf("reward", "--output", tmp_path / "run", *(part for key in settings for part in ("--set", key)))
+    (_,) = (line for line in run.stdout.splitlines() if "is reset under the new head" in line)
     norm = weights(tmp_path / "run" / "reward" / "model")["model.norm.weight"]
     assert not torch.equal(norm, torch.ones(32)) and (norm - 1).abs().max() < 0.02, "trained from 1 for three steps"
-    named = [f"ppo.actor={finished_run / 'sft' / 'model'}", f"ppo.reward_model={tmp_path / 'run' / 'reward' / 'model'}"]
-    found = rlhf("ppo", "--output", tmp_path / "ppo", *(part for key in named for part in ("--set", key)))
-    assert "is reset" not in found.stdout
+    if keys:
+        return
+    reward = tmp_path / "run" / "reward" / "model"
+    settings = [f"ppo.actor={finished_run / 'sft' / 'model'}", f"ppo.reward_model={reward}"]
+    run = rlhf("ppo", "--output", tmp_path / "ppo", *(part for key in settings for part in ("--set", key)))
+    assert "is reset" not in run.stdout

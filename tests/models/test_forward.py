@@ -34,7 +34,7 @@ def test_log_probs_are_those_of_the_tempered_distribution():
     torch.testing.assert_close(found.entropy, -(expected.exp() * expected).sum(-1))
 
 
-def test_only_completion_positions_are_projected_to_the_vocabulary():
+def test_only_completion_positions_are_projected():
     model, (ids, mask) = llama(30), left_padded()
     seen = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[:2]))
@@ -42,7 +42,7 @@ def test_only_completion_positions_are_projected_to_the_vocabulary():
     assert seen == [(2, 4)]
 
 
-def test_rows_of_one_token_foretell_nothing():
+def test_rows_of_one_token_have_no_log_probs():
     """As the rows of a last batch of an evaluation may be."""
     model, ids = llama(30), torch.tensor([[5], [6]])
     found = completion_log_probs(model, ids, torch.ones_like(ids), 0, entropy=True)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,20 +27,21 @@ ANSWERS = {
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers for the names in `ANSWERS`, never for `slow`; remembers what it was asked."""
+    """Answers for the names in `ANSWERS`, never for `slow`; remembers its requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.closing = threading.Event()
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         assert isinstance(self.server, Hub)
-        self.server.asked.append(self.path)
+        self.server.requests.append(self.path)
         name = next((name for name in (*ANSWERS, "slow") if name in self.path), "absent")
         if name == "slow":
             self.server.closing.wait(30)
@@ -70,53 +70,51 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
     return inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint} | more
 
 
-def check(home: Path, endpoint: str, *names: str, kind: str = "model", **more: str) -> list[str]:
-    """Return what `describe_availability` returns or raises for each name, in a new process."""
-    script = f"""
-import json, sys
-from rlhf.models import hub
-from rlhf.errors import RLHFError
-hub._TIMEOUT = 1.0
-said = []
-for name in sys.argv[1:]:
-    try:
-        said.append(str(hub.describe_availability(name, {kind!r})))
-    except RLHFError as error:
-        said.append(f"{{type(error).__name__}}: {{error}}")
-assert "torch" not in sys.modules
-print(json.dumps(said))
-"""
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script, *names],
+def run_script(home: Path, endpoint: str, script: str, *arguments: str, **variables: str) -> Any:
+    """Return what a script prints as JSON, in a new process that must write nothing to its standard error."""
+    preamble = "import json, sys\nfrom rlhf.errors import RLHFError\nfrom rlhf.models import hub\nhub._TIMEOUT = 1.0\n"
+    process = subprocess.run(
+        [sys.executable, "-c", preamble + script, *arguments],
         capture_output=True,
         text=True,
-        env=environment(home, endpoint, **more),
+        env=environment(home, endpoint, **variables),
         cwd=home,
+        timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and time.monotonic() - begun < 15
-    found: list[str] = json.loads(done.stdout)
-    return found
+    assert (process.returncode, process.stderr) == (0, "")
+    return json.loads(process.stdout)
 
 
-def remembered(home: Path, name: str, kind: str, source: Path | None = None) -> None:
-    """Leave a copy of a model or data set where the libraries keep what they have loaded."""
-    if kind == "dataset":
-        (home / "datasets" / name.replace("/", "___") / "default").mkdir(parents=True)
-        return
-    place = home / "hub" / f"models--{name.replace('/', '--')}"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("abc")
-    if source:
-        shutil.copytree(source, place / "snapshots" / "abc")
-    else:
-        (place / "snapshots" / "abc").mkdir(parents=True)
-        (place / "snapshots" / "abc" / "config.json").write_text("{}")
+def check(home: Path, endpoint: str, *names: str, **variables: str) -> list[str | None]:
+    """Return what `describe_availability` returns or raises for each name; those of data sets begin with `data:`."""
+    script = """
+results = []
+for name in sys.argv[1:]:
+    try:
+        results.append(hub.describe_availability(name.removeprefix("data:"), "dataset" if "data:" in name else "model"))
+    except RLHFError as error:
+        results.append(f"{type(error).__name__}: {error}")
+assert "torch" not in sys.modules
+print(json.dumps(results))
+"""
+    results: list[str | None] = run_script(home, endpoint, script, *names, **variables)
+    return results
 
 
-def address(hub: Hub) -> str:
-    return f"http://127.0.0.1:{hub.server_address[1]}"
+def save_copy(home: Path, *names: str, source: Path | None = None) -> None:
+    """Leave copies of models or data sets where the libraries store what they have loaded."""
+    for name in names:
+        if name.startswith("data:"):
+            (home / "datasets" / name.removeprefix("data:").replace("/", "___") / "default").mkdir(parents=True)
+            continue
+        folder = home / "hub" / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("abc")
+        if source:
+            shutil.copytree(source, folder / "snapshots" / "abc")
+        else:
+            (folder / "snapshots" / "abc").mkdir(parents=True)
+            (folder / "snapshots" / "abc" / "config.json").write_text("{}")
 
 
 def closed_address() -> str:
@@ -125,52 +123,28 @@ def closed_address() -> str:
         return f"http://127.0.0.1:{unused.getsockname()[1]}"
 
 
-def test_available_names_pass(hub: Hub, tmp_path: Path) -> None:
-    names = ("good", "me/good", "renamed", "without-that-file")
-    for name in names:
-        remembered(tmp_path, name, "model")
-    assert check(tmp_path, address(hub), *names) == ["None"] * 4
-
-
-@pytest.mark.parametrize("kind", ["model", "dataset"])
-def test_missing_copy_announces_a_download(hub: Hub, tmp_path: Path, kind: str) -> None:
-    """No bar of the libraries' shows it."""
-    remembered(tmp_path, "me/good", kind)
-    said = check(tmp_path, address(hub), "me/good", "you/good", kind=kind)
-    assert said == ["None", "you/good: not on this machine yet; downloading it from the hub"]
+def test_answers_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """Of those without a copy, a line announces the download, since the libraries' bars are off."""
+    available = ("good", "me/good", "renamed", "without-that-file", "data:me/good")
+    save_copy(tmp_path, *available)
+    expected = dict.fromkeys(available, "") | {
+        "you/good": "you/good: not on this machine yet; downloading it from the hub",
+        "data:you/good": "you/good: not on this machine yet; downloading it from the hub",
+        "me/absent": "ModelError: me/absent: no folder here, and the hub has no model of this name; check the name",
+        "data:me/absent": "DataError: me/absent: no file or folder here, and the hub has no data set of this name;",
+        "private": "ModelError: private: no folder here, and the hub has no model of this name; check the name",
+        "closed": "ModelError: closed: gated: accept its terms on its page, and log in (hf auth login)",
+        "token": "ModelError: token: the hub does not accept your token; log in again",
+    }
+    hub.requests.clear()
+    for answer, start in zip(check(tmp_path, hub.address, *expected), expected.values(), strict=True):
+        assert (answer or "").startswith(start) and bool(answer) == bool(start)
+    requests = [path for path in hub.requests if "absent" in path]
+    assert requests == ["/me/absent/resolve/main/config.json", "/datasets/me/absent/resolve/main/.gitattributes"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "words", "asked"),
-    [
-        ("model", "ModelError", "no folder here, and the hub has no model of", "/me/absent/resolve/main/config.json"),
-        (
-            "dataset",
-            "DataError",
-            "no file or folder here, and the hub has no data set of",
-            "/datasets/me/absent/resolve/main/.gitattributes",
-        ),
-    ],
-)
-def test_unknown_name_is_asked_for_once(
-    hub: Hub, tmp_path: Path, kind: str, error: str, words: str, asked: str
-) -> None:
-    hub.asked.clear()
-    (said,) = check(tmp_path, address(hub), "me/absent", kind=kind)
-    assert said.startswith(f"{error}: me/absent: {words} this name; check the name")
-    assert hub.asked == [asked]
-
-
-def test_private_and_gated_names_say_what_to_do(hub: Hub, tmp_path: Path) -> None:
-    private, closed, token = check(tmp_path, address(hub), "private", "closed", "token")
-    assert "no model of this name" in private and "hf auth login" in private
-    assert closed == "ModelError: closed: gated: accept its terms on its page, and log in (hf auth login)"
-    assert "does not accept your token" in token
-
-
-@pytest.mark.parametrize("kind", ["model", "dataset"])
-@pytest.mark.parametrize(
-    ("way", "why"),
+    ("way", "reason"),
     [
         ("refused", "Connection refused"),
         ("unresolved", "N"),  # Name or service not known, in the words of the C library
@@ -178,80 +152,61 @@ def test_private_and_gated_names_say_what_to_do(hub: Hub, tmp_path: Path) -> Non
         ("broken", "it answers 503 Service Unavailable"),
     ],
 )
-def test_unreachable_hub_uses_the_copy_with_a_note(hub: Hub, tmp_path: Path, kind: str, way: str, why: str) -> None:
-    endpoint = {"refused": closed_address(), "unresolved": "http://hub.invalid"}.get(way, address(hub))
-    remembered(tmp_path, f"me/{way}", kind)
-    note, error = check(tmp_path, endpoint, f"me/{way}", f"other/{way}", kind=kind)
-    place = {"model": "folder", "dataset": "file or folder"}[kind]
-    assert note.startswith(f"me/{way}: the hub cannot be reached ({why}")
-    assert note.endswith("; the copy on this machine is used")
-    assert f"other/{way}: no {place} here, and the hub cannot be reached ({why}" in error
-    assert error.endswith(f"); check the network, or name a local {place}")
+def test_unreachable_hub_uses_the_copy_with_a_note(hub: Hub, tmp_path: Path, way: str, reason: str) -> None:
+    endpoint = {"refused": closed_address(), "unresolved": "http://hub.invalid"}.get(way, hub.address)
+    for kind, place in (("", "folder"), ("data:", "file or folder")):
+        save_copy(tmp_path, f"{kind}me/{way}")
+        note, error = check(tmp_path, endpoint, f"{kind}me/{way}", f"{kind}other/{way}")
+        assert note and note.startswith(f"me/{way}: the hub cannot be reached ({reason}")
+        assert note.endswith("; the copy on this machine is used")
+        assert error and f"other/{way}: no {place} here, and the hub cannot be reached ({reason}" in error
+        assert error.endswith(f"); check the network, or name a local {place}")
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"])
 def test_offline_variable_prevents_requests(hub: Hub, tmp_path: Path, variable: str) -> None:
-    hub.asked.clear()
-    remembered(tmp_path, "me/good", "model")
-    known, unknown = check(tmp_path, address(hub), "me/good", "you/good", **{variable: "1"})
-    assert known == "None"
-    assert unknown == (
-        f"ModelError: you/good: no folder here, and there is no copy of it on this machine, and {variable} is set; "
-        f"unset {variable}, or name a local folder"
+    kind, place = ("data:", "file or folder") if "DATASETS" in variable else ("", "folder")
+    hub.requests.clear()
+    save_copy(tmp_path, f"{kind}me/good")
+    known, unknown = check(tmp_path, hub.address, f"{kind}me/good", f"{kind}you/good", **{variable: "1"})
+    assert (
+        known is None
+        and unknown
+        and unknown.endswith(
+            f"Error: you/good: no {place} here, and there is no copy of it on this machine, and {variable} is set; "
+            f"unset {variable}, or name a local {place}"
+        )
     )
-    assert not hub.asked
-
-
-def test_datasets_variable_switches_only_data_sets_off(hub: Hub, tmp_path: Path) -> None:
-    remembered(tmp_path, "me/good", "dataset")
-    known, unknown = check(tmp_path, address(hub), "me/good", "you/good", kind="dataset", HF_DATASETS_OFFLINE="1")
-    assert known == "None" and unknown.endswith(
-        "and HF_DATASETS_OFFLINE is set; unset HF_DATASETS_OFFLINE, or name a local file or folder"
-    )
-    hub.asked.clear()
-    (said,) = check(tmp_path, address(hub), "you/good", HF_DATASETS_OFFLINE="1")
-    assert said.endswith("downloading it from the hub") and hub.asked
+    assert not hub.requests
+    if kind:  # models are still asked for
+        (note,) = check(tmp_path, hub.address, "you/good", **{variable: "1"})
+        assert note and note.endswith("downloading it from the hub") and hub.requests
 
 
 SWITCHES = """
-import json, sys
 from huggingface_hub import constants
-from rlhf.models import hub
-from rlhf.errors import RLHFError
-hub._TIMEOUT = 1.0
+states = []
 
-def switches():
+def note():
     config = sys.modules.get("datasets.config")
-    return [constants.HF_HUB_OFFLINE, config and config.HF_HUB_OFFLINE]
+    states.append([constants.HF_HUB_OFFLINE, config and config.HF_HUB_OFFLINE])
 
 def check(name, kind):
     try:
         return hub.describe_availability(name, kind)
     except RLHFError as error:
         return str(error)
-
-found = []
-note = lambda: found.append(switches())
 """
 
 
-def switches(home: Path, endpoint: str, code: str, **variables: str) -> list[list[bool | None]]:
-    """What the libraries' switches are at each `note()` of a program: of the hub's, and of `datasets`."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{SWITCHES}\n{code}\nprint(json.dumps(found))"],
-        capture_output=True,
-        text=True,
-        env=environment(home, endpoint, **variables),
-        cwd=home,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[list[bool | None]] = json.loads(done.stdout)
-    return found
+def run_switches(home: Path, endpoint: str, code: str, **variables: str) -> Any:
+    """Return the offline flags of huggingface_hub and datasets at each `note()` of a program."""
+    return run_script(home, endpoint, f"{SWITCHES}\n{code}\nprint(json.dumps(states))", **variables)
 
 
 def test_program_switch_prevents_requests_and_stays(hub: Hub, tmp_path: Path) -> None:
-    remembered(tmp_path, "me/good", "model")
-    hub.asked.clear()
+    save_copy(tmp_path, "me/good")
+    hub.requests.clear()
     code = """
 constants.HF_HUB_OFFLINE = True
 with hub.restore_offline_flags():
@@ -268,23 +223,16 @@ with hub.restore_offline_flags():
     note()
 note()
 """
-    assert switches(tmp_path, address(hub), code) == [[True, None]] * 2 + [[False, True]] * 2
-    assert not hub.asked
+    assert run_switches(tmp_path, hub.address, code) == [[True, None]] * 2 + [[False, True]] * 2
+    assert not hub.requests
 
 
 @pytest.mark.parametrize(("variables", "own"), [({}, False), ({"HF_DATASETS_OFFLINE": "1"}, True)])
-@pytest.mark.parametrize("imported", ["before", "meanwhile"])
-def test_unreachable_hub_is_switched_off_for_one_run(
-    tmp_path: Path, variables: dict[str, str], own: bool, imported: str
-) -> None:
-    remembered(tmp_path, "me/good", "model")
-    remembered(tmp_path, "me/good", "dataset")
-    before, meanwhile = ("import datasets" if imported == when else "" for when in ("before", "meanwhile"))
-    code = f"""
-{before}
+def test_unreachable_hub_is_switched_off_for_one_run(tmp_path: Path, variables: dict[str, str], own: bool) -> None:
+    save_copy(tmp_path, "me/good", "data:me/good")
+    code = """
 with hub.restore_offline_flags():
     hub.check_available("me/good", "model")
-    {meanwhile}
     note()
     assert "HF_HUB_OFFLINE" not in str(check("me/good", "dataset")), "the switch is ours"
     note()
@@ -292,56 +240,42 @@ with hub.restore_offline_flags():
 note()
 assert hub.check_available.cache_info().currsize == 0, "the next run asks again"
 """
-    found = switches(tmp_path, closed_address(), code, **variables)
-    assert found == [[True, True], [True, True], [False, own]]
+    states = run_switches(tmp_path, closed_address(), code, **variables)
+    assert states == [[True, True], [True, True], [False, own]]
 
 
 def test_reachable_hub_is_switched_on_again(hub: Hub, tmp_path: Path) -> None:
-    remembered(tmp_path, "me/broken", "model")
-    code = """
-check("me/broken", "model")
-note()
-check("me/good", "model")
-note()
-"""
-    assert switches(tmp_path, address(hub), code) == [[True, None], [False, None]]
+    save_copy(tmp_path, "me/broken", "me/good")
+    code = 'check("me/broken", "model")\nnote()\ncheck("me/good", "model")\nnote()'
+    assert run_switches(tmp_path, hub.address, code) == [[True, True], [False, False]]
 
 
 def test_paths_and_the_world_are_not_asked_for(hub: Hub, tmp_path: Path) -> None:
-    hub.asked.clear()
+    hub.requests.clear()
     (tmp_path / "good").mkdir()
-    assert check(tmp_path, address(hub), "good", "./absent", "a/b/c", "~/absent", "world") == ["None"] * 5
-    assert not hub.asked
+    assert check(tmp_path, hub.address, "good", "./absent", "a/b/c", "~/absent", "world") == [None] * 5
+    assert not hub.requests
 
 
 def test_copy_of_a_data_set_in_the_hubs_spelling(tmp_path: Path) -> None:
     (tmp_path / "datasets" / "me___hello_world-v1.0").mkdir(parents=True)
-    (note,) = check(tmp_path, closed_address(), "me/HelloWorld-v1.0", kind="dataset")
-    assert note.endswith("the copy on this machine is used")
+    (note,) = check(tmp_path, closed_address(), "data:me/HelloWorld-v1.0")
+    assert note and note.endswith("the copy on this machine is used")
 
 
 def test_libraries_use_the_copy_at_once_and_silently(tmp_path: Path, model_folder: Path) -> None:
     """They would try five times, with a line and a longer pause each."""
-    remembered(tmp_path, "me/tiny", "model", model_folder)
+    save_copy(tmp_path, "me/tiny", source=model_folder)
     script = """
 from rlhf.reporting import verbosity
-from rlhf.models.hub import describe_availability
 verbosity.configure_logging(debug=False)
-describe_availability("me/tiny", "model")
+hub.describe_availability("me/tiny", "model")
 import time
 from transformers import AutoModelForCausalLM
 from rlhf.models.tokenizers import load_tokenizer
-begun = time.monotonic()
+start = time.monotonic()
 load_tokenizer("me/tiny")
 AutoModelForCausalLM.from_pretrained("me/tiny")
-assert time.monotonic() - begun < 8
+print(time.monotonic() - start)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path, closed_address()),
-        cwd=tmp_path,
-        timeout=40,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run_script(tmp_path, closed_address(), script) < 8

@@ -1,90 +1,212 @@
-"""What is wrong with a model folder or a tokenizer is one line; what can be handled is handled, with a note."""
+"""Models are loaded as plain transformers loads them, weight by weight, and fitted to their tokenizer."""
 
-import shutil
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.config.schema import ModelConfig
-from rlhf.errors import ModelError
-from rlhf.models.loading import check_same_vocabulary, load_causal_lm, load_model_tokenizer, load_scalar_head
-from rlhf.models.tokenizers import load_tokenizer
+from rlhf.models import lazy_tensors, loading
+from rlhf.models.lazy_tensors import Computed, Extended, InMemory, OnDisk, compute_mean_row, read_whole
+from rlhf.models.loading import load_causal_lm, load_scalar_head
+from rlhf.models.weight_loading import get_source, has_all_weights, place_in_memory, read_parameters
+from tests.families.table import EACH, build
 from tests.helpers import build_tokenizer, llama
 
 
+def load(path: Path, put: Any = None, tokenizer: Any = None) -> Any:
+    return load_causal_lm(ModelConfig(path=str(path)), tokenizer or build_tokenizer(), attention="eager", put=put)
+
+
+def assert_same_state(model: Any, expected: Any) -> None:
+    """Compare parameters and all buffers bit for bit, including those that are not saved."""
+    theirs = dict(expected.named_parameters(remove_duplicate=False)) | dict(expected.named_buffers())
+    mine = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    tied = [id(tensor) for tensor in mine.values()]
+    assert len(set(tied)) == len({id(tensor) for tensor in theirs.values()})
+
+
 @pytest.fixture
-def folder(model_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+def never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if transformers would have to load a model whole."""
+
+    def check(model: Any, sources: Any) -> bool:
+        assert has_all_weights(model, sources), "loaded whole"
+        return True
+
+    monkeypatch.setattr(loading, "has_all_weights", check)
 
 
-def load(folder, tokenizer):
-    return load_causal_lm(ModelConfig(path=str(folder)), tokenizer, attention="sdpa")
+@pytest.mark.parametrize("family", EACH)
+def test_family_is_loaded_as_by_plain_transformers(family, tmp_path, never_whole):
+    torch.manual_seed(1)
+    model = build(family.configuration(vocab_size=300), MODEL_FOR_CAUSAL_LM_MAPPING)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()  # biases and norms too
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert_same_state(loaded, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert loaded.config.use_cache is False
 
 
-def test_a_model_is_loaded_in_float32_and_without_a_cache(model_folder, tokenizer):
-    model = load(model_folder, tokenizer)
-    assert model.dtype == torch.float32 and model.config.use_cache is False
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A float32 checkpoint whose numbers have more digits than bf16 has."""
+    llama(300).save_pretrained(tmp_path / "float32")
+    return tmp_path / "float32"
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"), [("config.json", "holds no config.json"), ("model.safetensors", "holds no weights")]
-)
-def test_an_incomplete_folder_is_named_with_what_it_lacks(folder, tokenizer, missing, says):
-    (folder / missing).unlink()
-    with pytest.raises(ModelError, match=says) as caught:
-        load(folder, tokenizer)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_rounded_once_and_keep_their_source(folder, dtype):
+    model = load(folder, place_in_memory(dtype))
+    stored = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype and torch.equal(parameter, stored[name].to(dtype))
+        source = get_source(parameter)
+        assert source is not None and torch.equal(read_whole(source, torch.float32), stored[name])
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_a_folder_without_a_tokenizer_is_named(folder):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(ModelError, match="holds no tokenizer"):
-        load_model_tokenizer(ModelConfig(path=str(folder)))
+@pytest.mark.parametrize("kind", ["several files", "bin"])
+def test_other_kinds_of_files_have_the_same_weights(folder, tmp_path, kind, never_whole):
+    plain, other = load(folder), tmp_path / "other"
+    if kind == "bin":
+        plain.config.save_pretrained(other)
+        torch.save(plain.state_dict(), other / "pytorch_model.bin")
+    else:
+        plain.save_pretrained(other, max_shard_size="20KB")
+        assert len(list(other.glob("*.safetensors"))) > 2
+    assert_same_state(load(other), plain)
 
 
-def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_name(tmp_path, tokenizer):
-    with pytest.raises(ModelError, match="no such model folder"):
-        load(tmp_path / "absent" / "model", tokenizer)
+@pytest.mark.parametrize("alike", [True, False])
+def test_tied_weights_stored_twice_are_one_if_equal(folder, alike):
+    stored = load_file(folder / "model.safetensors")
+    head = stored["model.embed_tokens.weight"].clone() if alike else torch.randn(300, 32)
+    save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == alike
+    assert_same_state(model, AutoModelForCausalLM.from_pretrained(folder))
 
 
-def test_a_hub_name_that_cannot_be_reached_is_one_line(tokenizer):
-    with pytest.raises(ModelError, match="nobody/nothing: no folder here, and there is no copy of it") as caught:
-        load("nobody/nothing", tokenizer)
-    assert "\n" not in str(caught.value)
+def test_sources_are_read_in_parts(tmp_path):
+    tensor = torch.randn(7, 5)
+    save_file({"a": torch.zeros(3), "b": tensor}, tmp_path / "one.safetensors")
+    header = (tmp_path / "one.safetensors").stat().st_size - 4 * tensor.numel()
+    stored = OnDisk(tmp_path / "one.safetensors", header, tensor.shape, torch.float32)
+    grown = Extended(stored, 10, compute_mean_row(stored))
+    assert torch.equal(
+        read_whole(grown, torch.float32), torch.cat([tensor, tensor.double().mean(0).float().expand(3, -1)])
+    )
+    for source in (stored, InMemory(tensor), Computed(lambda: tensor, tensor.shape, tensor.dtype), grown):
+        whole = source.read()
+        for start, stop in ((0, 0), (3, 11), (33, len(whole)), (0, 1)):
+            assert torch.equal(source.read(start, stop), whole[start:stop])
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
-    tokenizer = build_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="no end-of-sequence token"):
-        load_tokenizer(str(tmp_path))
+def test_whole_loading_is_logged(folder, monkeypatch, caplog):
+    monkeypatch.setattr(loading, "has_all_weights", lambda model, sources: False)
+    load(folder)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: its weights cannot be read one by one: each rank loads all, in float32, first"
+    ]
 
 
-@pytest.mark.parametrize("pad", [None, "<eos>"])
-def test_a_tokenizer_without_a_pad_token_of_its_own_gets_one_and_a_note(tmp_path, pad):
-    tokenizer = build_tokenizer()
-    tokenizer.pad_token = pad
-    tokenizer.save_pretrained(tmp_path)
-    found, (note,) = load_tokenizer(str(tmp_path))
-    assert found.pad_token_id not in (None, found.eos_token_id)
-    assert "pad" in note and repr(found.pad_token) in note
+def test_computed_source_is_computed_once_for_a_read(monkeypatch):
+    monkeypatch.setattr(lazy_tensors, "CHUNK", 8)
+    tensor, calls = torch.randn(10, 7), []
+    made = Computed(lambda: calls.append(1) or tensor, tensor.shape, tensor.dtype)
+    assert torch.equal(read_whole(made, torch.float32), tensor) and len(calls) == 1
+    assert torch.equal(compute_mean_row(made), compute_mean_row(InMemory(tensor))) and len(calls) == 2
+    assert lazy_tensors.sources_equal(made, InMemory(tensor)) and not lazy_tensors.sources_equal(
+        made, InMemory(tensor + 1)
+    )
 
 
-def test_a_tokenizer_with_a_pad_token_is_left_alone(model_folder):
-    found, notes = load_tokenizer(str(model_folder))
-    assert found.pad_token == "<pad>" and notes == []
+def test_loading_takes_little_more_memory_than_the_weights(model_folder, tmp_path):
+    """Pages of a mapped file would count: 128 MiB of float32 here, of which 64 are kept."""
+    llama(300, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2).save_pretrained(tmp_path)
+    script = f"""
+import re, torch
+from rlhf.config.schema import ModelConfig
+from rlhf.models.loading import load_causal_lm
+from rlhf.models.weight_loading import place_in_memory
+from tests.helpers import build_tokenizer
+def status(key): return int(re.search(rf"{{key}}:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+def load(path):
+    return load_causal_lm(ModelConfig(path=path), tokenizer, attention="sdpa", put=place_in_memory(torch.bfloat16))
+tokenizer = build_tokenizer()
+load({str(model_folder)!r})  # what has to be imported for it
+before = status("VmHWM")
+model = load({str(tmp_path)!r})
+print(sum(2 * parameter.numel() for parameter in model.parameters()) // 2**20, status("VmHWM") - before)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    kept, taken = map(int, done.stdout.split()[-2:])
+    assert 55 < kept < 70 and taken < kept + 90, "pages of the file would be 128 more"
 
 
-def test_a_model_grows_rows_for_tokens_that_its_tokenizer_gained(model_folder):
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<new>"])
-    assert load(model_folder, tokenizer).get_input_embeddings().num_embeddings == len(tokenizer)
+def test_read_parameters_keeps_the_checkpoints_numbers(folder):
+    model, _ = loading._load(str(folder), ModelConfig(path=str(folder)), "sdpa")
+    read_parameters(model.model.norm)
+    assert not model.model.norm.weight.is_meta and model.lm_head.weight.is_meta
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(model.model.norm.weight, stored["model.norm.weight"])
 
 
-def test_new_rows_are_the_mean_of_the_old_ones_in_both_embeddings(tmp_path):
+def test_put_may_place_parameters_itself(folder):
+    names = []
+
+    def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
+        names.append(name)
+        if not isinstance(module, nn.Linear) or name == "lm_head.weight":
+            return place_in_memory(torch.float32)(name, module, parameter)
+        module.weight = place_in_memory(torch.float64)(name, module, parameter)
+        return None
+
+    model = load(folder, put)
+    assert len(names) == len(set(names)) and "lm_head.weight" not in names, "a tied weight comes once"
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float64
+
+
+def test_writer_takes_tensors_in_any_order_and_splits_files(tmp_path):
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(7), "c": torch.tensor([True, False, True])}
+    tensors |= {"d": torch.arange(6).view(2, 3), "e": torch.tensor(2.5)}
+    for size in (40, 10_000):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        with SafetensorsWriter(folder, tensors, file_size=size) as writer:
+            for name in reversed(tensors):
+                writer.write(name, tensors[name])
+        files = sorted(folder.glob("*.safetensors"))
+        assert len(files) == (4 if size == 40 else 1)
+        found: dict[str, Any] = {}
+        for file in files:
+            found |= load_file(file)
+            length = int.from_bytes(file.read_bytes()[:8], "little")
+            header = json.loads(file.read_bytes()[8 : 8 + length])
+            starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors.keys() & header}
+            assert not any(start % tensors[name].element_size() for name, start in starts.items()), "views are taken"
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+
+
+def test_new_rows_are_the_mean_of_the_old_ones(tmp_path):
     """Of a model whose logits are all far below 0, as GPT-2's are: a row near 0 would take all probability."""
     tokenizer = build_tokenizer()
     model = llama(len(tokenizer), tie_word_embeddings=False, seed=3)
@@ -95,7 +217,7 @@ def test_new_rows_are_the_mean_of_the_old_ones_in_both_embeddings(tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.add_tokens(["<new>", "<newer>"])
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
-    grown, again = load(tmp_path, tokenizer), load(tmp_path, tokenizer)
+    grown, again = load(tmp_path, tokenizer=tokenizer), load(tmp_path, tokenizer=tokenizer)
     with torch.no_grad():
         before, after = (found(ids).logits.log_softmax(-1) for found in (model.eval(), grown.eval()))
     assert model(ids).logits.mean() < -10, "the model is like GPT-2"
@@ -107,18 +229,18 @@ def test_new_rows_are_the_mean_of_the_old_ones_in_both_embeddings(tmp_path):
         assert torch.equal(new, same)
 
 
-def test_growing_changes_no_random_numbers_that_follow(model_folder):
+def test_new_rows_draw_no_random_numbers(model_folder):
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<new>"])
     torch.manual_seed(5)
-    load(model_folder, build_tokenizer())
+    load(model_folder)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    load(model_folder, tokenizer)
+    load(model_folder, tokenizer=tokenizer)
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_composite_models_text_part_knows_the_pad_token(tmp_path, tokenizer):
+def test_text_part_of_composite_model_gets_the_pad_token(tmp_path, tokenizer):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -127,43 +249,11 @@ def test_a_composite_models_text_part_knows_the_pad_token(tmp_path, tokenizer):
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     scored = load_scalar_head(ModelConfig(), tokenizer, attention="sdpa", path=str(tmp_path), seed=0)
-    for found in (load(tmp_path, tokenizer), scored):
-        assert found.config.get_text_config().pad_token_id == tokenizer.pad_token_id
+    for model in (load(tmp_path, tokenizer=tokenizer), scored):
+        assert model.config.get_text_config().pad_token_id == tokenizer.pad_token_id
 
 
-def test_a_new_scalar_head_is_drawn_from_the_seed(model_folder, tokenizer):
-    def head(seed):
-        config = ModelConfig(path=str(model_folder))
-        return load_scalar_head(config, tokenizer, attention="sdpa", path=str(model_folder), seed=seed).score.weight
-
-    assert torch.equal(head(1), head(1)) and not torch.equal(head(1), head(2))
-
-
-def test_a_language_model_is_not_taken_for_a_reward_model(model_folder, tokenizer):
-    with pytest.raises(ModelError, match=r"its weights lack score\.weight"):
-        load_scalar_head(ModelConfig(), tokenizer, attention="sdpa", path=str(model_folder))
-
-
-def test_an_architecture_without_a_token_wise_head_is_refused(tmp_path, tokenizer):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ModelError, match="decoder-only"):
-        load_scalar_head(ModelConfig(), tokenizer, attention="sdpa", path=str(tmp_path))
-
-
-def test_vocabularies_that_differ_are_told_apart_by_a_token():
-    mine, theirs = build_tokenizer(), build_tokenizer()
-    check_same_vocabulary(mine, theirs, "reward")
-    theirs.add_tokens(["<extra>"])
-    with pytest.raises(ModelError, match=r"reward: .* differ in '<extra>'"):
-        check_same_vocabulary(mine, theirs, "reward")
-
-
-def test_a_gguf_file_is_loaded_as_weights_that_can_be_trained_and_saved(tmp_path):
+def test_gguf_weights_can_be_trained_and_saved(tmp_path):
     """A GGUF file of our own making, in float16: loading it needs the `gguf` package only."""
     gguf = pytest.importorskip("gguf")
     model = llama(32, hidden_size=64, intermediate_size=64, num_key_value_heads=4, tie_word_embeddings=False)
@@ -186,7 +276,7 @@ def test_a_gguf_file_is_loaded_as_weights_that_can_be_trained_and_saved(tmp_path
     writer.close()
 
     tokenizer = build_tokenizer()
-    found = load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="tiny.gguf"), tokenizer, attention="sdpa")
-    found(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
-    found.save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(found.model.norm.weight, model.model.norm.weight)
+    loaded = load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="tiny.gguf"), tokenizer, attention="sdpa")
+    loaded(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    loaded.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(loaded.model.norm.weight, model.model.norm.weight)

@@ -7,7 +7,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlhf.config.schema import LoraConfig, ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import shared_base
 from rlhf.models.loading import build_on_meta
 from rlhf.models.lora import (
     FROZEN_ADAPTER,
@@ -19,7 +18,7 @@ from rlhf.models.lora import (
     without_adapters,
 )
 from rlhf.models.shared_base import SharedBase, build_on_base, share_tensors
-from tests.families.each import EACH
+from tests.families.table import EACH
 from tests.helpers import llama
 
 IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -40,7 +39,7 @@ def adapted(model, **settings):
 
 
 @pytest.mark.parametrize("family", EACH)
-def test_a_twin_of_every_family_computes_the_same_bit_for_bit_with_the_same_weights(family):
+def test_model_on_shared_base_computes_the_same_bits(family):
     torch.manual_seed(0)
     config = family.configuration()
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager")
@@ -50,7 +49,7 @@ def test_a_twin_of_every_family_computes_the_same_bit_for_bit_with_the_same_weig
 
 
 @pytest.mark.parametrize("family", EACH)
-def test_a_scalar_head_of_every_family_stands_on_its_language_model(family):
+def test_scalar_head_on_shared_base_adds_its_head_alone(family):
     torch.manual_seed(0)
     config = family.configuration()
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager")
@@ -63,7 +62,7 @@ def test_a_scalar_head_of_every_family_stands_on_its_language_model(family):
     assert {name for name, parameter in scorer.named_parameters() if id(parameter) not in theirs} == {"score.weight"}
 
 
-def test_what_is_trained_beside_the_adapters_is_a_model_s_own_and_what_it_was_at_first():
+def test_trained_norms_and_embeddings_are_copies():
     model = adapted(llama(60), also_train=["norms", "embeddings"])
     base = SharedBase(model)
     before = model.model.norm.weight.clone()
@@ -75,7 +74,7 @@ def test_what_is_trained_beside_the_adapters_is_a_model_s_own_and_what_it_was_at
     assert twin.model.layers[0].mlp.up_proj.weight is model.model.layers[0].mlp.up_proj.base_layer.weight
 
 
-def test_two_adapters_add_up_and_only_one_is_trained():
+def test_two_adapters_add_up_merged_or_not_and_one_is_trained():
     model = llama(60)
     inject_adapters(model, FROZEN_ADAPTER, build_peft_config(model, LoraConfig(rank=2)))
     with torch.no_grad():
@@ -88,26 +87,15 @@ def test_two_adapters_add_up_and_only_one_is_trained():
     assert trained and all(f".{TRAINED_ADAPTER}." in name for name in trained)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.lora_B[TRAINED_ADAPTER].weight.normal_(std=0.1)
-    assert (logits(model) - one).abs().max() > 1e-3
+    both = logits(model)
+    assert (both - one).abs().max() > 1e-3
+    with merged_adapters(model):
+        torch.testing.assert_close(logits(model), both)
     with without_adapters(model):
         assert torch.equal(logits(model), one)
 
 
-def test_merging_takes_all_adapters_of_a_layer():
-
-    model = llama(60)
-    inject_adapters(model, FROZEN_ADAPTER, build_peft_config(model, LoraConfig(rank=2)))
-    adapted(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    expected = logits(model)
-    with merged_adapters(model):
-        torch.testing.assert_close(logits(model), expected)
-
-
-def test_layers_that_hold_their_weights_otherwise_are_taken_as_they_are():
+def test_layers_of_other_classes_are_shared():
     class Packed(nn.Module):
         def __init__(self, weight):
             super().__init__()
@@ -125,7 +113,7 @@ def test_layers_that_hold_their_weights_otherwise_are_taken_as_they_are():
     assert mine is not layer.up_proj and mine.packed is layer.up_proj.packed
 
 
-def test_a_base_that_does_not_fit_is_one_line():
+def test_base_that_does_not_fit_is_refused():
     scorer = build_on_meta(llama(60, hidden_size=16).config, ModelConfig(), attention="sdpa", scalar_head=True)
     with pytest.raises(ModelError, match=r"^\S+: the shared base lacks .*; set lora.share_base=false$"):
-        shared_base.share_tensors(scorer, SharedBase(llama(60)), {})
+        share_tensors(scorer, SharedBase(llama(60)), {})

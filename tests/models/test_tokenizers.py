@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlhf.config.schema import ModelConfig
 from rlhf.models.loading import load_causal_lm, load_model_tokenizer
@@ -17,76 +18,75 @@ from tests.helpers import build_tokenizer, llama
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def tokenizer_with(special: list[str], added: list[str], template: str) -> Any:
-    """A tokenizer that pads with its end-of-sequence token and has these tokens beside it."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
+def tokenizer_with(special: list[str], added: list[str], template: str = CHATML, pad: str | None = "<eos>") -> Any:
+    """Return a tokenizer without a token that is made for padding, with these tokens in addition."""
     state = build_tokenizer().backend_tokenizer.to_str().replace('"<pad>"', '"<zero>"')
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(state), eos_token="<eos>", pad_token="<eos>", chat_template=template
+        tokenizer_object=tokenizers.Tokenizer.from_str(state), eos_token="<eos>", pad_token=pad, chat_template=template
     )
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens(added)
     return tokenizer
 
 
+PADDING = "{% for m in messages %}[PAD]{{ m.content }}{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    ("special", "added", "expected"),
+    ("tokens", "template", "pad", "expected", "reason"),
     [
-        (["<|im_start|>", "<|im_end|>", "<|vision_pad|>"], ["<tool_call>", "<|fim_pad|>"], "<|fim_pad|>"),
-        (["<|start_header_id|>", "<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], [], "<|finetune_right"),
-        (["<|start_header_id|>", "<|reserved_special_token_0|>"], [], "<|reserved_special_token_0|>"),
-        (["<|user|>", "<|assistant|>", "<|placeholder1|>"], [], "<|placeholder1|>"),
-        (["<|im_start|>", "<|im_end|>", "<|image_pad|>"], [], "<|pad|>"),
+        (["<|im_start|>", "<|im_end|>", "<|vision_pad|>", "<|fim_pad|>"], CHATML, "<eos>", "<|fim_pad|>", ""),
+        (
+            ["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"],
+            CHATML,
+            "<eos>",
+            "<|finetune_right_pad_id|>",
+            "",
+        ),
+        (["<|start_header_id|>", "<|reserved_special_token_0|>"], CHATML, "<eos>", "<|reserved_special_token_0|>", ""),
+        (["<|user|>", "<|assistant|>", "<|placeholder1|>"], CHATML, "<eos>", "<|placeholder1|>", ""),
+        (["<|im_start|>", "<|im_end|>", "<|image_pad|>"], CHATML, "<eos>", "<|pad|>", "pads with its end-of-sequence"),
+        (["<|im_start|>", "<|im_end|>"], CHATML, None, "<|pad|>", "has no pad token"),
+        (["[PAD]", "<unused1>"], PADDING, "<eos>", "<unused1>", ""),
+        (["<|im_end|>", "<unused1>"], CHATML, "<|im_end|>", "<unused1>", "with '<|im_end|>', which its chat template"),
     ],
-    ids=["qwen", "llama 3.1", "llama 3", "phi 3", "none"],
+    ids=["qwen", "llama 3.1", "llama 3", "phi 3", "eos", "no pad", "template", "template writes pad"],
 )
-def test_the_pad_token_is_made_for_padding_or_for_nothing(
-    tmp_path: Path, special: list[str], added: list[str], expected: str
+def test_pad_token_is_in_no_text(
+    tmp_path: Path, tokens: list[str], template: str, pad: str | None, expected: str, reason: str
 ) -> None:
-    tokenizer_with(special, added, CHATML).save_pretrained(tmp_path)
-    found, (note,) = load_tokenizer(str(tmp_path))
-    assert found.pad_token.startswith(expected)
-    assert found.pad_token not in found.apply_chat_template([{"role": "user", "content": "moo"}], tokenize=False)
-    assert repr(found.pad_token) in note
+    special = [token for token in tokens if token != "<|fim_pad|>"]
+    tokenizer_with(special, [*{*tokens} - {*special}], template, pad).save_pretrained(tmp_path)
+    tokenizer, (note,) = load_tokenizer(str(tmp_path))
+    assert tokenizer.pad_token == expected != tokenizer.eos_token
+    assert expected not in tokenizer.apply_chat_template([{"role": "user", "content": "moo"}], tokenize=False)
+    assert repr(expected) in note and reason in note
 
 
-def test_a_token_that_the_template_writes_does_not_pad(tmp_path: Path) -> None:
-    template = "{% for m in messages %}[PAD]{{ m.content }}{% endfor %}"
-    tokenizer_with(["[PAD]", "<unused1>"], [], template).save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path))[0].pad_token == "<unused1>"
+def test_tokenizer_with_a_pad_token_is_unchanged(model_folder: Path) -> None:
+    tokenizer, notes = load_tokenizer(str(model_folder))
+    assert tokenizer.pad_token == "<pad>" and notes == []
 
 
-def test_a_pad_token_that_the_template_writes_is_replaced(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(["<|im_start|>", "<|im_end|>", "<unused1>"], [], CHATML)
-    tokenizer.pad_token = "<|im_end|>"
-    tokenizer.save_pretrained(tmp_path)
-    found, (note,) = load_tokenizer(str(tmp_path))
-    assert found.pad_token == "<unused1>"
-    assert "pads with '<|im_end|>', which its chat template writes; padding with its '<unused1>'" in note
-
-
-def test_an_unknown_token_that_texts_contain_does_not_pad(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "moo": 2}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path))[0].pad_token == "<|pad|>"
-
-
-def test_an_unknown_token_that_no_text_needs_pads(tmp_path: Path) -> None:
-    """As in Llama 2 and Mistral, whose tokenizers fall back to bytes."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.ByteFallback()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path))[0].pad_token == "<unk>"
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        (tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "moo": 2}, unk_token="<unk>"), "<|pad|>"),
+        (  # as Llama 2's and Mistral's, which fall back to bytes
+            tokenizers.models.BPE(
+                {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)},
+                [],
+                unk_token="<unk>",
+                byte_fallback=True,
+            ),
+            "<unk>",
+        ),
+    ],
+)
+def test_unknown_token_pads_if_no_text_needs_it(tmp_path: Path, backend: Any, expected: str) -> None:
+    tokenizer = tokenizers.Tokenizer(backend)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path))[0].pad_token == expected
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_unknown_token_that_no_text_needs_pads(tmp_path: Path) -> None:
         (GenerationConfig(eos_token_id=[7, 300, 9999]), [1, 300]),
     ],
 )
-def test_end_tokens_are_the_tokenizers_and_the_models(settings: Any, expected: list[int]) -> None:
+def test_find_end_tokens_adds_the_models_special_ones(settings: Any, expected: list[int]) -> None:
     """An ordinary token, or none of the vocabulary, is what a configuration names that is not the tokenizer's."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<turn>"])
@@ -115,7 +115,7 @@ def endless(folder: Path) -> Any:
     return tokenizer
 
 
-def test_an_end_token_that_is_asked_for_is_added_once(tmp_path: Path) -> None:
+def test_requested_end_token_is_added_once(tmp_path: Path) -> None:
     before = endless(tmp_path)
     found, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
     assert (found.eos_token, found.eos_token_id, len(found)) == ("<|end|>", len(before), len(before) + 1)
@@ -130,22 +130,22 @@ def test_an_end_token_that_is_asked_for_is_added_once(tmp_path: Path) -> None:
         assert (again.get_vocab(), again.eos_token, notes) == (found.get_vocab(), "<|end|>", [])
 
 
-def test_an_end_token_may_be_one_of_the_tokenizer(tmp_path: Path) -> None:
+def test_requested_end_token_may_exist(tmp_path: Path) -> None:
     before = endless(tmp_path)
     found, (note,) = load_tokenizer(str(tmp_path), eos_token="<eos>")
     assert (found.eos_token_id, found.get_vocab()) == (before.convert_tokens_to_ids("<eos>"), before.get_vocab())
     assert note.endswith("the tokenizer has no end-of-sequence token; ending with '<eos>'")
 
 
-def test_the_end_token_of_before_does_not_pad_beside_another(tmp_path: Path) -> None:
-    tokenizer_with([], [], CHATML).save_pretrained(tmp_path)  # pads with <eos>, which ends generation still
+def test_previous_end_token_does_not_pad(tmp_path: Path) -> None:
+    tokenizer_with([], []).save_pretrained(tmp_path)  # pads with <eos>, which ends generation still
     found, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
     assert (found.eos_token, found.pad_token) == ("<|end|>", "<|pad|>")
     assert "ends with '<eos>'; added '<|end|>'" in notes[0] and "pads with its end-of-sequence token" in notes[1]
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, [300]), (1, [1, 300]), ([1, 7], [1, 300])])
-def test_a_model_ends_where_its_tokenizer_does(tmp_path: Path, before: Any, after: list[int]) -> None:
+def test_model_ends_with_its_tokenizers_token(tmp_path: Path, before: Any, after: list[int]) -> None:
     """Of what its settings named before, special tokens stay (1); 7 is a letter of this tokenizer."""
     model = llama(300)
     model.generation_config.eos_token_id = before
