@@ -184,7 +184,9 @@ def test_offline_variable_prevents_requests(hub: Hub, tmp_path: Path, variable: 
 
 
 SWITCHES = """
+import logging
 from huggingface_hub import constants
+logging.disable(logging.WARNING)
 states = []
 
 def note():
