@@ -60,6 +60,7 @@ ACTOR = BaseModelRef("ppo.actor", "sft")
 REWARD_MODEL = BaseModelRef("ppo.reward_model", "reward", scalar_head=True)
 CRITIC = BaseModelRef("ppo.critic", "sft", scalar_head=True, new_head=True, fallback_key="ppo.actor")
 """The critic, if it does not start as the reward model."""
+ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC)
 
 
 def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
