@@ -4,21 +4,22 @@ The functions run in a separate process (`rlhf.rewards.worker`), so that nothing
 device. The worker ends with this process, even if this process is killed.
 
 The worker is not a `multiprocessing` process: that would import the run's main module and the package rlhf a second
-time, and its connections block while both sides send.
+time.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,7 @@ from rlhf.config.types import short_repr
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards import worker
 
-_POLL_SECONDS = 0.2  # between checks whether the process has exited while others hold its pipe open
-_CHUNK = 1 << 16  # bytes
+_POLL_SECONDS = 0.2  # between checks whether the process has exited while others hold its connection open
 
 
 class Sample(NamedTuple):
@@ -83,20 +83,19 @@ class RewardProcess:
                 raise RewardError(
                     f"ppo.reward_functions: {file}: no such file; check its path{paths.missing_path_hint(file)}"
                 )
-        self._current: tuple[int, int | None]  # index of the function, and of the sample
-        pipes = [os.pipe() for _ in range(3)]
-        (requests, self._requests), (self._replies, replies), (lifeline, held_end) = pipes
+        self._connection, worker_end = Pipe()
+        lifeline, held_end = Pipe(duplex=False)
+        descriptors = worker_end.fileno(), lifeline.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, worker.__file__, *map(str, (requests, replies, lifeline))],
+            [sys.executable, worker.__file__, *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # its output goes to standard error
-            pass_fds=(requests, replies, lifeline),
+            pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C reaches this process only
         )
-        for descriptor in (requests, replies, lifeline):
-            os.close(descriptor)
-        self.close = weakref.finalize(self, _kill, self._process, (self._requests, self._replies, held_end))
-        os.set_blocking(self._requests, False)
+        worker_end.close()
+        lifeline.close()
+        self.close = weakref.finalize(self, _end, self._process, (self._connection, held_end))
         self._exchange(([os.getcwd(), *sys.path], [function.function for function in self._functions]), ())
 
     def __call__(self, samples: Sequence[Sample]) -> list[list[float]]:
@@ -115,39 +114,44 @@ class RewardProcess:
         return values
 
     def _exchange(self, message: Any, samples: Sequence[Sample]) -> Any:
-        """Send a message, and return the reply."""
-        unsent, arrived = memoryview(worker.pack_message(message)), bytearray()
-        self._current = 0, None
+        """Send a message, and return the reply; after the timeout the process is killed, which ends both."""
+        place: tuple[int, int | None] = 0, None  # index of the function, and of the sample
         deadline = time.monotonic() + self._timeout
-        while (seconds := deadline - time.monotonic()) > 0:
-            exited = self._process.poll() is not None  # checked first, so that all its replies have arrived
-            poll = select.poll()
-            poll.register(self._replies, select.POLLIN)
-            if unsent:
-                poll.register(self._requests, select.POLLOUT)
-            ready = {descriptor for descriptor, _ in poll.poll(1000 * min(seconds, _POLL_SECONDS))}
-            if self._requests in ready:
-                try:
-                    unsent = unsent[os.write(self._requests, unsent[:_CHUNK]) :]
-                except BrokenPipeError:  # it has exited, but its replies can still be read
-                    unsent = unsent[:0]
-            received = os.read(self._replies, _CHUNK) if self._replies in ready else None
-            if received == b"" or (received is None and exited):
-                raise self._error(_describe_exit(self._process), samples)
-            arrived += received or b""
-            for kind, *content in _take_messages(arrived):
+        timer = threading.Timer(self._timeout, _kill, [self._process])
+        timer.daemon = True
+        timer.start()
+        try:
+            with suppress(ConnectionError):  # it has exited, but its replies can still be read
+                self._connection.send(message)
+            while True:
+                exited = self._process.poll() is not None  # checked first, so that all its replies have arrived
+                if not self._connection.poll(_POLL_SECONDS):
+                    if exited:
+                        raise EOFError
+                    continue
+                kind, *content = self._connection.recv()
                 if kind == "at":
-                    self._current = content[0], content[1]
+                    place = content[0], content[1]
+                elif time.monotonic() >= deadline:
+                    raise EOFError
                 elif kind == "failed":
-                    raise self._error(content[0], samples)
+                    raise self._error(content[0], place, samples)
                 else:
                     return content[0]
-        took = "took" if samples else "importing it took"
-        raise self._error(f"{took} more than {self._timeout:g} s (ppo.reward_timeout)", samples)
+        except (EOFError, ConnectionError):
+            if time.monotonic() < deadline:
+                problem = _describe_exit(self._process)
+            else:
+                problem = (
+                    f"{'took' if samples else 'importing it took'} more than {self._timeout:g} s (ppo.reward_timeout)"
+                )
+            raise self._error(problem, place, samples) from None
+        finally:
+            timer.cancel()
 
-    def _error(self, problem: str, samples: Sequence[Sample]) -> RewardError:
+    def _error(self, problem: str, place: tuple[int, int | None], samples: Sequence[Sample]) -> RewardError:
         self.close()
-        index, number = self._current
+        index, number = place
         name = self._functions[index].function
         if number is None:
             return RewardError(f"ppo.reward_functions: {name}: {problem}")
@@ -157,16 +161,6 @@ class RewardProcess:
             f"reward function {name}: {problem}; for the prompt {short_repr(sample.prompt)} with the completion "
             f"{short_repr(sample.completion)}{where}; fix the function, then repeat this command with --resume"
         )
-
-
-def _take_messages(arrived: bytearray) -> list[tuple[Any, ...]]:
-    """Remove the complete messages from `arrived`, and return them."""
-    messages = []
-    head = worker.LENGTH.size
-    while len(arrived) >= head and len(arrived) >= (end := head + worker.LENGTH.unpack(arrived[:head])[0]):
-        messages.append(pickle.loads(arrived[head:end]))
-        del arrived[:end]
-    return messages
 
 
 def _describe_exit(process: subprocess.Popen[bytes]) -> str:
@@ -182,10 +176,14 @@ def _describe_exit(process: subprocess.Popen[bytes]) -> str:
     return f"its process was killed by {signal.Signals(-code).name}{hint}"
 
 
-def _kill(process: subprocess.Popen[bytes], descriptors: Sequence[int]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and all processes that it started."""
-    for descriptor in descriptors:
-        os.close(descriptor)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[bytes], connections: Sequence[Connection[Any, Any]]) -> None:
+    _kill(process)
     process.wait()
+    for connection in connections:
+        connection.close()

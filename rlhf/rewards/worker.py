@@ -1,8 +1,8 @@
 """The process that runs reward functions: it imports them, then scores one batch after the other.
 
-`rlhf.rewards.process` starts this file as a script. Messages arrive on one pipe and leave on another, each a pickle
-after its length. It receives Python's path and the functions, then samples. It sends ("at", function, sample) before
-each call, and ("done", result) or ("failed", reason). It imports only the standard library, to start at once.
+`rlhf.rewards.process` starts this file as a script. It receives Python's path and the functions, then samples. It
+sends ("at", function, sample) before each call, and ("done", result) or ("failed", reason). It imports only the
+standard library, to start at once.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import importlib.util
 import inspect
 import math
 import os
-import pickle
 import signal
-import struct
 import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
-LENGTH = struct.Struct("!Q")
 PLUGIN = "plugin"
 _MAX_SHOWN = 300  # characters of an exception's message
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -36,50 +34,51 @@ class UnusableFunction(Exception):
     """A function cannot be used; the message says why, and what to do."""
 
 
-def pack_message(message: Any) -> bytes:
-    """Return a message as bytes, after its length."""
-    content = pickle.dumps(message)
-    return LENGTH.pack(len(content)) + content
-
-
-def main(requests: int, replies: int, lifeline: int) -> None:
-    """Answer requests until the run ends; the arguments are file descriptors of pipes."""
-    for descriptor in (requests, replies, lifeline):
+def main(connection: int, lifeline: int) -> None:
+    """Answer requests until the run ends; the arguments are the file descriptors of a socket and a pipe."""
+    for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     _exit_with_run(lifeline)
     _ignore_signals()
     os.dup2(2, 1)  # output of functions
     sys.stdout = sys.stderr
     sys.dont_write_bytecode = True  # preflight writes nothing
-    worker = RewardWorker(os.fdopen(requests, "rb"), os.fdopen(replies, "wb"))
     try:
-        worker.run()
-    except (EOFError, BrokenPipeError):
+        RewardWorker(Connection(connection)).run()
+    except (EOFError, ConnectionError):
         os._exit(0)  # a function's threads may still run
 
 
 class RewardWorker:
-    """The imported functions, and the two pipes."""
+    """The imported functions, and the connection to the run."""
 
-    def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
-        self._requests, self._replies = requests, replies
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
         self._functions: list[Callable[[str, str, Any], Any]] = []
 
     def run(self) -> None:
         """Import the functions, then score batches.
 
         Raises:
-            EOFError, BrokenPipeError: the run has ended.
+            EOFError, ConnectionError: the run has ended.
         """
-        sys.path[:], names = self._receive()
-        self._attempt(lambda: self._import(names))
+        sys.path[:], names = self._connection.recv()
+        self._reply(self._import, names)
         while True:
-            samples = self._receive()
-            self._attempt(lambda samples=samples: self._score(samples))  # type: ignore[misc]
+            self._reply(self._score, self._connection.recv())
+
+    def _reply(self, work: Callable[[Any], Any], argument: Any) -> None:
+        try:
+            message = ("done", work(argument))
+        except UnusableFunction as error:
+            message = ("failed", str(error))
+        except BaseException as error:  # sys.exit is one
+            message = ("failed", _describe_error(error))
+        self._connection.send(message)
 
     def _import(self, names: list[str]) -> None:
         for place, name in enumerate(names):
-            self._send("at", place, None)
+            self._connection.send(("at", place, None))
             self._functions.append(_import_function(name))
 
     def _score(self, samples: list[tuple[str, str, Any]]) -> list[list[float]]:
@@ -89,37 +88,16 @@ class RewardWorker:
         ]
 
     def _value(self, place: int, number: int, prompt: str, completion: str, row: Any) -> float:
-        self._send("at", place, number)
+        self._connection.send(("at", place, number))
         returned = self._functions[place](prompt, completion, row)
         try:
             value = math.nan if isinstance(returned, str | bytes) else float(returned)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
             value = math.nan
         if not math.isfinite(value):
-            text = repr(returned)
-            text = text if len(text) <= 60 else text[:60] + "..."
+            text = _shorten(repr(returned), 60)
             raise UnusableFunction(f"must return a finite number, got {text} ({type(returned).__name__})")
         return value
-
-    def _attempt(self, work: Callable[[], Any]) -> None:
-        try:
-            result = work()
-        except UnusableFunction as error:
-            self._send("failed", str(error))
-        except BaseException as error:  # sys.exit is one
-            self._send("failed", _describe_error(error))
-        else:
-            self._send("done", result)
-
-    def _send(self, *message: Any) -> None:
-        self._replies.write(pack_message(message))
-        self._replies.flush()
-
-    def _receive(self) -> Any:
-        head = self._requests.read(LENGTH.size)
-        if len(head) < LENGTH.size:
-            raise EOFError
-        return pickle.loads(self._requests.read(LENGTH.unpack(head)[0]))
 
 
 def _exit_with_run(lifeline: int) -> None:
@@ -165,47 +143,43 @@ def _import_function(name: str) -> Callable[[str, str, Any], Any]:
             where, _, attribute = find_plugin_function(attribute).rpartition(":")
         except UnknownPluginFunction as error:
             raise UnusableFunction(str(error)) from None
-    target: Any = _import_module(where)
+    function: Any = _import_module(where)
     for part in attribute.split("."):
-        if not hasattr(target, part):
-            close = difflib.get_close_matches(part, dir(target), n=1)
-            raise UnusableFunction(
-                f"{where} has no {part}; " + (f"did you mean {close[0]}?" if close else "check the name")
-            )
-        target = getattr(target, part)
-    function: Callable[[str, str, Any], Any] = target
-    if not callable(target):
+        if not hasattr(function, part):
+            close = difflib.get_close_matches(part, dir(function), n=1)
+            hint = f"did you mean {close[0]}?" if close else "check the name"
+            raise UnusableFunction(f"{where} has no {part}; {hint}")
+        function = getattr(function, part)
+    if not callable(function):
         raise UnusableFunction("not a function; name a function that takes (prompt, completion, row)")
-    if inspect.iscoroutinefunction(target):
+    if inspect.iscoroutinefunction(function):
         raise UnusableFunction("must not be `async`; name a plain function, which may call asyncio.run")
     try:
-        signature = inspect.signature(target)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C
-        return function
+        return function  # type: ignore[no-any-return]
     try:
         signature.bind("", "", {})
     except TypeError:
         raise UnusableFunction(
             f"takes {signature}, but is called with (prompt, completion, row); change its parameters"
         ) from None
-    return function
+    return function  # type: ignore[no-any-return]
 
 
 def _import_module(where: str) -> ModuleType:
-    if where.endswith(".py"):
-        return _import_file(Path(where).resolve())
-    try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name and f"{where}.".startswith(f"{error.name}."):
-            raise UnusableFunction(
-                f"no module {error.name}; install it, start rlhf in its folder, or name a file: ./rewards.py:function"
-            ) from None
-        raise
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module, with its folder on Python's path."""
+    """Import a module by its name, or a file, whose folder is then on Python's path."""
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name and f"{where}.".startswith(f"{error.name}."):
+                raise UnusableFunction(
+                    f"no module {error.name}; install it, start rlhf in its folder, or name a file: "
+                    "./rewards.py:function"
+                ) from None
+            raise
+    path = Path(where).resolve()
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
@@ -219,8 +193,7 @@ def _import_file(path: Path) -> ModuleType:
 
 def _describe_error(error: BaseException) -> str:
     """Return an exception on one line, with the line of the user's code that raised it."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    text = text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+    text = _shorten(" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"), _MAX_SHOWN)
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames = [frame for frame in frames if frame[0] != __file__ and not frame[0].startswith("<")]
     user_frames = [frame for frame in frames if not frame[0].startswith(_LIBRARY)] or frames
@@ -228,6 +201,10 @@ def _describe_error(error: BaseException) -> str:
         user_frames.append((error.filename, error.lineno))
         text = f"{type(error).__name__}: {error.msg}"
     return f"{text} at {user_frames[-1][0]}:{user_frames[-1][1]}" if user_frames else text
+
+
+def _shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def install(folder: Path, name: str) -> None:
     (about / "entry_points.txt").write_text(f"[rlhf.rewards]\n{name} = {name}\n")
 
 
-def begin(name: str) -> RewardProcess:
+def start(name: str) -> RewardProcess:
     return RewardProcess([RewardFunctionConfig(function=name)], 20)
 
 
@@ -42,19 +42,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_plugin_s_function_is_found_by_its_name(site: Path) -> None:
-    process = begin("plugin:brevity")
+@pytest.mark.usefixtures("site")
+def test_plugin_function_is_found_by_its_name() -> None:
+    process = start("plugin:brevity")
     assert process([Sample("p", "abc", {})]) == [[-3.0]]
     process.close()
     assert RewardFunctionConfig(function="plugin:brevity").label == "brevity"
 
 
-def test_what_is_offered_is_said(site: Path) -> None:
+def test_unknown_or_ambiguous_plugin_function_is_an_error(site: Path) -> None:
     with pytest.raises(RewardError, match="plugin:length: no plugin offers length; use one of brevity"):
-        begin("plugin:length")
-
-
-def test_a_name_that_two_offer_is_refused(site: Path) -> None:
+        start("plugin:length")
     install(site, "two_plugin")
     with pytest.raises(RewardError, match=r"offered by several plugins, (one|two)_plugin and (one|two)_plugin"):
-        begin("plugin:brevity")
+        start("plugin:brevity")

@@ -1,4 +1,4 @@
-"""Reward functions in a process of their own: what they are given, and how each way to fail is said in one line."""
+"""Reward functions in a separate process: their arguments, and the one line about each way to fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = '''
 import asyncio, ctypes, math, os, re, subprocess, sys, time
 
-import beside
+import neighbour
 
 calls = []
 
@@ -30,7 +32,7 @@ def counted(prompt, completion, row):
     return len(calls) + len(completion) / 100 + row.get("bonus", 0)
 
 def pid(prompt, completion, row): return os.getpid()
-def whole(prompt, completion, row): return beside.ONE
+def whole(prompt, completion, row): return neighbour.ONE
 def true(prompt, completion, row): return completion == "right"
 def torch_is_loaded(prompt, completion, row): return "torch" in sys.modules
 def with_default(prompt, completion, row, scale=3): return scale
@@ -57,6 +59,7 @@ def endless_expression(prompt, completion, row):  # which lets no thread run
     return bool(re.match("(a+)+$", "a" * 64 + "b"))
 
 def leaves(prompt, completion, row): os._exit(7)
+def leaves_with_a_fork(prompt, completion, row): os._exit(7) if os.fork() else time.sleep(1000)
 def exits(prompt, completion, row): sys.exit(3)
 def closes(prompt, completion, row): os.closerange(3, 100); time.sleep(100)
 def crashes(prompt, completion, row): ctypes.string_at(0)
@@ -81,103 +84,92 @@ def starts_another(prompt, completion, row):
         pass
 '''
 SAMPLES = [Sample("what is it?", "an answer", {"source": "rows.jsonl:3"}), Sample("and this?", "b", {})]
+SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
+WHERE = f"{SHOWN}; fix the function, then repeat this command with --resume"
 
 
 @pytest.fixture
 def functions(tmp_path: Path) -> Path:
-    (tmp_path / "beside.py").write_text("ONE = 1\n")
+    (tmp_path / "neighbour.py").write_text("ONE = 1\n")
     path = tmp_path / "mine.py"
     path.write_text(FUNCTIONS)
     return path
 
 
 @pytest.fixture
-def begin(functions: Path) -> Iterator[Callable[..., RewardProcess]]:
-    begun: list[RewardProcess] = []
+def start(functions: Path) -> Iterator[Callable[..., RewardProcess]]:
+    processes: list[RewardProcess] = []
 
-    def process(*names: str, timeout: float = 20.0) -> RewardProcess:
-        begun.append(RewardProcess([function(functions, name) for name in names], timeout))
-        return begun[-1]
+    def start(*names: str, file: object = functions, timeout: float = 20.0) -> RewardProcess:
+        configs = [RewardFunctionConfig(function=f"{file}:{name}") for name in names]
+        processes.append(RewardProcess(configs, timeout))
+        return processes[-1]
 
-    yield process
-    for process_ in begun:
-        process_.close()
-
-
-def function(file: Path, name: str) -> RewardFunctionConfig:
-    return RewardFunctionConfig(function=f"{file}:{name}")
+    yield start
+    for process in processes:
+        process.close()
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process is, other than as the entry of one that nobody has waited for."""
+def is_alive(pid: int) -> bool:
+    """Return True if a process runs; one that nobody has waited for has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
 
 
-def refusal(begin: Callable[..., RewardProcess], name: str, timeout: float = 20.0) -> str:
-    with pytest.raises(RewardError) as found:
-        begin(name, timeout=timeout)(SAMPLES)
-    message = str(found.value)
-    assert "\n" not in message
-    return message
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(RewardError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-def test_each_function_scores_each_sample_in_order_and_keeps_what_it_remembers(begin) -> None:
-    process = begin("counted", "whole")
+def test_functions_score_samples_in_order_and_keep_state(start) -> None:
+    process = start("counted", "whole")
     samples = [Sample("p", "12345", {}), Sample("p", "1", {"bonus": 10})]
+    assert process([]) == [[], []]
     assert process(samples) == [[1.05, 12.01], [1.0, 1.0]]
     assert process(samples[:1]) == [[3.05], [1.0]]
 
 
-def test_no_sample_is_no_call(begin) -> None:
-    process = begin("counted")
-    assert process([]) == [[]]
-    assert process(SAMPLES[1:]) == [[1.01]]
+def test_functions_run_in_another_process_without_torch(start) -> None:
+    process = start("pid", "true", "torch_is_loaded", "with_default")
+    pids, *values = process([Sample("p", "right", {}), Sample("p", "no", {})])
+    assert pids[0] != os.getpid() and values == [[1.0, 0.0], [0.0, 0.0], [3.0, 3.0]]
 
 
-def test_it_is_another_process_without_torch_and_a_test_s_truth_is_a_number(begin) -> None:
-    found = begin("pid", "true", "torch_is_loaded", "with_default")([Sample("p", "right", {}), Sample("p", "no", {})])
-    assert found[0][0] != os.getpid() and found[1:] == [[1.0, 0.0], [0.0, 0.0], [3.0, 3.0]]
-
-
-def test_a_batch_larger_than_any_pipe(begin) -> None:
+def test_batch_may_be_larger_than_a_pipe(start) -> None:
     samples = [Sample("x" * 1000, "y" * number, {"more": "z" * 500}) for number in range(2000)]
-    (found,) = begin("counted")(samples)
-    assert found == [pytest.approx(number + 1 + number / 100) for number in range(2000)]
+    (values,) = start("counted")(samples)
+    assert values == [pytest.approx(number + 1 + number / 100) for number in range(2000)]
 
 
-def test_a_module_is_found_in_the_working_directory(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_imported_from_the_working_directory(start, functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(functions.parent)
-    process = RewardProcess([RewardFunctionConfig(function="mine:whole")], 20)
-    assert process(SAMPLES) == [[1.0, 1.0]]
-    process.close()
+    assert start("whole", file="mine")(SAMPLES) == [[1.0, 1.0]]
 
 
-def test_what_a_function_prints_is_no_answer(begin, capfd: pytest.CaptureFixture[str]) -> None:
-    assert begin("noisy")(SAMPLES) == [[1.0, 1.0]]
+def test_output_of_functions_goes_to_standard_error(start, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start("noisy")(SAMPLES) == [[1.0, 1.0]]
     out, err = capfd.readouterr()
     assert out == "" and err.count("from Python") == err.count("from a shell") == 2
 
 
-SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
-WHERE = f"{SHOWN}; fix the function, then repeat this command with --resume"
-
-
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "problem"),
     [
         ("raises", "KeyError: 'answer' at {file}:{this line}"),
         ("in_a_library", "missing ), unterminated subpattern at position 0 at {file}:{this one}"),
         ("leaves", "ended its process with exit code 7"),
+        ("leaves_with_a_fork", "ended its process with exit code 7"),
         ("closes", "closed the connection of its process to the run"),
         ("exits", "SystemExit: 3 at {file}:"),
         ("crashes", "its process was killed by SIGSEGV"),
@@ -188,89 +180,86 @@ WHERE = f"{SHOWN}; fix the function, then repeat this command with --resume"
         ("nothing", "must return a finite number, got None (NoneType)"),
     ],
 )
-def test_a_function_that_fails_is_named_with_its_sample(begin, functions: Path, name: str, what: str) -> None:
+def test_function_that_fails_is_named_with_its_sample(start, functions: Path, name: str, problem: str) -> None:
     lines = FUNCTIONS.splitlines()
     numbers = {mark: next(n for n, line in enumerate(lines, 1) if mark in line) for mark in ("this line", "this one")}
-    message = refusal(begin, name)
+    message = error_of(lambda: start(name)(SAMPLES))
     assert message.startswith(f"reward function {functions}:{name}: ")
-    assert what.format(file=functions, **numbers) in message and message.endswith(WHERE)
+    assert problem.format(file=functions, **numbers) in message and message.endswith(WHERE)
 
 
-def test_one_that_ends_while_the_run_waits_for_the_processor_is_named_with_its_sample(
-    begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, write = begin("leaves"), os.write
+def test_exit_before_the_reply_is_read_names_the_sample(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, send = start("leaves"), Connection.send
 
-    def preempted(descriptor: int, data: bytes) -> int:
-        written = write(descriptor, data)
+    def preempted(connection: Connection, message: object) -> None:
+        send(connection, message)
         time.sleep(0.5)
-        return written
 
-    monkeypatch.setattr(os, "write", preempted)
-    with pytest.raises(RewardError, match="exit code 7; for the prompt 'what is it"):
-        process(SAMPLES)
+    monkeypatch.setattr(Connection, "send", preempted)
+    assert "exit code 7; for the prompt 'what is it" in error_of(lambda: process(SAMPLES))
 
 
 @pytest.mark.parametrize("name", ["endless", "endless_expression"])
-def test_one_that_never_ends_is_ended(begin, functions: Path, name: str) -> None:
-    begun = time.monotonic()
-    message = refusal(begin, name, timeout=4.0)
-    assert message == f"reward function {functions}:{name}: took more than 4 s (ppo.reward_timeout); {WHERE}"
-    assert time.monotonic() - begun < 15
+def test_function_that_never_ends_is_stopped(start, functions: Path, name: str) -> None:
+    started = time.monotonic()
+    message = error_of(lambda: start(name, timeout=3.0)(SAMPLES))
+    assert message == f"reward function {functions}:{name}: took more than 3 s (ppo.reward_timeout); {WHERE}"
+    assert time.monotonic() - started < 15
 
 
-def test_the_sample_is_the_one_that_failed(begin) -> None:
-    message = refusal(begin, "second_fails")
+def test_worker_that_reads_nothing_is_stopped(start) -> None:
+    process = start("pid", timeout=3.0)
+    os.kill(int(process(SAMPLES)[0][0]), signal.SIGSTOP)
+    large = [Sample("x" * 1000, "y", {})] * 2000
+    assert "took more than 3 s (ppo.reward_timeout)" in error_of(lambda: process(large))
+
+
+def test_error_names_the_sample_that_failed(start) -> None:
+    message = error_of(lambda: start("second_fails")(SAMPLES))
     assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; fix the function" in message
 
 
-def test_after_a_failure_the_next_batch_has_a_new_process(begin, functions: Path) -> None:
-    """As in a notebook, where the file has been mended."""
-    process = begin("raises")
-    with pytest.raises(RewardError, match="KeyError: 'answer'"):
-        process(SAMPLES)
+def test_next_batch_after_a_failure_has_a_new_process(start) -> None:
+    """As in a notebook, in which the file has been fixed."""
+    process = start("raises")
+    assert "KeyError: 'answer'" in error_of(lambda: process(SAMPLES))
     assert process([Sample("p", "c", {"answer": 2})]) == [[2.0]]
 
 
-def test_the_example_s_functions() -> None:
-    names = [f"{ROOT}/example_scripts/rewards/rewards.py:{name}" for name in ("form", "exact", "brief")]
-    process = RewardProcess([RewardFunctionConfig(function=name) for name in names], 20)
-    said = ["The answer is: 42.", "the answer is 41", "42", "so " * 30 + "the answer is 42"]
-    found = process([Sample("6 x 7?", completion, {"answer": 42}) for completion in said])
-    assert found == [[1, 1, 0, 1], [1, 0, 0, 1], [0, 0, 0, -0.7]]
-    process.close()
+def test_functions_of_the_example(start) -> None:
+    process = start("form", "exact", "brief", file=ROOT / "example_scripts/rewards/rewards.py")
+    completions = ["The answer is: 42.", "the answer is 41", "42", "so " * 30 + "the answer is 42"]
+    values = process([Sample("6 x 7?", completion, {"answer": 42}) for completion in completions])
+    assert values == [[1, 1, 0, 1], [1, 0, 0, 1], [0, 0, 0, -0.7]]
 
 
-def test_one_that_is_interrupted_leaves_no_answer_behind(begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = begin("counted")
+def test_interrupted_batch_leaves_no_reply_behind(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start("counted")
 
-    def interrupted(*_: object) -> None:
+    def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "read", interrupted)
+        patched.setattr(Connection, "recv", interrupted)
         with pytest.raises(KeyboardInterrupt):
             process(SAMPLES)
     assert process(SAMPLES[1:]) == [[1.01]]
 
 
-def test_a_process_that_was_killed_between_batches(begin, functions: Path) -> None:
-    process = begin("pid")
+def test_process_killed_between_batches_is_an_error(start, functions: Path) -> None:
+    process = start("pid")
     os.kill(int(process(SAMPLES)[0][0]), signal.SIGKILL)
-    with pytest.raises(RewardError) as found:
-        process(SAMPLES[:1])
-    said = f"{functions}:pid: its process was killed by SIGKILL, perhaps because memory ran out"
-    assert str(found.value) == f"ppo.reward_functions: {said}"
+    problem = "its process was killed by SIGKILL, perhaps because memory ran out"
+    assert error_of(lambda: process(SAMPLES[:1])) == f"ppo.reward_functions: {functions}:pid: {problem}"
 
 
-def test_a_long_sample_is_shortened(begin) -> None:
-    with pytest.raises(RewardError) as found:
-        begin("nothing")([Sample("p" * 1000, "c\n" * 1000, {})])
-    assert len(str(found.value)) < 500 and "\n" not in str(found.value)
+def test_long_sample_is_shortened_in_errors(start) -> None:
+    process = start("nothing")
+    assert len(error_of(lambda: process([Sample("p" * 1000, "c\n" * 1000, {})]))) < 500
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "problem"),
     [
         ("two", "takes (prompt, completion), but is called with (prompt, completion, row); change its parameters"),
         ("later", "must not be `async`; name a plain function, which may call asyncio.run"),
@@ -278,12 +267,13 @@ def test_a_long_sample_is_shortened(begin) -> None:
         ("contd", "{file} has no contd; did you mean counted?"),
     ],
 )
-def test_one_that_cannot_be_called_is_refused_before_it_is(begin, functions: Path, name: str, what: str) -> None:
-    assert refusal(begin, name) == f"ppo.reward_functions: {functions}:{name}: {what.format(file=functions)}"
+def test_name_that_cannot_be_called_is_an_error(start, functions: Path, name: str, problem: str) -> None:
+    message = error_of(lambda: start(name))
+    assert message == f"ppo.reward_functions: {functions}:{name}: {problem.format(file=functions)}"
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "problem"),
     [
         ("def f(:\n    pass", "SyntaxError: invalid syntax at {file}:1"),
         (
@@ -291,37 +281,39 @@ def test_one_that_cannot_be_called_is_refused_before_it_is(begin, functions: Pat
             "ModuleNotFoundError: No module named 'nowhere_to_be_found' at {file}:2",
         ),
         ("1 / 0", "ZeroDivisionError: division by zero at {file}:1"),
-        ("while True: pass", "importing it took more than 3 s (ppo.reward_timeout)"),
+        ("while True: pass", "importing it took more than 2 s (ppo.reward_timeout)"),
         ("import os\nos._exit(5)", "ended its process with exit code 5"),
     ],
 )
-def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, what: str) -> None:
+def test_file_that_cannot_be_imported_is_an_error(start, tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "broken.py"
     file.write_text(text)
-    with pytest.raises(RewardError) as found:
-        RewardProcess([function(file, "f")], 3.0)
-    assert str(found.value) == f"ppo.reward_functions: {file}:f: {what.format(file=file)}"
+    message = error_of(lambda: start("f", file=file, timeout=2.0 if "while" in text else 20.0))
+    assert message == f"ppo.reward_functions: {file}:f: {problem.format(file=file)}"
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
-    for name, what in {
-        f"{tmp_path}/none.py:f": f"ppo.reward_functions: {tmp_path}/none.py: no such file; check its path",
-        "nowhere.to.be:found": "ppo.reward_functions: nowhere.to.be:found: no module nowhere; install it, "
-        "start rlhf in its folder, or name a file: ./rewards.py:function",
-        "plugin:nothing": "ppo.reward_functions: plugin:nothing: no plugin offers nothing; use one of (none)",
-    }.items():
-        with pytest.raises(RewardError) as found:
-            RewardProcess([RewardFunctionConfig(function=name)], 20)
-        assert str(found.value) == what
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("{folder}/none.py:f", "{folder}/none.py: no such file; check its path"),
+        ("nowhere.to.be:found", "nowhere.to.be:found: no module nowhere; install it, start rlhf in its folder, or"),
+        ("plugin:nothing", "plugin:nothing: no plugin offers nothing; use one of (none)"),
+    ],
+)
+def test_missing_function_is_an_error(start, tmp_path: Path, name: str, problem: str) -> None:
+    file, _, attribute = name.format(folder=tmp_path).rpartition(":")
+    message = error_of(lambda: start(attribute, file=file))
+    assert message.startswith(f"ppo.reward_functions: {problem.format(folder=tmp_path)}")
 
 
-def test_it_ends_when_it_is_closed_and_when_it_is_forgotten(begin, functions: Path) -> None:
-    first, second = (RewardProcess([function(functions, "pid")], 20) for _ in range(2))
+def test_worker_ends_when_closed_and_when_forgotten(functions: Path) -> None:
+    config = RewardFunctionConfig(function=f"{functions}:pid")
+    first, second = (RewardProcess([config], 20) for _ in range(2))
     pids = [int(process(SAMPLES)[0][0]) for process in (first, second)]
-    assert all(map(is_there, pids))
+    assert all(map(is_alive, pids))
     first.close()
     del second
-    assert until(lambda: not any(map(is_there, pids)))
+    assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
 PARENT = """
@@ -334,35 +326,35 @@ process([Sample("p", "c", {"pids": sys.argv[2]})])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_does_not_outlive_a_run_that_is_killed(functions: Path, number: signal.Signals) -> None:
-    """In the middle of a call that never ends; nor does what the function has started."""
-    pids = functions.parent / "pids"
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{functions}:starts_another", str(pids)])
-    assert until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 30)
-    both = [int(word) for word in pids.read_text().split()]
-    assert all(map(is_there, both))
+def test_worker_and_its_children_end_with_a_killed_run(functions: Path, number: signal.Signals) -> None:
+    """In the middle of a call that never ends."""
+    file = functions.parent / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{functions}:starts_another", str(file)])
+    assert wait_until(lambda: file.exists() and len(file.read_text().split()) == 2, 30)
+    pids = [int(word) for word in file.read_text().split()]
+    assert all(map(is_alive, pids))
     parent.send_signal(number)
     parent.wait()
-    assert until(lambda: not any(map(is_there, both)))
+    assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no kernel ends it")
-def test_nor_where_no_thread_of_it_can_run(functions: Path, tmp_path: Path) -> None:
+def test_worker_that_lets_no_thread_run_ends_with_the_run(functions: Path) -> None:
     script = PARENT.replace("process([", "print(process._process.pid, flush=True); process([")
     arguments = [sys.executable, "-c", script, f"{functions}:endless_expression", ""]
     parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert parent.stdout
     pid = int(parent.stdout.readline())
     time.sleep(0.5)
-    assert is_there(pid)
+    assert is_alive(pid)
     parent.kill()
     parent.wait()
-    assert until(lambda: not is_there(pid))
+    assert wait_until(lambda: not is_alive(pid))
 
 
-def test_signals_that_ask_to_end_do_not_break_a_batch(begin) -> None:
+def test_signals_to_end_do_not_break_a_batch(start) -> None:
     """Ctrl-C in a terminal and a scheduler's SIGTERM may reach all processes."""
-    process = begin("pid")
+    process = start("pid")
     pid = int(process(SAMPLES)[0][0])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)

@@ -34,9 +34,9 @@ def counted(prompt, completion, row):
         file.write(prompt + "\\n")
     return 0.0
 
-def until_mended(prompt, completion, row):
+def until_fixed(prompt, completion, row):
     seen.append(prompt)
-    return 0.0 if len(seen) < 20 or (HERE / "mended").exists() else row["answer"]
+    return 0.0 if len(seen) < 20 or (HERE / "fixed").exists() else row["answer"]
 
 def leaves_on_rank_1(prompt, completion, row):
     if os.environ.get("RANK") == "1":
@@ -68,7 +68,7 @@ def records(output: Path, key: str) -> list[float]:
     return [record[key] for record in map(json.loads, lines) if key in record]
 
 
-def test_functions_and_a_model_add_up_and_are_recorded_by_name(
+def test_functions_and_model_add_up_and_are_recorded_by_name(
     rlhf: Callable[..., Any], finished_run: Path, rewards: Path, tmp_path: Path
 ) -> None:
     functions = f"[{{function: {rewards}:please, weight: 2}}, {{function: {rewards}:words, weight: -0.1, name: long}}]"
@@ -86,7 +86,7 @@ def test_functions_and_a_model_add_up_and_are_recorded_by_name(
             assert 0 <= please <= 1 and 0 < words <= 16
 
 
-def test_without_a_reward_model_none_is_looked_for_and_the_critic_is_the_policy_with_a_new_head(
+def test_run_without_reward_model_scores_each_row_once(
     rlhf: Callable[..., Any], finished_run: Path, alone: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """Two ranks, three steps of four rows, and twice six held-out rows in batches of four: each row is scored once."""
@@ -100,24 +100,24 @@ def test_without_a_reward_model_none_is_looked_for_and_the_critic_is_the_policy_
     assert weights(tmp_path / "run" / "ppo" / "model").keys() == weights(before).keys()
 
 
-def test_a_run_that_a_function_has_ended_goes_on_when_it_is_mended(
+def test_run_resumes_after_the_failing_function_is_fixed(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
-    found = rlhf(*alone("until_mended", ppo__checkpoint_every=1, ppo__steps=6), check=False)
+    found = rlhf(*alone("until_fixed", ppo__checkpoint_every=1, ppo__steps=6), check=False)
     (line,) = (line for line in found.stderr.splitlines() if line.startswith("rlhf: "))
     assert found.returncode == 2
-    said = f"rlhf: error: reward function {rewards}:until_mended: KeyError: 'answer' at {rewards}:"
+    said = f"rlhf: error: reward function {rewards}:until_fixed: KeyError: 'answer' at {rewards}:"
     assert line.startswith(said) and line.endswith("fix the function, then repeat this command with --resume")
     # 6 rows of the first evaluation, then 4 a step: the 20th is in the fourth step.
     assert (
         sorted(path.name for path in (rewards.parent / "run" / "ppo" / "checkpoints").iterdir())[-1] == "step-00000003"
     )
-    (rewards.parent / "mended").touch()
+    (rewards.parent / "fixed").touch()
     rlhf("ppo", "--output", rewards.parent / "run", "--resume", recipe=None)
-    assert len(records(rewards.parent / "run", "reward/until_mended")) == 6
+    assert len(records(rewards.parent / "run", "reward/until_fixed")) == 6
 
 
-def test_the_rank_whose_function_fails_speaks_for_all(
+def test_only_the_rank_whose_function_fails_reports(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
     found = rlhf(*alone("leaves_on_rank_1"), "--ranks", 2, check=False)
@@ -125,16 +125,14 @@ def test_the_rank_whose_function_fails_speaks_for_all(
     assert found.returncode == 2 and f"{rewards}:leaves_on_rank_1: ended its process with exit code 7; for" in line
 
 
-def test_all_stages_say_that_the_reward_model_is_for_nobody(
-    rlhf: Callable[..., Any], rewards: Path, tmp_path: Path
-) -> None:
+def test_dry_run_notes_a_reward_model_without_use(rlhf: Callable[..., Any], rewards: Path, tmp_path: Path) -> None:
     keys = settings(ppo__reward_weight=0, ppo__reward_functions=f"{rewards}:words")
     shown = " ".join(rlhf("--dry-run", *keys, "--output", tmp_path / "run").stdout.split())
     assert "ppo.reward_weight is 0: PPO makes no use of the reward model" in shown
     assert "ppo.reward_model" not in shown and "ppo.critic" in shown
 
 
-def test_a_critic_may_begin_as_another_model(rlhf: Callable[..., Any], finished_run: Path, tmp_path: Path) -> None:
+def test_critic_may_start_from_another_model(rlhf: Callable[..., Any], finished_run: Path, tmp_path: Path) -> None:
     """One that has a head keeps it: nothing is trained here, so its values are those of that model."""
     other = tmp_path / "critic"
     shutil.copytree(finished_run / "reward" / "model", other)
@@ -150,7 +148,7 @@ def test_a_critic_may_begin_as_another_model(rlhf: Callable[..., Any], finished_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["engine.zero_stage=0", "engine.zero_stage=3"])
-def test_without_a_reward_model_under_lora_and_when_weights_are_sharded(
+def test_run_without_reward_model_with_lora_or_sharding(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path, engine: str
 ) -> None:
     """The critic has a base of its own, and a head that is trained and kept."""
@@ -161,7 +159,7 @@ def test_without_a_reward_model_under_lora_and_when_weights_are_sharded(
 
 
 @pytest.mark.slow
-def test_an_estimator_without_a_critic_and_a_reward_without_a_model(
+def test_run_without_critic_and_without_reward_model(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
     """Each completion of a prompt is seen, and only the policy and its reference are loaded."""
