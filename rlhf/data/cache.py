@@ -1,9 +1,9 @@
 """Cache the examples of a stage, tokenized once, in a folder named by a digest of their inputs.
 
-The key of a `StageCache` is a digest of the sources' content, the settings, the seed, the tokenizer and the code that
-makes examples. One process of a machine builds the folder (`build`), all processes open it (`load`); a folder appears
-complete or not at all, and a damaged one is rebuilt. It is next to the data sets that the `datasets` package caches
-(HF_DATASETS_CACHE, or HF_HOME), and may be deleted while no run uses it.
+One process of a machine builds the folder (`StageCache.build`), all processes open it (`StageCache.load`); it appears
+complete or not at all, and a damaged one is rebuilt. The examples are in an Arrow file, which is memory-mapped: all
+processes share its pages, and no process holds its tokens. The folder is next to the data sets that the `datasets`
+package caches (HF_DATASETS_CACHE, or HF_HOME), and may be deleted while no run uses it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,42 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from filelock import FileLock, Timeout
 
 from rlhf.config.schema import Config, DataConfig, Stage
-from rlhf.data.arrow_store import ExampleTable, ExampleWriter, StoredExamples, UnstorableRowError
+from rlhf.data.examples import EXAMPLE_TYPES, Example, TokenCounts
 from rlhf.data.load_sources import list_stage_sources, read_sources
+from rlhf.data.records import Message, Row
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import StageData, select_examples
-from rlhf.data.tokenize_rows import EXAMPLE_TYPES
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_directory
 
 if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 _EXAMPLES, _TRAIN, _HELDOUT, _STAGE = "examples.arrow", "train.npy", "heldout.npy", "stage.json"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the tokens
+_ROW = "row"
+_BATCH = 1000  # examples in a record batch
 _CHUNK = 2**20  # bytes
-_DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError)  # errors of reading a damaged folder
+
+
+class UnstorableRowError(Exception):
+    """A row has a value that the cache would not restore exactly; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,10 @@ class StageCache:
     @cached_property
     def folder(self) -> Path:
         """The folder of the examples, which may not exist yet."""
-        return find_cache_home() / f"{self.stage}-{self.key}"
+        from huggingface_hub import constants
+
+        home = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
+        return home / "rlhf" / f"{self.stage}-{self.key}"
 
     def find(self) -> StageData | None:
         """Return the examples if they are cached and complete, else None.
@@ -130,19 +141,19 @@ class StageCache:
         import numpy as np
 
         metadata = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))["metadata"]
-        table = ExampleTable(self.folder / _EXAMPLES, EXAMPLE_TYPES[self.stage])
+        examples = StoredExamples.open(self.folder / _EXAMPLES, EXAMPLE_TYPES[self.stage])
         train, heldout = (
-            StoredExamples(table, np.load(self.folder / name, mmap_mode="r", allow_pickle=False))
+            examples.select(np.load(self.folder / name, mmap_mode="r", allow_pickle=False))
             for name in (_TRAIN, _HELDOUT)
         )
-        sources = list_stage_sources(self.config, self.stage)
+        names = (source.absolute_name() for source in list_stage_sources(self.config, self.stage))
         return StageData(
             train,
             heldout,
-            [_restore_report(values, table) for values in metadata["reports"]],
+            [_restore_report(values, examples) for values in metadata["reports"]],
             metadata["prompt_format"],
             tuple(metadata["end_ids"]),
-            dict(zip((source.absolute_name() for source in sources), metadata["fingerprints"], strict=True)),
+            dict(zip(names, metadata["fingerprints"], strict=True)),
         )
 
     def _write(self, folder: Path, show: bool) -> None:
@@ -157,10 +168,7 @@ class StageCache:
         for name, numbers in ((_TRAIN, selection.train), (_HELDOUT, selection.heldout)):
             np.save(folder / name, np.array(numbers, np.int64))
         metadata = {
-            "reports": [
-                vars(report) | {"example": number}
-                for report, number in zip(selection.reports, selection.typical, strict=True)
-            ],
+            "reports": [vars(report) for report in selection.reports],
             "prompt_format": selection.prompt_format,
             "end_ids": selection.end_ids,
             "fingerprints": [sources[source].fingerprint() for source in list_stage_sources(config, stage)],
@@ -178,15 +186,116 @@ class StageCache:
             if content["digest"] != _hash_json(content["metadata"]):
                 return False
             return all(_hash_file(self.folder / name) == digest for name, digest in content["files"].items())
-        except _DAMAGE_ERRORS:
+        except (OSError, ValueError, KeyError, TypeError):
             return False
 
 
-def find_cache_home() -> Path:
-    """Return the folder of all cached examples, next to the data sets of the `datasets` package."""
-    from huggingface_hub import constants
+class ExampleWriter:
+    """Writes an Arrow file of examples of one type, in the order of `add`; `close` completes it.
 
-    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser() / "rlhf"
+    Raises:
+        OSError: the file cannot be written.
+        UnstorableRowError: a row's record has values other than text, numbers, lists and objects.
+    """
+
+    def __init__(self, path: Path, example_type: type[Example]) -> None:
+        import pyarrow as pa
+
+        columns = {part: pa.list_(pa.int32()) for part in _part_names(example_type)}
+        self._schema = pa.schema(columns | {_ROW: pa.large_binary()})
+        self._file = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._file, self._schema)
+        self._buffer: list[Example] = []
+
+    def add(self, example: Example) -> None:
+        """Add an example; every thousand are written to the file."""
+        self._buffer.append(example)
+        if len(self._buffer) == _BATCH:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the remaining examples and the end of the file."""
+        self._flush()
+        self._writer.close()
+        self._file.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        rows = [vars(example) | {_ROW: _serialize_row(example.row)} for example in self._buffer]
+        self._writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
+        self._buffer = []
+
+
+class StoredExamples(Sequence[Example]):
+    """The examples of a table at some indices, in that order; each is created when it is accessed."""
+
+    def __init__(self, table: pa.Table, example_type: type[Example], indices: Sequence[int] | np.ndarray) -> None:
+        self._table, self._example_type, self._indices = table, example_type, indices
+        self._columns = {name: table.column(name) for name in table.column_names}
+
+    @classmethod
+    def open(cls, path: Path, example_type: type[Example]) -> StoredExamples:
+        """Return all examples of a file that an `ExampleWriter` completed, memory-mapped."""
+        import pyarrow as pa
+
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        return cls(table, example_type, range(table.num_rows))
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> StoredExamples:
+        """Return the table's examples at `indices`."""
+        return StoredExamples(self._table, self._example_type, indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> StoredExamples: ...
+
+    def __getitem__(self, index: int | slice) -> Example | StoredExamples:
+        if isinstance(index, slice):
+            return self.select(self._indices[index])
+        values = {name: column[int(self._indices[index])] for name, column in self._columns.items()}
+        row = _deserialize_row(values.pop(_ROW).as_py())
+        ids = {name: value.values.to_numpy().tolist() for name, value in values.items()}
+        make_example: Callable[..., Example] = self._example_type
+        return make_example(**ids, row=row)
+
+    def token_counts(self) -> TokenCounts:
+        """Return the number of tokens of each part, in the order of the examples, without reading the tokens."""
+        import numpy as np
+        import pyarrow.compute as pc
+
+        lengths = {name: pc.list_value_length(ids) for name, ids in self._columns.items() if name != _ROW}
+        return {
+            name.removesuffix("_ids"): array("i", counts.to_numpy()[self._indices].astype(np.intc).tobytes())
+            for name, counts in lengths.items()
+        }
+
+
+def _part_names(example_type: type[Example]) -> list[str]:
+    return [field.name for field in fields(example_type) if field.name != _ROW]
+
+
+def _serialize_row(row: Row) -> bytes:
+    turns = [(message.role, message.content) for message in row.prompt]
+    record = json.dumps(row.record, default=_reject_value)
+    if repr(json.loads(record)) != repr(row.record):
+        raise UnstorableRowError("a row has columns that JSON would change")
+    values = [turns, row.text, row.response, row.chosen, row.rejected, row.source, row.undecided, row.margin]
+    return json.dumps([*values, row.record], ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _deserialize_row(serialized: bytes) -> Row:
+    turns, *values = json.loads(serialized)
+    return Row(tuple(Message(role, content) for role, content in turns), *values)
+
+
+def _reject_value(value: Any) -> None:
+    raise UnstorableRowError(f"a row has a column with a {type(value).__name__}")
 
 
 @contextmanager
@@ -227,12 +336,12 @@ def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         ) from error
 
 
-def _restore_report(values: dict[str, Any], table: ExampleTable) -> DataReport:
+def _restore_report(values: dict[str, Any], examples: StoredExamples) -> DataReport:
     """Return a report from its JSON, which has lists for tuples."""
     tuples = {
         name: {key: tuple(items) for key, items in values[name].items()} for name in ("tokens", "dropped", "lengths")
     }
-    return DataReport(**values | tuples | {"example": table[values["example"]]})
+    return DataReport(**values | tuples | {"example": examples[values["example"]]})
 
 
 def _hash_json(value: Any) -> str:

@@ -19,12 +19,13 @@ from rlhf.data.formats import (
     ColumnMapping,
     KnownDataset,
     Values,
+    check_no_reply_label,
     find_known_dataset,
     flatten_nested_columns,
     list_named_columns,
     recognize_columns,
+    resolve_preference_rule,
 )
-from rlhf.data.preference_labels import check_no_reply_label, resolve_preference_rule
 from rlhf.data.readers import check_source_exists, has_splits, hash_source, read_records
 from rlhf.data.records import RejectedRecordError, Row, parse_record, starts_with_speaker
 from rlhf.data.report import EMPTY_PROMPT, DropCounts, add_drop
@@ -250,7 +251,7 @@ def _parse_source(spec: SourceSpec, seed: int, show: bool, keep_records: bool) -
                 row = parse_record(flat, columns, record.source)
                 rows.append(replace(row, record=record.values) if keep_records and record.values else row)
             except RejectedRecordError as error:
-                add_drop(dropped, error.reason, record.source)
+                add_drop(dropped, str(error), record.source)
             if not number % _PROGRESS_INTERVAL:
                 bar.advance(_PROGRESS_INTERVAL)
         bar.advance(len(records) % _PROGRESS_INTERVAL)

@@ -8,10 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config.schema import STAGES, Config, DataConfig, Stage
-from rlhf.data.examples import Demonstration, Pair, count_tokens, length_quantiles, median_index, token_parts
+from rlhf.data.examples import (
+    Demonstration,
+    Pair,
+    count_tokens,
+    length_quantiles,
+    max_completion_tokens,
+    median_index,
+    token_parts,
+)
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import LENGTH_QUANTILES, StageData
-from rlhf.data.tokenize_rows import max_completion_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

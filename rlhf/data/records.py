@@ -12,13 +12,13 @@ of it is the user's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rlhf.data.formats import CONVERSATIONS, PROMPTS, ColumnMapping
-from rlhf.data.preference_labels import NoPreferenceError, parse_finite
+from rlhf.config.data import Cleaning
+from rlhf.data.formats import CONVERSATIONS, PROMPTS, ColumnMapping, NoPreferenceError, parse_finite
 from rlhf.data.report import EMPTY_PROMPT, EMPTY_TEXT, PROMPTS_DIFFER, SURROGATE, describe_type
 
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
@@ -71,11 +71,7 @@ class Row:
 
 
 class RejectedRecordError(Exception):
-    """A record cannot become a row; the data report counts `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A record cannot become a row; the message is the reason, which the data report counts."""
 
 
 def parse_record(record: Mapping[str, Any], columns: ColumnMapping, source: str) -> Row:
@@ -85,7 +81,10 @@ def parse_record(record: Mapping[str, Any], columns: ColumnMapping, source: str)
         RejectedRecordError: the record has no prompt, or the value of a column does not fit its meaning.
     """
     if columns.text:
-        return _parse_document(_text(record.get(columns.text), columns.text), source)
+        text = _text(record.get(columns.text), columns.text)
+        if not text.strip():
+            raise RejectedRecordError(EMPTY_TEXT)
+        return Row((), "", text, None, None, source)  # its white space stays
     prompt: tuple[Message, ...] = ()
     response = chosen = rejected = None
     is_conversation = False
@@ -117,19 +116,13 @@ def parse_record(record: Mapping[str, Any], columns: ColumnMapping, source: str)
     if not any(message.role == "user" and message.content.strip() for message in prompt):
         raise RejectedRecordError(_missing_prompt_reason(record, columns))
     text = format_transcript(prompt) if is_conversation else format_plain_prompt(prompt)
-    clean = _make_cleaner(columns, strips_speaker=strips_speaker)
+    kinds = {*columns.clean, "speaker"} if strips_speaker else columns.clean
+    response, chosen, rejected = (_clean(reply, kinds) for reply in (response, chosen, rejected))
     margin: float | None = 0.0
     if columns.margin:
         number = parse_finite(record.get(columns.margin))
         margin = None if number is None or number < 0 else number
-    return Row(prompt, text, clean(response), clean(chosen), clean(rejected), source, undecided, margin)
-
-
-def _parse_document(text: str, source: str) -> Row:
-    """Return the row of a text without a prompt; its white space stays."""
-    if not text.strip():
-        raise RejectedRecordError(EMPTY_TEXT)
-    return Row((), "", text, None, None, source)
+    return Row(prompt, text, response, chosen, rejected, source, undecided, margin)
 
 
 def _order_replies(record: Mapping[str, Any], columns: ColumnMapping) -> tuple[str | None, str | None, str]:
@@ -139,7 +132,7 @@ def _order_replies(record: Mapping[str, Any], columns: ColumnMapping) -> tuple[s
     try:
         first_is_better = columns.preference.first_is_better(record)
     except NoPreferenceError as error:
-        return columns.first, columns.second, error.reason
+        return columns.first, columns.second, str(error)
     return (columns.first, columns.second, "") if first_is_better else (columns.second, columns.first, "")
 
 
@@ -153,21 +146,17 @@ def _strips_speaker(record: Mapping[str, Any], columns: ColumnMapping) -> bool:
         return False
     prompt = record.get(columns.prompt) if columns.prompt else None
     return columns.speaker_in_replies or (
-        isinstance(prompt, str) and is_transcript(prompt) and not awaits_reply(prompt)
+        isinstance(prompt, str) and _is_transcript(prompt) and not _awaits_reply(prompt)
     )
 
 
-def _make_cleaner(columns: ColumnMapping, *, strips_speaker: bool) -> Callable[[str | None], str | None]:
-    """Return a function from a reply of the source to the reply that is trained on."""
-
-    def clean(reply: str | None) -> str | None:
-        if reply and (strips_speaker or ("speaker" in columns.clean and starts_with_speaker(reply))):
-            reply = strip_speaker(reply)
-        if reply and "citations" in columns.clean:
-            reply = _SPACES.sub(" ", _CITATION.sub("", reply)).strip()
-        return reply
-
-    return clean
+def _clean(reply: str | None, kinds: Collection[Cleaning]) -> str | None:
+    """Return a reply of the source as it is trained on."""
+    if reply and "speaker" in kinds and starts_with_speaker(reply):
+        reply = _REPLY_SPEAKER.sub("", reply, count=1).strip()
+    if reply and "citations" in kinds:
+        reply = _SPACES.sub(" ", _CITATION.sub("", reply)).strip()
+    return reply
 
 
 def _has_any(record: Mapping[str, Any], *names: str) -> bool:
@@ -204,16 +193,16 @@ def _text(value: Any, column: str) -> str:
 
 
 def _is_conversation(value: Any) -> bool:
-    return not isinstance(value, str) or is_transcript(value)
+    return not isinstance(value, str) or _is_transcript(value)
 
 
 def _messages(value: Any, column: str, expected: str = "text", *, asks: bool = False) -> tuple[Message, ...]:
-    """Return the messages of a list of turns, of a Human:/Assistant: transcript (see `parse_turns`), or of a prompt."""
+    """Return the messages of a list of turns, of a Human:/Assistant: transcript (`_parse_turns`), or of a prompt."""
     if value is None:
         return ()
     if isinstance(value, str):
         text = _text(value, column)
-        return parse_turns(text, asks=asks) if is_transcript(text) else (Message("user", text),)
+        return _parse_turns(text, asks=asks) if _is_transcript(text) else (Message("user", text),)
     if not isinstance(value, list | tuple):
         raise RejectedRecordError(f"{_shorten(column)} is {describe_type(value)}, not {expected}")
     return tuple(_message(turn, column) for turn in value)
@@ -248,13 +237,13 @@ def _split_last_reply(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...
     return (messages, None) if last is None else (messages[:last], messages[last].content.strip())
 
 
-def is_transcript(text: str) -> bool:
+def _is_transcript(text: str) -> bool:
     """Return True if a text is a conversation: it begins with `Human:`, or with `USER:` and ends with `ASSISTANT:`."""
     begins, ends = text.lstrip().startswith, text.rstrip().endswith
     return begins("Human:") or (begins("USER:") and ends("ASSISTANT:"))
 
 
-def awaits_reply(text: str) -> bool:
+def _awaits_reply(text: str) -> bool:
     """Return True if a text ends with the assistant's name, which asks for a reply."""
     return text.rstrip().endswith(tuple(f"{assistant}:" for _, assistant in _SPEAKERS))
 
@@ -264,16 +253,11 @@ def starts_with_speaker(reply: str) -> bool:
     return bool(_REPLY_SPEAKER.match(reply))
 
 
-def strip_speaker(reply: str) -> str:
-    """Return a reply without the assistant's name before it."""
-    return _REPLY_SPEAKER.sub("", reply, count=1).strip()
-
-
-def parse_turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
+def _parse_turns(text: str, *, asks: bool = False) -> tuple[Message, ...]:
     """Split a transcript into turns; if the text awaits a reply, the last turn is the assistant's and empty.
 
     Args:
-        text: a transcript, see `is_transcript`.
+        text: a transcript, see `_is_transcript`.
         asks: the assistant's name stands before the replies instead of at the end of the text.
     """
     text = text.replace("\r\n", "\n")  # blank lines separate turns, whichever system wrote them

@@ -6,7 +6,6 @@ for each reason; each source has one `DataReport` per stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -116,7 +115,7 @@ class DataReport:
         truncated: rows that are used and were too long (data.too_long: truncate).
         how: the column mapping, as text.
         tokens: for each part of the rows, the lengths that half, 90 %, 99 % and all of them do not exceed.
-        example: one of the rows, of median length (an `rlhf.data.examples.Example`), or None.
+        example: one of the rows, of median length (an `rlhf.data.examples.Example`, or its number), or None.
         lengths: reason -> (tokens of the shortest, of the longest, maximum allowed), for rows that are too long.
     """
 
@@ -182,8 +181,3 @@ class DataReport:
         line += f" of a sample; {self.unseen} more not examined" if self.unseen else ""
         line += f"; {self.truncated} truncated" if self.truncated else ""
         return f"{line}; left out: {self.reasons()}" if self.dropped else line
-
-
-def format_reports(reports: Iterable[DataReport]) -> list[str]:
-    """Return one line per source."""
-    return [str(report) for report in reports]

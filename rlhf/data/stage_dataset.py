@@ -14,17 +14,26 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlhf.config.data import Weight
 from rlhf.config.schema import STAGES, DataConfig, DatasetConfig, Stage, share_of
-from rlhf.data.examples import Example, TokenCounts, add_token_counts, length_quantiles, median_index
+from rlhf.data.examples import (
+    REPLY_FIELDS,
+    Example,
+    TokenCounts,
+    add_token_counts,
+    encode_rows,
+    filter_usable,
+    length_quantiles,
+    median_index,
+    record_drop,
+)
 from rlhf.data.load_sources import ParsedSource, SourceReader, SourceSpec, list_stage_datasets, read_sources
 from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format
 from rlhf.data.records import Row
 from rlhf.data.report import LEFT_OUT_BY_WEIGHT, PROMPT_TRAINED_ON, TRAINED_ON, DataReport
-from rlhf.data.tokenize_rows import REPLY_FIELDS, encode_rows, filter_usable, record_drop
 from rlhf.errors import DataError
 from rlhf.runs.resume import Fingerprints
 
@@ -41,35 +50,24 @@ CHECK_SAMPLE = 256
 
 @dataclass(frozen=True)
 class StageData:
-    """The training and held-out examples of a stage, the report of each source, and the format of the prompts."""
+    """The training and held-out examples of a stage, the report of each source, and the format of the prompts.
 
-    train: Sequence[Example]
-    heldout: Sequence[Example]
+    Attributes:
+        train, heldout: examples; of `select_examples`, their numbers, also in the reports.
+        fingerprints: fingerprints of the sources, if they were stored with the examples.
+    """
+
+    train: Sequence[Any]
+    heldout: Sequence[Any]
     reports: list[DataReport]
     prompt_format: PromptFormat = "plain"
     end_ids: tuple[int, ...] = ()
     fingerprints: Fingerprints = field(default_factory=dict)
-    """Fingerprints of the sources, if they were stored with the examples."""
 
     @property
     def summary(self) -> dict[str, Any]:
         """The entries of `stage.json` with the format of prompts and the end of replies, for users of the model."""
         return {"prompt_format": self.prompt_format, "end_ids": list(self.end_ids)}
-
-
-@dataclass(frozen=True)
-class StageSelection:
-    """The examples of a stage as numbers in order of their creation, and the other fields of `StageData`.
-
-    `typical` has the number of each report's example.
-    """
-
-    train: list[int]
-    heldout: list[int]
-    reports: list[DataReport]
-    typical: list[int]
-    prompt_format: PromptFormat
-    end_ids: tuple[int, ...]
 
 
 class _ExampleRef(NamedTuple):
@@ -86,7 +84,6 @@ class _SourceExamples:
     examples: list[_ExampleRef]
     report: DataReport
     weight: Weight
-    typical: int = 0
 
 
 def load_stage(
@@ -119,13 +116,13 @@ def load_stage(
     """
     examples: list[Example] = []
     rows = sources or read_sources(config, [stage], seed=seed)
-    selection = select_examples(
+    data = select_examples(
         config, stage, tokenizer, examples.append, seed=seed, end_ids=end_ids, sources=rows, sample=sample
     )
-    for report, index in zip(selection.reports, selection.typical, strict=True):
-        report.example = examples[index]
-    train, heldout = ([examples[index] for index in indices] for indices in (selection.train, selection.heldout))
-    return StageData(train, heldout, selection.reports, selection.prompt_format, selection.end_ids)
+    for report in data.reports:
+        report.example = examples[report.example]
+    train, heldout = ([examples[number] for number in numbers] for numbers in (data.train, data.heldout))
+    return replace(data, train=train, heldout=heldout)
 
 
 def select_examples(
@@ -138,7 +135,7 @@ def select_examples(
     end_ids: Sequence[int] | None,
     sources: SourceReader,
     sample: int | None = None,
-) -> StageSelection:
+) -> StageData:
     """Make the examples of `load_stage` without holding them: `keep` receives each one, the result has their numbers.
 
     Raises:
@@ -160,9 +157,10 @@ def select_examples(
             keep(example)
             add_token_counts(counts, example)
             encoded.examples.append(_ExampleRef(next(numbers), example.row))
-        _check_not_empty(encoded, len(source.rows))
+        if not encoded.examples:
+            raise _no_usable_row_error(report)
         report.tokens = length_quantiles(counts, *LENGTH_QUANTILES)
-        encoded.typical = encoded.examples[median_index(counts)].number
+        report.example = encoded.examples[median_index(counts)].number
         return encoded
 
     def encode_share(dataset: DatasetConfig) -> _SourceExamples:
@@ -180,16 +178,17 @@ def select_examples(
         unseen = [
             row for row in source.rows if not record_drop(row, _training_key(row, stage) in trained and reason, report)
         ]
-        return encode_source(source, unseen, report, dataset.weight)
+        part = encode_source(source, unseen, report, dataset.weight)
+        report.heldout = len(part.examples)
+        return part
 
     parts = [encode_share(dataset) for dataset in datasets]
+    with_heldout = [dataset for dataset in datasets if dataset.heldout is not None]
     heldout_parts: list[_SourceExamples] = []
-    if any(dataset.heldout is not None for dataset in datasets):
+    if with_heldout:
         train_sources = {SourceSpec.for_training(dataset) for dataset in config.datasets}
         trained = {_training_key(row, stage) for source in train_sources for row in sources[source].rows}
-        heldout_parts = [encode_heldout(dataset, trained) for dataset in datasets if dataset.heldout is not None]
-    for part in heldout_parts:
-        part.report.heldout = len(part.examples)
+        heldout_parts = [encode_heldout(dataset, trained) for dataset in with_heldout]
     heldout = [example for part in heldout_parts for example in part.examples]
     undivided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout is None]
     divided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout is not None]
@@ -205,11 +204,10 @@ def select_examples(
     prompt_format = detect_prompt_format(
         tokenizer, [example.row for example in train], chat_template=config.chat_template
     )
-    return StageSelection(
+    return StageData(
         [example.number for example in train],
         [example.number for example in heldout],
         reports,
-        [part.typical for part in [*parts, *heldout_parts]],
         prompt_format,
         tuple(end_ids or [tokenizer.eos_token_id]),
     )
@@ -241,18 +239,15 @@ def check_stage(
         return load_stage(config, stage, tokenizer, seed=seed, end_ids=end_ids, sources=sources)
 
 
-def _check_not_empty(part: _SourceExamples, rows: int) -> None:
-    """Raise `DataError` if a source, with this number of rows that have a prompt, gives no example."""
-    report = part.report
-    if part.examples:
-        return
+def _no_usable_row_error(report: DataReport) -> DataError:
+    """Return the error for a source that gives no example."""
     if report.dropped:
         reason = f"{report.reasons()}; {report.remedies()}"
-    elif rows:
+    elif report.rows:
         reason = "it has too few distinct prompts for data.stage_split; add rows, or name fewer data.datasets.*.stages"
     else:
         reason = "it has no rows; add some, or remove it from data.datasets"
-    raise DataError(f"{report.stage}: {report.source}: no usable row: {reason}")
+    return DataError(f"{report.stage}: {report.source}: no usable row: {reason}")
 
 
 def _too_few_prompts_error(reports: Sequence[DataReport], usable: int) -> DataError:

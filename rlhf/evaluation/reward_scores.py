@@ -198,7 +198,7 @@ def parse_reply_set(prompt: Any, replies: Sequence[Any], source: str) -> ReplySe
     try:
         row = parse_record({"prompt": prompt}, ColumnMapping(prompt="prompt"), source)
     except RejectedRecordError as error:
-        raise DataError(f"{source}: {error.reason}; {_FORMAT_HINT}") from error
+        raise DataError(f"{source}: {error}; {_FORMAT_HINT}") from error
     return ReplySet(row.prompt, row.text, tuple(reply.strip() for reply in replies), source)
 
 

@@ -118,8 +118,7 @@ def encode_examples(
     Raises:
         DataError: no row is usable.
     """
-    from rlhf.data.examples import token_parts
-    from rlhf.data.tokenize_rows import encode_rows, filter_usable
+    from rlhf.data.examples import encode_rows, filter_usable, token_parts
 
     report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
     settings = _as_trained(config, model)

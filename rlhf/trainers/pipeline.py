@@ -18,7 +18,6 @@ from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
 from rlhf.data.cache import StageCache
 from rlhf.data.load_sources import read_sources
-from rlhf.data.report import format_reports
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import cpu_offload, distributed
 from rlhf.errors import DataError
@@ -164,6 +163,6 @@ def stage_rows(
     with distributed.on_main("comparing the rows") as main:
         if main:  # an earlier stage may have taken days
             context.run.check_rows(config, data.fingerprints)
-    for line in format_reports(data.reports):
-        context.say(line)
+    for report in data.reports:
+        context.say(str(report))
     return data

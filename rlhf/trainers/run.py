@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.config.schema import STAGES, Config, Stage
+from rlhf.data.examples import max_completion_tokens
 from rlhf.data.preview import decode_median_row, list_loss_parts, summarize_lengths
-from rlhf.data.report import format_reports
-from rlhf.data.tokenize_rows import max_completion_tokens
 from rlhf.engine.select import choose_kernels, select_accelerator
 from rlhf.errors import ConfigError, RunError
 from rlhf.models import hub
@@ -302,8 +301,8 @@ def print_stage(plan: StagePlan, config: Config, memory: Sequence[str], console:
         table.add_row(base.ref.key, Text(_format_base(base)))
     if plan.parameters is not None:
         table.add_row("parameters", f"{plan.parameters:,} in {plan.bases[0].ref.key}")
-    for line in format_reports(plan.data.reports):
-        table.add_row("rows", Text(line.removeprefix(f"{plan.stage}: ")))
+    for report in plan.data.reports:
+        table.add_row("rows", Text(str(report).removeprefix(f"{plan.stage}: ")))
     table.add_row("steps", _format_steps(plan, config))
     for line in memory:
         table.add_row("memory", Text(line.removeprefix(f"{plan.stage}: plan: ")))

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.schema import DataConfig, Stage
 from rlhf.data.formats import find_known_dataset, load_known_datasets
-from rlhf.data.load_sources import SourceReader, read_sources
-from rlhf.data.records import Message
 from rlhf.errors import DataError
+from tests.data.rows import parse, prompt_of
 
 Expected = tuple[Any, str | None, str | None, str | None, str]
 
@@ -167,47 +165,42 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A hub that gives what is put into it: by name, and what it was asked for."""
     import datasets
 
-    given: dict[str, Any] = {"rows": {}, "asked": []}
+    stub: dict[str, Any] = {"rows": {}, "asked": []}
 
-    def load(name: str, subset: str | None, *, split: str, revision: str | None, **options: Any) -> list[Any]:
-        given["asked"].append((name, subset, split, revision, options))
-        rows: list[Any] = given["rows"][name]
-        return rows
+    def load(name: str, subset: str | None, *, split: str, revision: str | None, **options: Any) -> Any:
+        stub["asked"].append((name, subset, split, revision, options))
+        return stub["rows"][name]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr("rlhf.models.hub.check_available", lambda name, kind: None)
-    return given
+    return stub
 
 
-def read(stage: Stage = "sft", **dataset: Any) -> tuple[SourceReader, list[Expected]]:
-    sources = read_sources(DataConfig(datasets=[dataset]), [stage], seed=0)
-    found = next(iter(sources._read.values()))
-    assert not found.dropped
-    return sources, [(row.prompt, row.response, row.chosen, row.rejected, row.undecided) for row in found.rows]
+def read(**dataset: Any) -> list[Expected]:
+    source = parse(**dataset)
+    assert not source.dropped
+    return [(row.prompt, row.response, row.chosen, row.rejected, row.undecided) for row in source.rows]
 
 
 def rows_of(name: str) -> tuple[list[dict[str, Any]], list[Expected]]:
-    expected = [
-        (tuple(Message(("user", "assistant")[n % 2], turn) for n, turn in enumerate(turns)), *rest)
-        for _, (turns, *rest) in SETS[name]
-    ]
+    expected = [(prompt_of(*contents), *rest) for _, (contents, *rest) in SETS[name]]
     return [record for record, _ in SETS[name]], expected  # type: ignore[return-value]
 
 
-def test_the_table_and_the_truth_name_the_same_sets() -> None:
+def test_every_entry_of_known_yaml_has_rows_here() -> None:
     assert {entry.name for entry in load_known_datasets().values()} == set(SETS)
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "local/jsonfile"])
-def test_a_set_that_is_named_is_read_without_columns(hub: dict[str, Any], name: str) -> None:
+def test_known_dataset_is_read_without_columns(hub: dict[str, Any], name: str) -> None:
     entry = find_known_dataset(name)
     assert entry is not None
     records, expected = rows_of(name)
     hub["rows"][entry.path or name] = records
-    assert read(path=name)[1] == expected
+    assert read(path=name) == expected
 
 
-def test_the_file_of_the_local_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_jsonfile_is_read_from_data_train_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
     records, expected = rows_of("local/jsonfile")
@@ -216,7 +209,7 @@ def test_the_file_of_the_local_set_is_read(tmp_path: Path, monkeypatch: pytest.M
         read(path="local/jsonfile")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.json").write_text(json.dumps(records), encoding="utf-8")
-    assert read(path="local/jsonfile")[1] == expected
+    assert read(path="local/jsonfile") == expected
 
 
 @pytest.mark.parametrize(
@@ -227,13 +220,13 @@ def test_the_file_of_the_local_set_is_read(tmp_path: Path, monkeypatch: pytest.M
         ("Hello-SimpleAI/HC3-Chinese", (..., None, "train", "refs/convert/parquet", {"data_dir": "all"})),
     ],
 )
-def test_the_part_that_is_known_is_asked_for(hub: dict[str, Any], name: str, asked: tuple[Any, ...]) -> None:
+def test_known_subset_and_revision_are_requested(hub: dict[str, Any], name: str, asked: tuple[Any, ...]) -> None:
     hub["rows"][name if asked[0] is ... else asked[0]] = rows_of(name)[0]
     read(path=name)
     assert hub["asked"] == [(name, *asked[1:]) if asked[0] is ... else asked]
 
 
-def test_a_held_out_split_that_is_known_is_asked_for(hub: dict[str, Any]) -> None:
+def test_known_heldout_split_is_requested(hub: dict[str, Any]) -> None:
     name = "Cohere/miracl-ja-queries-22-12"
     hub["rows"] = {name: rows_of(name)[0], "Dahoas/rm-static": [HH]}
     read(path=name, heldout=name)
@@ -242,28 +235,27 @@ def test_a_held_out_split_that_is_known_is_asked_for(hub: dict[str, Any]) -> Non
     assert [asked[2] for asked in hub["asked"]] == ["train", "dev", "train", "testA", "train", "test"]
 
 
-def test_what_the_settings_say_wins(hub: dict[str, Any]) -> None:
+def test_settings_override_the_known_entry(hub: dict[str, Any]) -> None:
     hub["rows"]["stanfordnlp/SHP"] = rows_of("stanfordnlp/SHP")[0]
     shp = {"path": "stanfordnlp/SHP", "split": "validation", "subset": "cooking", "revision": "v1"}
     read(**shp)
     assert hub["asked"] == [("stanfordnlp/SHP", "cooking", "validation", "v1", {})]
-    inverted = read(**shp, prefer={"label": "labels", "first": 0})[1]
+    inverted = read(**shp, prefer={"label": "labels", "first": 0})
     assert [row[2] for row in inverted] == ["Buy it.", "Crush it."]
-    by_score = read(**shp, prefer={"scores": ["score_B", "score_A"]})[1]
+    by_score = read(**shp, prefer={"scores": ["score_B", "score_A"]})
     assert [row[2] for row in by_score] == ["Buy it.", "Crush it."]
 
 
-def test_columns_of_ones_own_put_what_decides_aside_and_that_is_told(hub: dict[str, Any]) -> None:
+def test_named_columns_override_the_known_label(hub: dict[str, Any]) -> None:
     hub["rows"]["stanfordnlp/SHP"] = rows_of("stanfordnlp/SHP")[0]
     by_hand = {"prompt": "history", "chosen": "human_ref_A", "rejected": "human_ref_B"}
     with pytest.raises(DataError, match='stanfordnlp/SHP: column "labels" looks like a preference label'):
         read(path="stanfordnlp/SHP", columns=by_hand)
 
 
-def test_it_is_said_how_a_source_is_read(hub: dict[str, Any]) -> None:
+def test_parsed_source_describes_how_it_was_read(hub: dict[str, Any]) -> None:
     hub["rows"] = {"stanfordnlp/SHP": rows_of("stanfordnlp/SHP")[0], "openai/webgpt_comparisons": [webgpt(1.0)]}
-    how = [next(iter(read(path=name)[0]._read.values())).how for name in hub["rows"]]
-    assert how == [
+    assert [parse(path=name).how for name in hub["rows"]] == [
         "like the known data set stanfordnlp/SHP: prompt: history, first: human_ref_A, second: human_ref_B, "
         "preferred: labels (first if 1, second if 0)",
         "like the known data set openai/webgpt_comparisons: prompt: question.full_text, first: answer_0, "
@@ -272,22 +264,22 @@ def test_it_is_said_how_a_source_is_read(hub: dict[str, Any]) -> None:
     ]
 
 
-def test_a_local_copy_is_known_by_the_end_of_its_path(tmp_path: Path) -> None:
+def test_local_copy_is_known_by_the_end_of_its_path(tmp_path: Path) -> None:
     from datasets import Dataset
 
     path = tmp_path / "sets" / "stanfordnlp" / "shp"
     records, expected = rows_of("stanfordnlp/SHP")
     Dataset.from_list(records).save_to_disk(path)
-    assert read(path=str(path))[1] == expected
+    assert read(path=str(path)) == expected
     Dataset.from_list(records).save_to_disk(tmp_path / "shp")
     with pytest.raises(DataError, match="no known format fits its columns"):
         read(path=str(tmp_path / "shp"))
     records, expected = rows_of("mkqa-Chinese")  # a name of one part
     Dataset.from_list(records).save_to_disk(tmp_path / "mkqa-Chinese")
-    assert read(path=str(tmp_path / "mkqa-Chinese"))[1] == expected
+    assert read(path=str(tmp_path / "mkqa-Chinese")) == expected
 
 
-def test_a_set_that_has_other_columns_now_says_who_wants_those(hub: dict[str, Any]) -> None:
+def test_known_dataset_with_other_columns_is_an_error(hub: dict[str, Any]) -> None:
     hub["rows"]["stanfordnlp/SHP"] = [PAIR]
     with pytest.raises(DataError) as error:
         read(path="stanfordnlp/SHP")
@@ -297,8 +289,8 @@ def test_a_set_that_has_other_columns_now_says_who_wants_those(hub: dict[str, An
     )
 
 
-def test_citations_alone_are_taken_out_of_replies(hub: dict[str, Any]) -> None:
+def test_only_citations_are_removed_from_replies(hub: dict[str, Any]) -> None:
     hub["rows"]["openai/webgpt_comparisons"] = [
         webgpt(1.0, "An [un]cited list[1][12] a[i], [1 ] and (2).\n\n  Next [3]")
     ]
-    assert read(path="openai/webgpt_comparisons")[1][0][2] == "An [un]cited list a[i], [1 ] and (2).\n\n Next"
+    assert read(path="openai/webgpt_comparisons")[0][2] == "An [un]cited list a[i], [1 ] and (2).\n\n Next"

@@ -1,4 +1,4 @@
-"""Every known format becomes the same canonical row; records that cannot are rejected with a reason."""
+"""Records of every known format and conversations in every form become the same rows, or have a reason why not."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from rlhf.data.formats import ColumnMapping, recognize_columns
 from rlhf.data.records import Message, RejectedRecordError, Row, format_plain_prompt, format_transcript, parse_record
 from rlhf.data.report import find_remedy
 from rlhf.errors import DataError
+from tests.data.rows import prompt_of, turns
 
-USER, ASSISTANT = "user", "assistant"
+PAIR = ColumnMapping(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
+TRANSCRIPTS = ColumnMapping(chosen="chosen", rejected="rejected")
 
 
 def row_of(record: dict[str, Any], **columns: str) -> Row:
-    return parse_record(
-        record, recognize_columns(record.keys(), ColumnsConfig(**columns), "rows.jsonl"), "rows.jsonl:1"
-    )
-
-
-def turns(*contents: str) -> list[dict[str, str]]:
-    return [{"role": (USER, ASSISTANT)[n % 2], "content": content} for n, content in enumerate(contents)]
-
-
-def prompt_of(*contents: str) -> tuple[Message, ...]:
-    return tuple(Message(turn["role"], turn["content"]) for turn in turns(*contents))
+    mapping = recognize_columns(record.keys(), ColumnsConfig(**columns), "rows.jsonl")
+    return parse_record(record, mapping, "rows.jsonl:1")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +30,7 @@ def prompt_of(*contents: str) -> tuple[Message, ...]:
         {"question": "Hi", "answer": "Hello"},
         {"instruction": "Hi", "output": "Hello"},
         {"instruction": "Hi", "input": "", "output": "Hello"},
-        {"prompt": turns("Hi"), "completion": [{"role": ASSISTANT, "content": "Hello"}]},
+        {"prompt": turns("Hi"), "completion": [{"role": "assistant", "content": "Hello"}]},
         {"messages": turns("Hi", "Hello")},
         {"prompt": "Hi", "prompt_id": "7", "messages": turns("Hi", "Hello")},
     ],
@@ -70,16 +63,11 @@ def test_preferences_are_recognized_by_their_columns(record: dict[str, Any]) -> 
     assert row.response == "Hello", "the preferred reply serves as demonstration"
 
 
-def test_a_preference_may_have_a_demonstration_of_its_own() -> None:
+def test_row_fields_follow_from_the_columns() -> None:
     assert row_of({"prompt": "Hi", "response": "Hm", "chosen": "Hello", "rejected": "No"}).response == "Hm"
-
-
-def test_a_lone_prompt_is_a_row_without_replies() -> None:
     row = row_of({"prompt": "Hi"})
     assert (row.response, row.chosen, row.rejected) == (None, None, None)
-
-
-def test_the_input_of_an_instruction_follows_after_a_blank_line() -> None:
+    assert row_of({"messages": turns("Hi")}).response is None
     assert row_of({"instruction": "Translate.", "input": "Hallo", "output": "Hello"}).text == "Translate.\n\nHallo"
 
 
@@ -90,45 +78,35 @@ def test_only_the_last_assistant_turn_is_the_reply() -> None:
     assert (row.chosen, row.rejected) == ("e", "f")
 
 
-def test_messages_that_end_with_the_user_are_a_prompt() -> None:
-    assert row_of({"messages": turns("Hi")}).response is None
-
-
-def test_a_lone_prompt_keeps_its_text_and_a_conversation_becomes_a_transcript() -> None:
+def test_single_message_keeps_its_text_and_a_conversation_is_a_transcript() -> None:
     assert row_of({"prompt": "Once upon a time "}).text == "Once upon a time "
     assert row_of({"prompt": "\n\nHuman: Hi\n\nAssistant:"}).text == "Human: Hi\n\nAssistant:"
     assert row_of({"messages": turns("Hi", "Hello")}).text == "Human: Hi\n\nAssistant:"
-
-
-def test_transcripts_name_the_speakers() -> None:
     messages = (Message("system", "Be kind."), *prompt_of("a", "b", "c"))
     assert format_transcript(messages) == "Be kind.\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
     assert format_plain_prompt(prompt_of("a")) == "a"
 
 
-def test_named_columns_win_over_the_usual_ones() -> None:
+def test_named_columns_override_the_usual_ones() -> None:
     row = row_of({"prompt": "x", "q": "Hi", "good": "Hello", "bad": "No"}, prompt="q", chosen="good", rejected="bad")
     assert (row.text, row.chosen, row.rejected) == ("Hi", "Hello", "No")
-
-
-def test_a_named_conversation_wins_over_other_columns() -> None:
     row = row_of({"prompt": "x", "talk": turns("Hi", "Hello")}, messages="talk")
     assert (row.prompt, row.response) == (prompt_of("Hi"), "Hello")
+    assert row_of({"text": "x", "prompt": "Hi"}).text == "Hi"
 
 
-def test_a_named_column_that_is_missing_is_an_error_that_lists_those_found() -> None:
-    with pytest.raises(DataError, match=r"no column 'q' \(columns.prompt\); found: a, b$"):
-        recognize_columns(["b", "a"], ColumnsConfig(prompt="q"), "rows.csv")
-
-
-def test_unknown_columns_are_an_error_that_lists_them_and_the_known_formats() -> None:
-    with pytest.raises(DataError, match=r"rows.csv: .*found: body, title; known: .*prompt/chosen/rejected.*messages"):
-        recognize_columns(["title", "body"], ColumnsConfig(), "rows.csv")
-
-
-def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
-    with pytest.raises(DataError, match="needs a column 'rejected' too"):
-        recognize_columns(["prompt", "chosen"], ColumnsConfig(), "rows.csv")
+@pytest.mark.parametrize(
+    ("present", "columns", "message"),
+    [
+        (["b", "a"], {"prompt": "q"}, r"no column 'q' \(columns.prompt\); found: a, b$"),
+        (["title", "body"], {}, r"rows.csv: .*found: body, title; known: .*prompt/chosen/rejected.*messages"),
+        (["prompt", "chosen"], {}, "needs a column 'rejected' too"),
+        (["text"], {}, r"where its prompt ends; give .*, or set columns.text to train"),
+    ],
+)
+def test_unknown_columns_are_an_error(present: list[str], columns: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        recognize_columns(present, ColumnsConfig(**columns), "rows.csv")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +135,7 @@ def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
         ({"messages": [{"content": "a"}]}, "messages: a turn is not an object of role and content"),
         ({"messages": [{"from": "human"}]}, "messages: a turn is not an object of role and content"),
         ({"conversations": [{"from": "bing", "value": "a"}]}, "conversations: unknown role 'bing'"),
-        ({"messages": [{"role": USER, "content": [{"text": "a"}]}]}, "messages: content is a list, not text"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages: content is a list, not text"),
         (
             {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: x\n\nAssistant: c"},
             "prompts of chosen and rejected differ",
@@ -169,35 +147,113 @@ def test_half_a_preference_is_an_error_that_names_the_other_half() -> None:
 def test_unusable_records_are_rejected_with_a_reason(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(RejectedRecordError) as rejected:
         row_of(record)
-    assert rejected.value.reason == reason
+    assert str(rejected.value) == reason
     assert find_remedy(reason)
 
 
-def test_a_text_alone_says_what_can_be_done() -> None:
-    with pytest.raises(DataError, match=r"where its prompt ends; give .*, or set columns.text to train"):
-        recognize_columns(["text"], ColumnsConfig(), "rows.json")
-    assert recognize_columns(["text", "prompt"], ColumnsConfig(), "rows.json").prompt == "prompt"
-
-
-def test_rows_of_mixed_columns_are_told_from_rows_that_lack_a_value() -> None:
+def test_row_of_other_columns_differs_from_a_missing_value() -> None:
     """Readers of tables give None for a column that a row has not."""
-    columns = ColumnMapping(prompt="prompt", response="response", chosen="chosen", rejected="rejected")
     question: dict[str, Any] = {"question": "Hi", "answer": "Hello"}
     for absent in ({}, dict.fromkeys(("prompt", "response", "chosen", "rejected"))):
-        with pytest.raises(
-            RejectedRecordError, match=r"other columns than the source's \(answer, question\)"
-        ) as rejected:
-            parse_record(absent | question, columns, "")
-        assert find_remedy(rejected.value.reason)
-        demonstration = parse_record(absent | {"prompt": "Hi", "response": "Hello"}, columns, "")
+        reason = r"other columns than the source's \(answer, question\)"
+        with pytest.raises(RejectedRecordError, match=reason) as rejected:
+            parse_record(absent | question, PAIR, "")
+        assert find_remedy(str(rejected.value))
+        demonstration = parse_record(absent | {"prompt": "Hi", "response": "Hello"}, PAIR, "")
         assert (demonstration.response, demonstration.chosen, demonstration.rejected) == ("Hello", None, None)
-        preference = parse_record(absent | {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, columns, "")
+        preference = parse_record(absent | {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, PAIR, "")
         assert (preference.response, preference.chosen, preference.rejected) == ("Hello", "Hello", "No")
         with pytest.raises(RejectedRecordError, match="empty prompt"):
-            parse_record(absent | {"response": "Hello"}, columns, "")
-    assert parse_record({"prompt": "Hi", "chosen": None, "rejected": "No"}, columns, "").chosen == ""
+            parse_record(absent | {"response": "Hello"}, PAIR, "")
+    assert parse_record({"prompt": "Hi", "chosen": None, "rejected": "No"}, PAIR, "").chosen == ""
 
 
-def test_a_record_without_its_reply_has_an_empty_one() -> None:
+def test_missing_reply_is_an_empty_text() -> None:
     assert parse_record({"prompt": "a"}, ColumnMapping(prompt="prompt", response="response"), "").response == ""
     assert row_of({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}).chosen == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "contents"),
+    [
+        ("Human: I have a question. Assistant:", ["I have a question."]),
+        (" Human: Hi Assistant: ", ["Hi"]),
+        ("Human: a Assistant: b Human: c Assistant:", ["a", "b", "c"]),
+        ("Human: a\nAssistant: b\nHuman: c\nAssistant:", ["a", "b", "c"]),
+        ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c Assistant:", ["a", "b", "c"]),
+        ("USER: a ASSISTANT:", ["a"]),
+        ("USER: a ASSISTANT: b</s>USER: c ASSISTANT:", ["a", "b", "c"]),
+        ("USER: a\nASSISTANT: b\nUSER: c\nASSISTANT: ", ["a", "b", "c"]),
+        # Not told apart: the last turn is the user's, and so is all that it says.
+        ("Human: What does Assistant: mean? Assistant:", ["What does Assistant: mean?"]),
+        ("Human: Write Human: twice Assistant:", ["Write Human: twice"]),
+        # With blank lines between turns, those alone tell them apart.
+        ("\n\nHuman: a\n\nAssistant: say Human: b\n\nHuman: c\n\nAssistant:", ["a", "say Human: b", "c"]),
+        ("Human: Who says Assistant: here?\n\nAssistant:", ["Who says Assistant: here?"]),
+        ("Human: Who says Assistant: here?", ["Who says Assistant: here?"]),
+        # No transcript at all.
+        ("Please end with Assistant:", ["Please end with Assistant:"]),
+        ("USER: a name in capitals", ["USER: a name in capitals"]),
+        ("USER: no such Assistant:", ["USER: no such Assistant:"]),
+    ],
+)
+def test_transcript_prompt_is_split_into_turns(text: str, contents: list[str]) -> None:
+    row = parse_record({"prompt": text, "response": "r"}, PAIR, "")
+    assert row.prompt == prompt_of(*contents)
+
+
+def test_windows_line_ends_separate_turns_too() -> None:
+    lines = "Human: a\n\nAssistant: say Assistant: b\nc\n\nHuman: d\n\nAssistant:"
+    for text in (lines, lines.replace("\n", "\r\n")):
+        row = parse_record({"chosen": f"{text} e", "rejected": f"{text} f"}, TRANSCRIPTS, "")
+        assert row.prompt == prompt_of("a", "say Assistant: b\nc", "d")
+        assert parse_record({"prompt": text, "response": "r"}, PAIR, "").prompt == row.prompt
+
+
+def test_assistant_name_is_not_added_twice() -> None:
+    row = parse_record({"prompt": "Human: I have a question. Assistant:", "response": "r"}, PAIR, "")
+    assert row.text == "Human: I have a question.\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "replies", "contents", "expected"),
+    [
+        *(
+            (prompt, ("Assistant: Hello Assistant: you", "\nAssistant:No"), ["Hi"], ("Hello Assistant: you", "No"))
+            for prompt in ("Human: Hi", "\n\nHuman: Hi\n\n", "Human: Hi\n")
+        ),
+        # An inline prompt is read as turns if the replies bring the name at its end.
+        ("Human: a Assistant: b Human: c", ("Assistant: d", "Assistant: e"), ["a", "b", "c"], ("d", "e")),
+        # Other replies keep the name.
+        ("USER: x ASSISTANT: y", ("Assistant: a", "\nAssistant:b"), ["USER: x ASSISTANT: y"], None),
+        ("\n\nHuman: A dialogue.\n\nAssistant:", ("Assistant: hi", "Assistant: no"), ["A dialogue."], None),
+        ("A dialogue.", ("Assistant: hi", "Assistant: no"), ["A dialogue."], None),
+        ("Human: A dialogue.", ("Assistant: hi", "no"), ["A dialogue."], None),
+    ],
+)
+def test_replies_lose_the_name_that_the_prompt_lacks(
+    prompt: str, replies: tuple[str, str], contents: list[str], expected: tuple[str, str] | None
+) -> None:
+    row = parse_record({"prompt": prompt, "chosen": replies[0], "rejected": replies[1]}, PAIR, "")
+    assert row.prompt == prompt_of(*contents)
+    assert (row.chosen, row.rejected) == (expected or tuple(reply.strip() for reply in replies))
+
+
+def test_replies_lose_the_name_if_all_of_the_source_have_it() -> None:
+    columns = ColumnMapping(prompt="prompt", chosen="chosen", rejected="rejected", speaker_in_replies=True)
+    row = parse_record({"prompt": "Hi", "chosen": "Assistant: a", "rejected": "Assistant: b"}, columns, "")
+    assert (row.prompt, row.chosen, row.rejected) == (prompt_of("Hi"), "a", "b")
+
+
+def test_transcript_reply_may_mention_turns() -> None:
+    text = "\n\nHuman: Show me.\n\nAssistant: So: Human: hi Assistant:"
+    row = parse_record({"chosen": text, "rejected": f"{text} no"}, TRANSCRIPTS, "")
+    assert (row.chosen, row.rejected) == ("So: Human: hi Assistant:", "So: Human: hi Assistant: no")
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_sharegpt_turns_are_messages(column: str) -> None:
+    sharegpt: list[dict[str, Any]] = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "Hi"}]
+    row = parse_record({column: [*sharegpt, {"from": "gpt", "value": "Hello"}]}, ColumnMapping(messages=column), "")
+    assert row.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
+    assert row.response == "Hello"

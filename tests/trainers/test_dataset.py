@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import EVERY_STAGE, build_config
-from rlhf.data import load_sources, tokenize_rows
+from rlhf.data import examples, load_sources
 from rlhf.data.preview import describe_stage
 from rlhf.launchers import local
 from rlhf.runs.directory import RunDirectory
@@ -25,7 +25,7 @@ from types import SimpleNamespace
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from rlhf.config.schema import load_config
-from rlhf.data import tokenize_rows
+from rlhf.data import examples
 from rlhf.engine import distributed
 from rlhf.trainers.pipeline import stage_rows
 from tests.helpers import build_tokenizer
@@ -35,8 +35,8 @@ os.environ["LOCAL_RANK"] = str({machines!r}[:int(rank)].count(machine))
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 os.environ["HF_DATASETS_CACHE"] = f"{folder}/{{machine}}"
 dist.init_process_group("gloo")
-tokenized, encode = [], tokenize_rows.encode_prompts
-tokenize_rows.encode_prompts = lambda t, rows, **o: (tokenized.append(len(rows)), encode(t, rows, **o))[1]
+tokenized, encode = [], examples.encode_prompts
+examples.encode_prompts = lambda t, rows, **o: (tokenized.append(len(rows)), encode(t, rows, **o))[1]
 said = []
 context = SimpleNamespace(
     config=load_config(None, ["data.datasets=" + {sources!r}[int(rank)], "model.path=x"]),
@@ -120,7 +120,7 @@ def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_r
     assert not (tmp_path / "kept").exists(), "a look keeps nothing"
     for plan in look_at_data(config, EVERY_STAGE):
         assert BaseModels(config).cache(plan.stage, plan.bases[0]).build() is None
-    for module, name in ((tokenize_rows, "encode_prompts"), (load_sources, "read_records")):
+    for module, name in ((examples, "encode_prompts"), (load_sources, "read_records")):
         monkeypatch.setattr(module, name, lambda *words, **options: pytest.fail("read or tokenized again"))
     assert (said(), found(whole=True)) == before
     assert found(whole=False) == before[1], "a sample is not needed"
